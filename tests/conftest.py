@@ -1,0 +1,37 @@
+"""What holds for every test: one thread per process, GPU tests only on a GPU, no quiet skips in CI."""
+
+import os
+
+# Before anything imports torch; workers that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not cuda_is_here():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def cuda_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def unexpected_skips(reports: list[pytest.TestReport | pytest.CollectReport], *, has_cuda: bool) -> list[str]:
+    """Those that were skipped though this machine could have run them: all but GPU tests without a GPU."""
+    return [report.nodeid for report in reports if has_cuda or "gpu" not in getattr(report, "keywords", {})]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is None or os.environ.get("VARUNA_CI") != "1":
+        return
+    skipped = terminal.stats.get("skipped", [])
+    if skipped and (names := unexpected_skips(skipped, has_cuda=cuda_is_here())):
+        terminal.write_line(f"\nfailed: skipped, though this machine could run them: {', '.join(names)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

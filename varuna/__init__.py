@@ -1,0 +1,49 @@
+"""Pipeline and data parallel training for PyTorch, equal to one process at every layout.
+
+Names are fetched when first used, so that `import varuna` costs nothing and does nothing: the
+command line, the planner and the manager's machine need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
+    from varuna.data import SampleOrder
+    from varuna.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CutPoint",
+    "SampleOrder",
+    "Varuna",
+    "cut_after",
+    "get_this_rank_config_varuna",
+    "get_varuna_config",
+    "opaque",
+    "plain_randomness",
+]
+
+_HOMES = {
+    "CutPoint": "varuna.capture",
+    "SampleOrder": "varuna.data",
+    "Varuna": "varuna.varuna",
+    "cut_after": "varuna.capture",
+    "get_this_rank_config_varuna": "varuna.varuna",
+    "get_varuna_config": "varuna.varuna",
+    "opaque": "varuna.capture",
+    "plain_randomness": "varuna.capture",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'varuna' has no attribute {name!r}")
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found  # the next use does not come through here
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
