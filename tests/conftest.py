@@ -21,9 +21,9 @@ def cuda_is_here() -> bool:
     return torch.cuda.is_available()
 
 
-def unexpected_skips(reports: list[pytest.TestReport | pytest.CollectReport], *, has_cuda: bool) -> list[str]:
-    """Those that were skipped though this machine could have run them: all but GPU tests without a GPU."""
-    return [report.nodeid for report in reports if has_cuda or "gpu" not in getattr(report, "keywords", {})]
+def could_have_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    """All that was skipped, but for GPU tests on a machine without a GPU."""
+    return "gpu" not in getattr(report, "keywords", {}) or cuda_is_here()
 
 
 @pytest.hookimpl(trylast=True)
@@ -31,7 +31,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is None or os.environ.get("VARUNA_CI") != "1":
         return
-    skipped = terminal.stats.get("skipped", [])
-    if skipped and (names := unexpected_skips(skipped, has_cuda=cuda_is_here())):
+    if names := [report.nodeid for report in terminal.stats.get("skipped", []) if could_have_run(report)]:
         terminal.write_line(f"\nfailed: skipped, though this machine could run them: {', '.join(names)}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -31,3 +31,10 @@ def test_in_ci_a_skipped_test_is_a_failure(tmp_path: Path, skipping: str) -> Non
 
 def test_outside_ci_a_skipped_test_is_none(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, "def test_it(): pytest.skip('no tool')", ci="0") == pytest.ExitCode.OK
+
+
+def test_only_a_gpu_test_may_be_skipped_in_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on a machine without one
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+    passing, gpu = "def test_other(): pass", "@pytest.mark.gpu\ndef test_it(): raise AssertionError"
+    assert run_pytest(tmp_path, f"{passing}\n{gpu}", ci="1") == pytest.ExitCode.OK
