@@ -1,0 +1,195 @@
+"""Draws timelines: one lane per rank, time across, as text or as a picture.
+
+Several timelines (what was predicted, what was measured) are drawn one below the other on the same
+time scale, so that a difference is seen without reading a number.
+"""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+from varuna.observe.record import COMPUTE, bubble
+from varuna.types import Interval, Timeline
+
+_COLOURS = {
+    "F": "#4e79a7",
+    "R": "#a0cbe8",
+    "B": "#59a14f",
+    "I": "#8cd17d",
+    "W": "#b6992d",
+    "reduce": "#e15759",
+    "wait": "#d4d4d4",
+}
+_OTHER = "#b07aa1"
+_WORDS = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+}
+_LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the busy share
+_LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; computing in it; anything else below that
+
+
+def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) -> str:
+    """A line per rank; each column is a slice of time and shows what filled the most of it."""
+    panels = _panels(timeline)
+    seconds = max(panel.seconds for panel in panels.values())
+    lines = []
+    for name, panel in panels.items():
+        if name:
+            lines.append(name)
+        shares = bubble(panel)
+        lanes = _lanes(panel)
+        label = max((len(_name(place)) for place in lanes), default=0)
+        lines += [
+            f"{_name(place):<{label}} |{_columns(lane, seconds, width)}| bubble {shares[place[1]]:.0%}"
+            for place, lane in lanes.items()
+        ]
+    return "\n".join([*lines, f"{width} columns are {_duration(seconds)}", ""])
+
+
+def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
+    """A picture that needs nothing but itself; each bar tells its times when pointed at."""
+    panels = _panels(timeline)
+    seconds = max(panel.seconds for panel in panels.values())
+    scale = _WIDTH / seconds if seconds else 0.0
+    body: list[str] = []
+    y = 12
+    if title:
+        y += 20
+        body.append(f'<text x="12" y="{y - 8}" class="title">{escape(title)}</text>')
+    y = _draw_legend(body, panels, y)
+    for name, panel in panels.items():
+        if name:
+            y += 22
+            words = f"{name}: {_duration(panel.seconds)}"
+            body.append(f'<text x="12" y="{y - 7}" class="panel">{escape(words)}</text>')
+        y = _draw_panel(body, panel, y, seconds=seconds, scale=scale)
+    width, height = _LABEL + _WIDTH + _SHARE, y + 8
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+            "<style>.title{font-size:15px;font-weight:bold}.panel{font-size:13px;font-weight:bold}"
+            ".number{font-size:9px;fill:#fff;text-anchor:middle}.dark{fill:#222}.faint{fill:#666}</style>",
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+Place = tuple[int, int]  # rank, stage
+Lanes = dict[Place, list[Interval]]
+
+
+def _panels(timeline: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
+    panels = {"": timeline} if isinstance(timeline, Timeline) else timeline
+    if not panels:
+        raise ValueError("there is no timeline to draw (expected at least one)")
+    return panels
+
+
+def _lanes(timeline: Timeline) -> Lanes:
+    """By stage, then rank: so that a picture reads from the first stage down to the last."""
+    lanes: Lanes = {}
+    for interval in sorted(timeline.intervals, key=lambda i: (i.stage, i.rank, i.start_seconds)):
+        lanes.setdefault((interval.rank, interval.stage), []).append(interval)
+    return lanes
+
+
+def _name(place: Place) -> str:
+    return f"stage {place[1]}, rank {place[0]}"
+
+
+def _columns(lane: list[Interval], seconds: float, width: int) -> str:
+    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    for interval in lane:
+        if interval.what == "wait" or not seconds:
+            continue
+        first = interval.start_seconds / seconds * width
+        stop = interval.stop_seconds / seconds * width
+        for column in range(max(0, int(first)), min(width, math.ceil(stop))):
+            part = min(stop, column + 1) - max(first, column)
+            # What only accompanies the computing shows where nothing is computed.
+            weight = part if interval.what in COMPUTE else part * 1e-3
+            shares[column][interval.what] = shares[column].get(interval.what, 0.0) + weight
+    return "".join(max(share, key=lambda what: share[what])[0] if share else "." for share in shares)
+
+
+def _draw_legend(body: list[str], panels: Mapping[str, Timeline], y: int) -> int:
+    present = {interval.what for panel in panels.values() for interval in panel.intervals}
+    known = [what for what in _COLOURS if what in present]
+    x = _LABEL
+    for what in [*known, *sorted(present - _COLOURS.keys())]:
+        words = _WORDS.get(what, what)
+        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS.get(what, _OTHER)}"/>')
+        body.append(f'<text x="{x + 17}" y="{y + 10}">{escape(words)}</text>')
+        x += 17 + 7 * len(words) + 18
+    return y + 22
+
+
+def _draw_panel(body: list[str], panel: Timeline, y: int, *, seconds: float, scale: float) -> int:
+    lanes = _lanes(panel)
+    shares = bubble(panel)
+    bottom = y + _LANE * len(lanes)
+    for tick in _ticks(seconds):
+        x = _LABEL + tick * scale
+        body.append(f'<path d="M{x:.1f} {y}V{bottom + 4}" stroke="#ddd"/>')
+        body.append(
+            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="faint">{_duration(tick)}</text>'
+        )
+    for place, lane in lanes.items():
+        body.append(f'<text x="12" y="{y + 15}">{_name(place)}</text>')
+        body.append(f'<rect x="{_LABEL}" y="{y + 2}" width="{_WIDTH}" height="{_BAR}" fill="#f4f4f4"/>')
+        for interval in lane:
+            _draw_bar(body, interval, y, scale=scale)
+        body.append(
+            f'<text x="{_LABEL + _WIDTH + 8}" y="{y + 15}" class="faint">bubble {shares[place[1]]:.0%}</text>'
+        )
+        y += _LANE
+    return bottom + 24
+
+
+def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> None:
+    computes = interval.what in COMPUTE
+    x = _LABEL + interval.start_seconds * scale
+    width = max(0.3, (interval.stop_seconds - interval.start_seconds) * scale)
+    top, height = (y + 2, _BAR) if computes else (y + 2 + _BAR + 1, _STRIP)
+    number = "" if interval.microbatch < 0 else str(interval.microbatch)
+    story = (
+        f"{interval.what}{number} from {_duration(interval.start_seconds)} "
+        f"for {_duration(interval.stop_seconds - interval.start_seconds)}"
+    )
+    colour = _COLOURS.get(interval.what, _OTHER)
+    edge = ' stroke="#fff" stroke-width="0.6"' if width > 3 else ""
+    body.append(
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}"{edge}>'
+        f"<title>{escape(story)}</title></rect>"
+    )
+    if computes and number and width >= 4 + 6 * len(number):
+        shade = "number dark" if interval.what in "RI" else "number"
+        middle = f"{x + width / 2:.1f}"
+        body.append(f'<text x="{middle}" y="{y + 14}" class="{shade}" pointer-events="none">{number}</text>')
+
+
+def _ticks(seconds: float) -> list[float]:
+    """Round times, ten or so of them, from zero on."""
+    if not seconds:
+        return [0.0]
+    step = 10.0 ** math.floor(math.log10(seconds / 8))
+    step *= next(factor for factor in (1, 2, 5, 10) if seconds / (step * factor) <= 10)
+    return [index * step for index in range(int(seconds / step * 1.0001) + 1)]
+
+
+def _duration(seconds: float) -> str:
+    if seconds == 0:
+        return "0"
+    if abs(seconds) >= 1:
+        return f"{seconds:.4g} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.4g} ms"
+    return f"{seconds * 1e6:.4g} µs"

@@ -1,0 +1,66 @@
+"""Writes timelines in the Chrome trace format, which ui.perfetto.dev opens."""
+
+import json
+from collections.abc import Mapping
+
+from varuna.observe.record import COMPUTE
+from varuna.types import Timeline
+
+# One colour name of the viewer per kind, so that all ranks look alike.
+_COLOURS = {
+    "F": "thread_state_running",
+    "R": "thread_state_runnable",
+    "B": "good",
+    "I": "rail_response",
+    "W": "olive",
+    "reduce": "bad",
+    "wait": "grey",
+}
+
+
+def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
+    """Trace JSON: a process for each rank, one track for computing and one for each other kind.
+
+    Computing and a reduction may overlap, and a track shows only what nests; hence the tracks.
+    Several timelines by name become so many groups of processes in one trace.
+    """
+    panels = {"": timeline} if isinstance(timeline, Timeline) else timeline
+    events: list[dict[str, object]] = []
+    processes: dict[tuple[str, int, int], int] = {}
+    tracks: dict[tuple[int, str], int] = {}
+    for name, panel in panels.items():
+        for interval in panel.intervals:
+            place = (name, interval.stage, interval.rank)
+            pid = processes.setdefault(place, len(processes))
+            track = "compute" if interval.what in COMPUTE else interval.what
+            tid = tracks.setdefault((pid, track), len(tracks))
+            number = "" if interval.microbatch < 0 else str(interval.microbatch)
+            events.append(
+                {
+                    "name": f"{interval.what}{number}",
+                    "cat": interval.what,
+                    "ph": "X",
+                    "ts": interval.start_seconds * 1e6,
+                    "dur": (interval.stop_seconds - interval.start_seconds) * 1e6,
+                    "pid": pid,
+                    "tid": tid,
+                    "cname": _COLOURS.get(interval.what, "generic_work"),
+                    "args": {
+                        "microbatch": interval.microbatch,
+                        "rank": interval.rank,
+                        "stage": interval.stage,
+                    },
+                }
+            )
+    order = list(panels)
+    ranked = sorted(processes, key=lambda place: (order.index(place[0]), place[1], place[2]))
+    names: list[dict[str, object]] = []
+    for position, place in enumerate(ranked):
+        name, stage, rank = place
+        words = f"{name} stage {stage}, rank {rank}".strip()
+        pid = processes[place]
+        names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": words}})
+        names.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": position}})
+    for (pid, track), tid in tracks.items():
+        names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": track}})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events})
