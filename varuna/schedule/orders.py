@@ -21,6 +21,7 @@ OPPORTUNISTIC = frozenset({"varuna"})
 
 def build(name: str, *, stages: int, microbatches: int, recompute: tuple[bool, ...] = ()) -> Schedule:
     """The whole schedule; `recompute` has one claim per stage, or is empty where none recomputes."""
+    _refuse_nonsense(name, stage=0, stages=stages, microbatches=microbatches)
     if recompute and len(recompute) != stages:
         raise ScheduleError(
             f"recompute has {len(recompute)} entries for {stages} stages (give one per stage, or none at all)"
