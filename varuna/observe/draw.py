@@ -33,7 +33,7 @@ _LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; computing in it; any
 
 
 def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) -> str:
-    """A line per rank; each column is a slice of time and shows what filled the most of it."""
+    """A line per rank; each column is a slice of time and shows what filled most of it."""
     panels = _panels(timeline)
     seconds = max(panel.seconds for panel in panels.values())
     lines = []
@@ -106,18 +106,26 @@ def _name(place: Place) -> str:
 
 
 def _columns(lane: list[Interval], seconds: float, width: int) -> str:
-    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    """Computing where it fills at least half of a column, else what else does, else a dot."""
+    computing: list[dict[str, float]] = [{} for _ in range(width)]
+    beside: list[dict[str, float]] = [{} for _ in range(width)]
     for interval in lane:
         if interval.what == "wait" or not seconds:
             continue
+        shares = computing if interval.what in COMPUTE else beside
         first = interval.start_seconds / seconds * width
         stop = interval.stop_seconds / seconds * width
         for column in range(max(0, int(first)), min(width, math.ceil(stop))):
             part = min(stop, column + 1) - max(first, column)
-            # What only accompanies the computing shows where nothing is computed.
-            weight = part if interval.what in COMPUTE else part * 1e-3
-            shares[column][interval.what] = shares[column].get(interval.what, 0.0) + weight
-    return "".join(max(share, key=lambda what: share[what])[0] if share else "." for share in shares)
+            shares[column][interval.what] = shares[column].get(interval.what, 0.0) + part
+    return "".join(
+        _letter(share) or _letter(other) or "." for share, other in zip(computing, beside, strict=True)
+    )
+
+
+def _letter(share: dict[str, float]) -> str:
+    half = 0.5 - 1e-9  # a border that falls on a column's middle counts, however it was rounded
+    return max(share, key=lambda what: share[what])[0] if sum(share.values()) >= half else ""
 
 
 def _draw_legend(body: list[str], panels: Mapping[str, Timeline], y: int) -> int:

@@ -35,7 +35,7 @@ def merge(timelines: Iterable[Timeline]) -> Timeline:
     """One timeline of all ranks, by rank and time, in which the earliest start is zero."""
     intervals = [interval for timeline in timelines for interval in timeline.intervals]
     zero = min((interval.start_seconds for interval in intervals), default=0.0)
-    intervals.sort(key=attrgetter("rank", "start_seconds", "stop_seconds"))
+    intervals.sort(key=attrgetter("rank", "start_seconds"))
     return Timeline(
         tuple(
             Interval(
