@@ -1,0 +1,9 @@
+"""From a model to the pieces that a pipeline runs: capture once, carve any span of segments."""
+
+from varuna.capture.captured import Captured
+from varuna.capture.cutpoint import CutPoint, cut_after
+from varuna.capture.program import Program
+from varuna.capture.source import Source
+from varuna.capture.state import StageState, stage_state
+
+__all__ = ["Captured", "CutPoint", "Program", "Source", "StageState", "cut_after", "stage_state"]

@@ -1,0 +1,57 @@
+"""A captured model: one graph, cut where its CutPoints are, from which any span can be carved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from varuna.capture import tidy
+from varuna.capture.batch import Batch
+from varuna.capture.carve import Carver
+from varuna.capture.flatten import Whole
+from varuna.capture.flow import Flow
+from varuna.capture.program import Program
+from varuna.capture.summary import summarize
+from varuna.types import ModelGraph, PrecisionName
+
+
+class Captured:
+    graph: ModelGraph
+    num_segments: int
+    random: bool  # whether anything in the graph draws
+    momentum: Mapping[str, float | None]  # of BatchNorm's running statistics, by name; None where cumulative
+    shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
+
+    def __init__(
+        self,
+        whole: Whole,
+        batch: Batch,
+        *,
+        ties: Sequence[tuple[str, ...]],
+        shared_draws: frozenset[int],
+        momentum: Mapping[str, float | None],
+        precision: PrecisionName,
+        device: torch.device,
+    ) -> None:
+        symbol = tidy.symbol_of(whole, batch.dims)
+        tidy.refuse_coupled_samples(whole, symbol)
+        tidy.sizes_from_the_batch(whole, batch.dims, symbol)
+        self.shared_draws = tidy.bind_randomness(whole, symbol, shared_draws)
+        tidy.parts_beside_their_whole(whole)
+        tidy.drop_needless_detaches(whole, Flow(whole))
+        tidy.drop_dead(whole, Flow(whole))
+        flow = Flow(whole)
+        tidy.refuse_torn_buffers(whole, flow)
+        self.graph = summarize(whole, ties, symbol)
+        self.num_segments = whole.num_segments
+        self.random = whole.work is not None and bool(whole.work.users)
+        self.momentum = momentum
+        self._carver = Carver(whole, flow, symbol=symbol, precision=precision, device=device)
+        self._programs: dict[tuple[int, int], Program] = {}
+
+    def carve(self, first: int, stop: int) -> Program:
+        """The segments `first..stop-1` as a pure function."""
+        if (first, stop) not in self._programs:
+            self._programs[first, stop] = self._carver.carve(first, stop)
+        return self._programs[first, stop]

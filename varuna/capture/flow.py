@@ -1,0 +1,125 @@
+"""How values flow through the whole graph: who shares memory with whom, who changes it, what needs a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.flatten import Whole
+
+aten = torch.ops.aten
+
+# Their schemas do not say that they advance the running statistics: (which arguments, the flag that makes them).
+_STATISTICS: dict[Any, tuple[tuple[int, ...], int]] = {
+    aten.batch_norm.default: ((3, 4), 5),
+    aten.native_batch_norm.default: ((3, 4), 5),
+    aten.instance_norm.default: ((3, 4), 5),
+}
+_WITHOUT_GRADIENT = {
+    name
+    for name in (
+        "detach detach_ zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "
+        "new_ones new_full new_empty new_empty_strided bernoulli multinomial"
+    ).split()
+}
+
+
+class Flow:
+    """Facts about every node of a whole graph, found once."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
+        self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(whole.graph.nodes)}
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
+        self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
+        self.needs_grad: set[fx.Node] = set()
+        state = set(whole.state.values())
+        for node in whole.graph.nodes:
+            self.root[node] = self._root(node)
+            self.writes[node] = tuple(dict.fromkeys(self.root[arg] for arg in written(node)))
+            for root in self.writes[node]:
+                self.writers.setdefault(root, []).append(node)
+            if self._needs_grad(node, state):
+                self.needs_grad.add(node)
+                # x.add_(y) gives x a gradient too.
+                self.needs_grad.update(self.writes[node])
+
+    def writers_before(self, root: fx.Node, position: int) -> Iterator[fx.Node]:
+        for writer in self.writers.get(root, ()):
+            if self.order[writer] < position:
+                yield writer
+
+    def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What must have run before a node: its arguments, and whatever changed their memory until then."""
+        for arg in node.all_input_nodes:
+            yield arg
+            yield from self.writers_before(self.root[arg], self.order[node])
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        source = aliased(node)
+        return node if source is None else self.root[source]
+
+    def _needs_grad(self, node: fx.Node, state: set[fx.Node]) -> bool:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            return node in state and isinstance(value, Tensor) and value.requires_grad
+        if node.op != "call_function" and node.op != "call_module":
+            return False
+        if node.meta.get("no_grad") or _base_name(node) in _WITHOUT_GRADIENT:
+            return False
+        if not any(arg in self.needs_grad for arg in node.all_input_nodes):
+            return False
+        return any(
+            isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            for value in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        )
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node changes in place."""
+    if node.op == "call_module":
+        return list(node.meta.get("writes", ()))
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in _STATISTICS:
+        which, flag = _STATISTICS[node.target]
+        changed = [node.args[i] for i in which] if node.args[flag] else []
+        return [arg for arg in changed if isinstance(arg, fx.Node)]
+    found: list[fx.Node] = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
+    return found
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's value may share."""
+    if node.op != "call_function":
+        return None
+    if getattr(node.target, "__name__", "") == "getitem":
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
+    for i, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is None or not (info.before_set & returned or (info.is_write and "*" in info.after_set)):
+            # `split(Tensor(a -> *) self) -> Tensor(a)[]` names the set on both sides.
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node):
+            return value
+    return None
+
+
+def _base_name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", "")

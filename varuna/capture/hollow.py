@@ -1,0 +1,49 @@
+"""A model without its values: the code and the shapes that every later capture needs, at no cost in memory.
+
+    user's model ──hollow──► the same modules on `meta` ──fake──► the same modules on fake tensors, to be traced
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy that shares no storage with the model and holds none itself; ties are kept."""
+    return _copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy on fake tensors of a device."""
+
+    def make(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    return _copy_with(model, make)
+
+
+@torch.no_grad()
+def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    # The memo of deepcopy answers for every parameter and buffer, so that no real one is ever copied.
+    memo: dict[int, object] = {}
+    keep_alive: list[Tensor] = []
+    for parameter in model.parameters():
+        new = make(parameter)
+        memo[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+        keep_alive.append(parameter)
+    for buffer in model.buffers():
+        memo[id(buffer)] = make(buffer)
+        keep_alive.append(buffer)
+    return copy.deepcopy(model, memo)
+
+
+def emptied(module: nn.Module, *, own: bool) -> nn.Module:
+    """A copy of one module with memory on CPU for its own tensors; those of its children stay on `meta`."""
+    mine = {id(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None}
+    return _copy_with(module, lambda t: torch.empty_like(t, device="cpu" if not own or id(t) in mine else "meta"))

@@ -1,0 +1,61 @@
+"""Which names of a model's state mean one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from varuna.errors import CaptureError
+
+
+def find_ties(model: nn.Module, declared: Sequence[tuple[str, str]] | None) -> tuple[tuple[str, ...], ...]:
+    """Groups of two or more names for one tensor, the first name of each being its canonical one."""
+    groups: list[list[str]] = []
+    by_key: dict[object, list[str]] = {}
+    everything = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    tensors = dict(everything)
+    for name, tensor in everything:
+        group = by_key.get(id(tensor)) or by_key.get(_storage(tensor))
+        if group is None:
+            group = []
+            groups.append(group)
+        group.append(name)
+        by_key[id(tensor)] = group
+        by_key[_storage(tensor)] = group
+    for pair in declared or ():
+        _join(groups, pair, tensors)
+    position = {name: i for i, (name, _) in enumerate(everything)}
+    tied = [sorted(group, key=position.__getitem__) for group in groups if len(group) > 1]
+    return tuple(tuple(group) for group in sorted(tied, key=lambda group: position[group[0]]))
+
+
+def _storage(tensor: Tensor) -> object:
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _join(groups: list[list[str]], pair: Sequence[str], tensors: dict[str, Tensor]) -> None:
+    for name in pair:
+        if name not in tensors:
+            raise CaptureError(
+                f"shared_weights names {name!r}, which is no parameter of the model "
+                "(name parameters as model.named_parameters() does)"
+            )
+    if len({tuple(tensors[name].shape) for name in pair}) != 1:
+        raise CaptureError(
+            f"shared_weights ties {' and '.join(map(repr, pair))}, whose shapes differ: "
+            f"{', '.join(str(tuple(tensors[name].shape)) for name in pair)}"
+        )
+    mine = [group for group in groups if any(name in group for name in pair)]
+    for other in mine[1:]:
+        mine[0].extend(other)
+        groups.remove(other)
+
+
+def canonical_names(ties: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    return {name: group[0] for group in ties for name in group}

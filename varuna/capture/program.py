@@ -1,0 +1,88 @@
+"""A span of segments as a pure function of tensors: what one stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from varuna.capture.trace import autocast
+from varuna.types import PrecisionName, TensorSpec, Work
+
+
+@dataclass(frozen=True)
+class Program:
+    """state + received + inputs → what is sent on, or the loss."""
+
+    graph_module: fx.GraphModule  # placeholders: the state, then received, inputs, and last the work where it draws
+    state: tuple[str, ...]  # canonical names of the parameters and buffers that it reads, in call order
+    received: tuple[TensorSpec, ...]  # what comes in over the cut before it
+    sent: tuple[TensorSpec, ...]  # what goes out over the cut after it; () where it ends in the loss
+    mutated: tuple[str, ...]  # buffers that it changes in place
+    inputs: tuple[str, ...]  # inputs of the model that it reads
+    random: bool
+    leaves: Mapping[str, nn.Module]  # opaque modules by their original names
+    precision: PrecisionName
+    device: torch.device
+
+    def __call__(
+        self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
+    ) -> tuple[Tensor, ...]:
+        arguments = [*state, *received, *(inputs[name] for name in self.inputs)]
+        if self.random:
+            arguments.append(work)
+        if self.precision == "fp32":
+            return self.graph_module(*arguments)  # type: ignore[no-any-return]
+        with autocast(self.precision, self.device):
+            return self.graph_module(*arguments)  # type: ignore[no-any-return]
+
+    def to(self, device: torch.device | str) -> Program:
+        """The same program with what it makes by itself on another device."""
+        device = torch.device(device)
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph_module.graph, values)
+        graph.output(output)
+        attributes = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in _attributes(self.graph_module).items()
+        }
+        for node in graph.nodes:
+            node.args = _on(node.args, device)
+            node.kwargs = _on(node.kwargs, device)
+        return replace(self, graph_module=build(graph, attributes), device=device)
+
+
+def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
+    """A graph with its constants, nested graphs and opaque leaves."""
+    root = nn.Module()
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            root.add_module(name, value)
+        elif isinstance(value, Tensor):
+            root.register_buffer(name, value, persistent=False)
+        else:
+            setattr(root, name, value)
+    module = fx.GraphModule(root, graph, class_name="Program")
+    module.recompile()
+    return module
+
+
+def _attributes(module: fx.GraphModule) -> dict[str, Any]:
+    names = {str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")}
+    return {name: getattr(module, name) for name in names}
+
+
+def _on(args: Any, device: torch.device) -> Any:
+    return torch.fx.node.map_aggregate(args, lambda arg: device if isinstance(arg, torch.device) else arg)
+
+
+def under_autocast(
+    operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """One operation in a precision of its own, where the model changes it for a few of its lines."""
+    with torch.autocast(device_type, dtype, enabled=enabled):
+        return operation(*args, **kwargs)

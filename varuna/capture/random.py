@@ -1,0 +1,142 @@
+"""Randomness belongs to the sample: a mask depends on (seed, step, sample, which random operation), and on
+nothing else. Not on the depth, the width, the rank, nor the micro-batch size.
+
+The operations of a model that draw are numbered in the order in which they run: the `ordinal`. Each
+sample of a micro-batch draws on its own, from a generator that is seeded for it:
+
+    seed_of(work, first_sample + i, ordinal)        what belongs to sample i
+    seed_of(work, SHARED, ordinal)                  what all samples share
+    seed_of(work, first_sample, ordinal)            what cannot be taken apart by sample
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from varuna.types import Work
+
+SHARED = -1
+_generators: dict[torch.device, torch.Generator] = {}
+
+
+Part = tuple[int, int]
+"""How a tensor (or a size) belongs to the samples: a dimension, and how much of it is each sample's."""
+
+
+def seed_of(work: Work, sample: int, ordinal: int) -> int:
+    packed = struct.pack("<qqqq", work.seed, work.step, sample, ordinal)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def dropout(x: Tensor, p: float, work: Work, ordinal: int, dim: int | None, per_sample: int) -> Tensor:
+    """Dropout whose mask is drawn for each sample by itself; `dim` None: one mask that all share."""
+    if p >= 1.0:
+        return x * 0.0
+    mask = _mask(x, 1.0 - p, work, ordinal, dim, per_sample)
+    # A mask of bools is all that the backward pass keeps: one byte for each element.
+    return (x * mask).mul_(1.0 / (1.0 - p))
+
+
+def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per_sample: int) -> Tensor:
+    generator = _generator(x.device)
+    if dim is None:
+        generator.manual_seed(seed_of(work, SHARED, ordinal))
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(keep, generator=generator)
+    samples = x.shape[dim] // per_sample
+    inner = (*x.shape[:dim], per_sample, *x.shape[dim + 1 :])
+    masks = torch.empty((samples, *inner), dtype=torch.bool, device=x.device)
+    for i, mask in enumerate(masks.unbind(0)):
+        generator.manual_seed(seed_of(work, work.first_sample + i, ordinal))
+        mask.bernoulli_(keep, generator=generator)
+    return masks.movedim(0, dim).reshape(x.shape)
+
+
+def draw(
+    operation: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    work: Work,
+    ordinal: int,
+    *,
+    parts: Sequence[Part | None],
+    results: Sequence[Part | None] | None,
+    num_samples: int | None,
+) -> Any:
+    """Runs any operation that draws, once for each sample.
+
+    `parts` says for each leaf of (args, kwargs) how it belongs to the samples, `results` the same
+    for what comes out. Where `num_samples` is None all share one draw; where `results` is None the
+    operation cannot be taken apart, and runs once for the whole micro-batch.
+    """
+    leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
+    device = _device_of(leaves)
+    if num_samples is None or results is None:
+        sample = SHARED if num_samples is None else work.first_sample
+        with seeded(seed_of(work, sample, ordinal), device):
+            return operation(*args, **kwargs)
+    outputs: list[list[Any]] = []
+    shape = None
+    for i in range(num_samples):
+        own = [_own(leaf, part, i) for leaf, part in zip(leaves, parts, strict=True)]
+        own_args, own_kwargs = pytree.tree_unflatten(own, structure)
+        with seeded(seed_of(work, work.first_sample + i, ordinal), device):
+            result = operation(*own_args, **own_kwargs)
+        flat, shape = pytree.tree_flatten(result)
+        outputs.append(flat)
+    joined = [
+        torch.cat([flat[k] for flat in outputs], dim=part[0]) if part is not None else outputs[0][k]
+        for k, part in enumerate(results)
+    ]
+    assert shape is not None
+    return pytree.tree_unflatten(joined, shape)
+
+
+def draw_in_place(operation: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """What an operation that overwrites its first argument would leave there; the argument stays as it is."""
+    return draw(lambda x, *more, **kwargs: operation(x.clone(), *more, **kwargs), *args, **how)
+
+
+def _own(leaf: Any, part: Part | None, i: int) -> Any:
+    if part is None:
+        return leaf
+    dim, per_sample = part
+    return leaf.narrow(dim, i * per_sample, per_sample) if isinstance(leaf, Tensor) else per_sample
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device:
+    for leaf in leaves:
+        if isinstance(leaf, torch.device):
+            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    return torch.device("cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device not in _generators:
+        _generators[device] = torch.Generator(device)
+    return _generators[device]
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The device's own generator at a seed, and afterwards as it was."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    else:
+        generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -1,0 +1,106 @@
+"""Watches the one forward pass that a capture makes: who is running, and which CutPoints were met.
+
+One recorder is active at a time, and only while a model is being traced. Everything that leaves
+a mark in the graph (CutPoint, opaque modules) asks here first; outside a capture the answer is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from varuna.errors import CaptureError
+
+_library = torch.library.Library("varuna", "DEF")
+_library.define("cut(Tensor x, int index) -> Tensor")
+_library.impl("cut", lambda x, index: x.view_as(x), "CompositeImplicitAutograd")
+
+CUT = torch.ops.varuna.cut.default
+
+
+class Recorder:
+    """What happened so far in the forward pass that is being traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running: list[nn.Module] = []
+        self._cuts: list[object] = []
+        self.deepest = ""  # the innermost module that was running when something went wrong
+
+    def name_of(self, module: nn.Module) -> str:
+        return self._names.get(id(module), "")
+
+    @property
+    def running(self) -> str:
+        """The path of the innermost registered module that is running now."""
+        named = [self._names[id(module)] for module in self._running if id(module) in self._names]
+        return named[-1] if named else ""
+
+    def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Leaves a mark in the graph: whatever comes after it belongs to the next segment."""
+        if any(met is cutpoint for met in self._cuts):
+            raise CaptureError(
+                f"the CutPoint {path or 'in ' + (self.running or 'the model')} is called twice in one forward "
+                "pass, expected once: one cut is one place (use a CutPoint of its own for each place, and none "
+                "in a module that runs several times)"
+            )
+        first = next((i for i, value in enumerate(values) if isinstance(value, Tensor)), None)
+        if first is None:
+            raise CaptureError(
+                f"the CutPoint {path or 'in ' + (self.running or 'the model')} got no tensor to carry "
+                "(call it with the activations at that place: x = cutpoint(x))"
+            )
+        index = len(self._cuts)
+        self._cuts.append(cutpoint)
+        return tuple(CUT(value, index) if i == first else value for i, value in enumerate(values))
+
+    def has_met(self, cutpoint: object) -> bool:
+        return any(met is cutpoint for met in self._cuts)
+
+    @property
+    def num_cuts(self) -> int:
+        return len(self._cuts)
+
+    def _enter(self, module: nn.Module, _args: object) -> None:
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
+        # A module whose forward raised is left here too (always_call), so the first to be left
+        # by an exception is the innermost: keep it for the error that is made further out.
+        while self._running:
+            left = self._running.pop()
+            if left is module:
+                break
+
+
+_active: Recorder | None = None
+
+
+def active() -> Recorder | None:
+    return _active
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    global _active
+    if _active is not None:
+        raise RuntimeError("a capture is already under way in this process")
+    recorder = Recorder(model)
+    hooks = [
+        register_module_forward_pre_hook(recorder._enter),
+        register_module_forward_hook(recorder._leave),
+    ]
+    _active = recorder
+    try:
+        yield recorder
+    finally:
+        # An exception leaves the running modules on the stack: the innermost is the one to name.
+        recorder.deepest = recorder.running
+        _active = None
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,125 @@
+"""A model to be captured, perhaps several times: train and eval, and every shape of inputs that comes along."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from varuna.capture.batch import Batch, describe, find_batch
+from varuna.capture.captured import Captured
+from varuna.capture.flatten import flatten
+from varuna.capture.hollow import hollow
+from varuna.capture.names import canonical_names, find_ties
+from varuna.capture.trace import trace
+from varuna.errors import CaptureError
+from varuna.types import PrecisionName
+
+
+class Source:
+    """Keeps the model's code and shapes, and none of its values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_dims: Mapping[str, int | None] | None = None,
+        shared_weights: Sequence[tuple[str, str]] | None = None,
+        precision: PrecisionName = "fp32",
+        device_type: str = "cpu",
+    ) -> None:
+        self.ties = find_ties(model, shared_weights)
+        self.canonical = canonical_names(self.ties)
+        self.hollow = hollow(model)
+        # Weakly: whoever made the model may let go of it, and its values with it, once the stages have theirs.
+        self._model = weakref.ref(model)
+        self.precision: PrecisionName = precision
+        self.device = torch.device(device_type)
+        self._batch_dims = dict(batch_dims or {})
+        self._flags = {name: module.training for name, module in model.named_modules()}
+        self._captured: dict[Hashable, Captured] = {}
+        self._shared_draws: dict[Hashable, frozenset[int]] = {}
+
+    def signature(self, inputs: Mapping[str, object]) -> Hashable:
+        """All of the inputs that a capture depends on: another signature needs another capture."""
+        return describe(inputs, find_batch(inputs, self._batch_dims))
+
+    def capture(self, inputs: Mapping[str, object], *, training: bool) -> Captured:
+        batch = find_batch(inputs, self._batch_dims)
+        key = (describe(inputs, batch), training)
+        if key not in self._captured:
+            self._captured[key] = self._capture(inputs, batch, training)
+        return self._captured[key]
+
+    def _capture(self, inputs: Mapping[str, object], batch: Batch, training: bool) -> Captured:
+        shared: frozenset[int] = frozenset()
+        if batch.size == 1 and training:
+            # With one sample no shape tells which draws belong to it: that is known from the capture with several.
+            shared = self.capture(_doubled(inputs, batch), training=True).shared_draws
+        self._set_mode(training)
+        traced = trace(self.hollow, inputs, batch, precision=self.precision, device=self.device)
+        whole = flatten(traced, self.canonical)
+        return Captured(
+            whole,
+            batch,
+            ties=self.ties,
+            shared_draws=shared,
+            momentum=_momentum(self.hollow),
+            precision=self.precision,
+            device=self.device,
+        )
+
+    def on_meta(self, name: str) -> bool:
+        return self._tensor(name).device.type == "meta"
+
+    def value(self, name: str) -> Tensor:
+        """The value that the model has for a name; not a copy."""
+        return self._tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(_look_up(self.hollow, name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _look_up(self.hollow, name).dtype
+
+    def _tensor(self, name: str) -> Tensor:
+        model = self._model()
+        if model is None:
+            raise CaptureError(
+                f"the values of {name!r} are asked for, but the model that was captured is gone "
+                "(make the stages while it is there, or pass initialize= with its values)"
+            )
+        return _look_up(model, name)
+
+    def _set_mode(self, training: bool) -> None:
+        """Training is as the model was when it came, frozen parts included; a model that came in eval mode trains whole."""
+        for name, module in self.hollow.named_modules():
+            module.training = training and (self._flags[name] or not self._flags[""])
+
+
+def _look_up(model: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    found = getattr(model.get_submodule(path), leaf)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _doubled(inputs: Mapping[str, object], batch: Batch) -> dict[str, object]:
+    return {
+        name: torch.cat([value, value], dim=batch.dims[name])
+        if isinstance(value, Tensor) and name in batch.dims
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _momentum(model: nn.Module) -> dict[str, float | None]:
+    return {
+        f"{name}.{statistic}" if name else statistic: module.momentum
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for statistic in ("running_mean", "running_var")
+        if getattr(module, statistic) is not None
+    }

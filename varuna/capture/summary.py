@@ -1,0 +1,130 @@
+"""What a captured model is, in nouns: its segments, their cost, and a fingerprint that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.batch import dim_of
+from varuna.capture.flatten import Whole
+from varuna.types import ModelGraph, Segment
+
+aten = torch.ops.aten
+_VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "detach", "t"}
+
+
+def summarize(
+    whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
+) -> ModelGraph:
+    """State that nothing reads belongs to the first segment, so that none is lost."""
+    unused = [name for name, node in whole.state.items() if not node.users]
+    names = {node: name for name, node in whole.state.items()}
+    segments = []
+    for index in range(whole.num_segments):
+        nodes = [node for node in whole.nodes if node.meta["segment"] == index and node.op != "get_attr"]
+        used = {names[arg] for node in nodes for arg in node.all_input_nodes if arg in names}
+        if index == 0:
+            used.update(unused)
+        ordered = [name for name in whole.state if name in used]
+        parameters = tuple(name for name in ordered if name in whole.parameters)
+        segments.append(
+            Segment(
+                index=index,
+                parameters=parameters,
+                buffers=tuple(name for name in ordered if name not in whole.parameters),
+                num_operations=len(nodes),
+                flops_per_sample=float(sum(_flops(node, symbol) for node in nodes)),
+                parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
+            )
+        )
+    return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _sizes(value: Tensor, symbol: sympy.Symbol | None) -> list[int]:
+    """The shape for one sample."""
+    dims = [dim_of(size, symbol) for size in value.shape]
+    return [1 if dim is None else max(dim.size(1), 1) for dim in dims]
+
+
+def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
+    target = node.target
+    name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+    values = [value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    elements = sum(math.prod(_sizes(value, symbol)) for value in values)
+    operands = [
+        _sizes(arg.meta["val"], symbol) for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), Tensor)
+    ]
+    if name in _VIEWS:
+        return 0.0
+    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
+        inner = operands[1][-1] if name == "linear" else operands[-1][-2] if len(operands[-1]) > 1 else operands[-1][-1]
+        return 2.0 * elements * inner
+    if name.startswith("conv") and len(operands) >= 2:
+        return 2.0 * elements * math.prod(operands[1][1:])
+    if name == "scaled_dot_product_attention" and len(operands) >= 1:
+        keys = operands[min(1, len(operands) - 1)][-2]
+        return 4.0 * elements * keys
+    return float(elements)
+
+
+def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
+    """Who a model is: its operations, shapes, names, ties and cuts; neither its values nor the stages chosen."""
+    index = {node: i for i, node in enumerate(whole.graph.nodes)}
+
+    def shape(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{value.dtype}[{','.join(_size_text(size, symbol) for size in value.shape)}]"
+        if isinstance(value, tuple | list):
+            return f"({','.join(map(shape, value))})"
+        return _size_text(value, symbol)
+
+    def argument(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return f"%{index[arg]}"
+        if isinstance(arg, tuple | list):
+            return f"[{','.join(map(argument, arg))}]"
+        if isinstance(arg, dict):
+            return f"{{{','.join(f'{key}:{argument(value)}' for key, value in sorted(arg.items()))}}}"
+        if isinstance(arg, torch.device):
+            return "device"
+        return str(arg) if not callable(arg) else _callable_text(arg)
+
+    named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
+    lines = [f"ties {ties}", f"loss %{index[whole.loss]}"]
+    for node in whole.graph.nodes:
+        what = named.get(node) or (_constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target))
+        lines.append(
+            f"%{index[node]} @{node.meta['segment']} {node.op} {what} "
+            f"{argument(node.args)} {argument(node.kwargs)} {shape(node.meta.get('val'))}"
+        )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _size_text(size: Any, symbol: sympy.Symbol | None) -> str:
+    if isinstance(size, torch.SymInt):
+        dim = dim_of(size, symbol)
+        return "?" if dim is None else str(dim)
+    return str(size) if isinstance(size, int | float | bool | str) else ""
+
+
+def _constant_text(whole: Whole, node: fx.Node) -> str:
+    value = whole.attributes[str(node.target)]
+    if isinstance(value, Tensor):
+        return f"constant {value.dtype}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _callable_text(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", None) or str(target)

@@ -1,0 +1,232 @@
+"""Makes the flat graph fit to be cut: sizes follow from the batch, draws belong to samples, dead nodes go."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from varuna.capture import random
+from varuna.capture.batch import dim_of
+from varuna.capture.flatten import DETACH, Whole
+from varuna.capture.flow import Flow
+from varuna.errors import CaptureError
+from varuna.types import Dim
+
+aten = torch.ops.aten
+_DROPOUTS = (aten.dropout.default, aten.dropout_.default)
+
+
+def symbol_of(whole: Whole, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
+    """The symbol of the batch; None where the batch is fixed at one."""
+    for name, dim in batch_dims.items():
+        if name in whole.inputs:
+            size = whole.inputs[name].meta["val"].shape[dim]
+            if isinstance(size, torch.SymInt):
+                symbol = size.node.expr
+                assert isinstance(symbol, sympy.Symbol)
+                return symbol
+    return None
+
+
+def sizes_from_the_batch(whole: Whole, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None) -> None:
+    """Every size that was read off some activation is computed from an input's batch instead."""
+    if symbol is None:
+        return
+    name, dim = next((name, dim) for name, dim in batch_dims.items() if name in whole.inputs)
+    graph = whole.graph
+    made: dict[Dim, fx.Node] = {}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def make(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        with graph.inserting_before(first):
+            node = graph.call_function(target, args)
+        node.meta = {"val": value, "segment": 0}
+        return node
+
+    batch = make(aten.sym_size.int, (whole.inputs[name], dim), whole.inputs[name].meta["val"].shape[dim])
+    whole.batch = batch
+    for node in whole.nodes:
+        value = node.meta.get("val")
+        if node is batch or node in made.values() or not isinstance(value, torch.SymInt):
+            continue
+        size = dim_of(value, symbol)
+        if size is None:
+            continue
+        if size not in made:
+            new = batch
+            if size.per_sample != 1:
+                new = make(operator.mul, (batch, size.per_sample), value)
+            if size.fixed:
+                new = make(operator.add, (new, size.fixed), value)
+            made[size] = new
+        node.replace_all_uses_with(made[size])
+        graph.erase_node(node)
+
+
+def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
+    """A matrix of every sample against every other means something else in each micro-batch."""
+    if symbol is None:
+        return
+    for node in whole.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        count = sympy.Integer(1)
+        for size in value.shape:
+            count = count * (size.node.expr if isinstance(size, torch.SymInt) else size)
+        if symbol in count.free_symbols and sympy.degree(sympy.expand(count), symbol) >= 2:
+            raise CaptureError(
+                f"{where(node)}: the value {node.name} has the shape {[str(s) for s in value.shape]} with the batch "
+                f"{symbol} in it twice: it compares every sample with every other, so the loss would mean "
+                "something else in every micro-batch (compute such a loss outside the pipeline, or train with "
+                "micro-batches as large as the batch)"
+            )
+
+
+def where(node: fx.Node) -> str:
+    """The model's line that made a node, or its module."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    places = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if places:
+        place = lines[places[-1]].replace('File "', "").replace('", line ', ":").split(",")[0]
+        source = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
+        return f"{place}: {source}"
+    return node.name
+
+
+def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
+    """Every operation that draws is numbered and seeded by its work; gives the ordinals that all samples share.
+
+    `shared` brings those in from the capture with a symbolic batch, where the batch here is fixed at one.
+    """
+    draws = [node for node in whole.nodes if _draws(node)]
+    for node in whole.nodes:
+        if node.target in _DROPOUTS and node not in draws:
+            # Dropout that drops nothing gives its input back.
+            node.replace_all_uses_with(node.args[0])
+            whole.graph.erase_node(node)
+    if not draws:
+        return frozenset()
+    with whole.graph.inserting_before(next(iter(whole.graph.nodes))):
+        whole.work = whole.graph.placeholder("work")
+    whole.work.meta = {"val": None, "segment": 0}
+    return frozenset(
+        ordinal for ordinal, node in enumerate(draws) if _bind(whole, node, ordinal, symbol, ordinal in shared)
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default)
+        if argument.name in ("train", "training") and value is False:
+            return False
+        if argument.name in ("dropout_p", "dropout") and value == 0:
+            return False
+        if argument.name == "p" and "dropout" in target._schema.name and value == 0:
+            return False
+    return True
+
+
+def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
+    """Replaces one node that draws; True where all samples share the draw."""
+    graph, work = whole.graph, whole.work
+    in_place = node.target._schema.name.endswith("_")  # type: ignore[union-attr]
+    values = pytree.tree_leaves(node.meta["val"])
+    results = [_part(value, symbol) for value in values]
+    leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+    parts = [_part(leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, symbol) for leaf in leaves]
+    batched = any(part is not None for part in (*parts, *results)) if symbol is not None else not shared
+    with graph.inserting_before(node):
+        if node.target in _DROPOUTS:
+            part = results[0]
+            if batched and symbol is None:
+                # The batch is one sample: all of the value is its own.
+                part = (0, values[0].shape[0])
+            dim, per_sample = part if part is not None else (None, 0)
+            new = graph.call_function(random.dropout, (*node.args[:2], work, ordinal, dim, per_sample))
+        else:
+            apart = symbol is not None and all(part is not None for part in results)
+            num_samples: Any = None
+            if batched:
+                num_samples = 1 if symbol is None else whole.batch
+            new = graph.call_function(
+                random.draw_in_place if in_place else random.draw,
+                (node.target, list(node.args), dict(node.kwargs), work, ordinal),
+                {"parts": parts, "results": results if apart else None, "num_samples": num_samples},
+            )
+    new.meta = {**node.meta, "random": ordinal}
+    final = new
+    if in_place:
+        with graph.inserting_before(node):
+            final = graph.call_function(aten.copy_.default, (node.args[0], new))
+        final.meta = dict(node.meta)
+    node.replace_all_uses_with(final, delete_user_cb=lambda user: user is not final)
+    graph.erase_node(node)
+    return not batched
+
+
+def _part(value: Any, symbol: sympy.Symbol | None) -> random.Part | None:
+    """Which dimension of a value belongs to the samples, and how much of it to each."""
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    for i, size in enumerate(sizes):
+        if isinstance(size, torch.SymInt):
+            dim = dim_of(size, symbol)
+            if dim is not None and dim.per_sample and not dim.fixed:
+                return i, dim.per_sample
+    return None
+
+
+def drop_needless_detaches(whole: Whole, flow: Flow) -> None:
+    for node in whole.nodes:
+        if node.target is DETACH and node.args[0] not in flow.needs_grad:
+            node.replace_all_uses_with(node.args[0])
+            whole.graph.erase_node(node)
+
+
+def parts_beside_their_whole(whole: Whole) -> None:
+    """The items of a list belong to the segment that made the list: only tensors cross a cut."""
+    for node in whole.nodes:
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = node.args[0]
+            if node.meta["segment"] != source.meta["segment"]:
+                node.meta["segment"] = source.meta["segment"]
+                source.append(node)
+
+
+def drop_dead(whole: Whole, flow: Flow) -> None:
+    """Keeps what the loss needs, and what changes a buffer."""
+    state = set(whole.state.values())
+    needed: set[fx.Node] = {whole.loss}
+    roots: set[fx.Node] = {flow.root[whole.loss]}
+    for node in reversed(whole.nodes):
+        changes = any(root in state or root in roots for root in flow.writes[node])
+        if node in needed or changes:
+            needed.update(node.all_input_nodes)
+            roots.update(flow.root[arg] for arg in node.all_input_nodes)
+        else:
+            whole.graph.erase_node(node)
+
+
+def refuse_torn_buffers(whole: Whole, flow: Flow) -> None:
+    """A buffer that one segment changes and another reads would need its change sent along."""
+    for name, root in whole.state.items():
+        if root not in flow.writers:
+            continue
+        users = [node for node in whole.nodes if any(flow.root[arg] is root for arg in node.all_input_nodes)]
+        segments = sorted({node.meta["segment"] for node in users})
+        if len(segments) > 1:
+            raise CaptureError(
+                f"{where(flow.writers[root][0])}: the buffer {name!r} is changed in place and used in the segments "
+                f"{', '.join(map(str, segments))}; expected in one (put the CutPoints so that all its uses "
+                "lie between two of them)"
+            )
