@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from varuna.errors import ScheduleError
 from varuna.schedule import NAMES, build, check, limit, row
+from varuna.schedule.play import UNITS, play
 from varuna.types import Schedule
 
 names = st.sampled_from(NAMES)
@@ -130,3 +131,17 @@ def test_a_hundred_thousand_micro_batches_are_built_and_checked(name: str) -> No
     schedule = build(name, stages=4, microbatches=100_000, recompute=(True,) * 4)
     check(schedule)
     assert num_microbatches(schedule) == 100_000
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_with_unit_times_every_order_takes_what_its_paper_says(stages: int, more: int) -> None:
+    """V19: zero-bubble waits a third as long as 1f1b does, in the same number of micro-batches held."""
+    microbatches = stages + more
+
+    def units(name: str) -> int:
+        rows = build(name, stages=stages, microbatches=microbatches).rows
+        starts = play(rows).starts
+        return max(begun[-1] + UNITS[row[-1].op] for begun, row in zip(starts, rows, strict=True))
+
+    assert units("gpipe") == units("1f1b") == units("varuna") == 3 * microbatches + 3 * (stages - 1)
+    assert units("zero-bubble") == 3 * microbatches + (stages - 1)
