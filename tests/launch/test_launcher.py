@@ -1,0 +1,205 @@
+"""Real workers: what they are told, how their failure is told, and that none outlives its job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from tests.launch.jobs import HOLD, SHOW, launcher, log, run, start
+
+
+def seen(folder: Path, rank: int) -> tuple[list[str], dict[str, str], str]:
+    arguments, environment, cwd = json.loads((folder / f"seen_{rank}.json").read_text())
+    return arguments, environment, cwd
+
+
+def test_a_script_without_the_flags_is_told_by_environment_alone_and_each_worker_has_a_log(
+    tmp_path: Path,
+) -> None:
+    """V29, V30, V32, V34"""
+    job = run(launcher(tmp_path, "--lr", "0.1", devices=3, stages=2, batch=5), tmp_path, SHOW)
+    assert job.returncode == 0, job.stderr
+    assert "2 of 3 devices are used; idle: machine 0: device 2" in job.stdout
+    assert "finished: every worker ended normally" in job.stdout
+    assert "[rank 0] out of rank 0" in job.stdout
+    assert "out of rank 1" not in job.stdout
+    for rank in (0, 1):
+        arguments, environment, cwd = seen(tmp_path, rank)
+        assert (arguments, cwd) == (["--lr", "0.1"], str(tmp_path))
+        assert environment["VARUNA_STAGE_TO_RANK_MAP"] == "0;1;"
+        assert environment["OMP_NUM_THREADS"] == "1"
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert "VARUNA_RESUME_STEP" not in environment
+        assert log(tmp_path, f"rank_{rank}.out") == f"out of rank {rank}\n"
+        assert log(tmp_path, f"rank_{rank}.err") == f"err of rank {rank}\n"
+
+
+STRICT = """
+import argparse
+parser = argparse.ArgumentParser()
+for flag in ("--rank", "--local_rank", "--chunk_size", "--batch-size", "--resume_step", "--lr"):
+    parser.add_argument(flag)
+parser.add_argument("--stage_to_rank_map", required=True)
+parser.parse_args()
+"""
+
+
+def test_a_script_with_the_flags_gets_them_before_its_own_arguments(tmp_path: Path) -> None:
+    """V30"""
+    command = launcher(tmp_path, "--lr", "0.1", devices=2, stages=1, batch=5)
+    command[3:3] = ["--resume_step", "7"]
+    job = run(command, tmp_path, STRICT + SHOW)
+    assert job.returncode == 0, job.stderr
+    for rank in (0, 1):
+        assert seen(tmp_path, rank)[0] == [
+            f"--rank={rank}",
+            f"--local_rank={rank}",
+            "--stage_to_rank_map=0,1;",
+            "--chunk_size=2",
+            f"--batch-size={3 - rank}",
+            "--resume_step=7",
+            "--lr",
+            "0.1",
+        ]
+
+
+GATHER = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank())
+print("gathered", ranks)
+dist.destroy_process_group()
+"""
+
+
+def test_torch_finds_its_peers_from_the_environment(tmp_path: Path) -> None:
+    """V30"""
+    job = run(launcher(tmp_path, devices=2, stages=2), tmp_path, GATHER)
+    assert "[rank 0] gathered [0, 1]" in job.stdout, job.stderr
+
+
+# ---------------------------------------------------------------- failing
+
+SECOND_HAND = """
+import os
+from pathlib import Path
+from varuna.errors import PeerLost
+def deep():
+    raise ValueError("bad sample")
+mine = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+if os.environ["RANK"] == "0":
+    raise PeerLost("rank 1 is gone")
+while not mine.with_name("rank_0.error.json").exists():
+    pass
+deep()
+"""
+
+
+def test_the_original_traceback_is_told_though_another_rank_failed_before(tmp_path: Path) -> None:
+    """V33"""
+    job = run(launcher(tmp_path, devices=2, stages=2), tmp_path, SECOND_HAND)
+    assert job.returncode == 1
+    told = job.stderr[job.stderr.index("varuna: failed:") :]
+    assert told.startswith("varuna: failed: rank 1 (stage 1, replica 0) raised ValueError: bad sample")
+    assert 'script.py", line 6, in deep' in told
+    assert "PeerLost" not in told
+    assert "worker.py" not in told
+
+
+def test_a_worker_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+    """V33"""
+    script = "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()"
+    job = run(launcher(tmp_path, devices=2, stages=2), tmp_path, script)
+    assert job.returncode == 1
+    assert "failed: rank 1 (stage 1, replica 0) was killed by SIGKILL" in job.stderr
+
+
+def test_an_exit_code_is_told_with_the_last_words(tmp_path: Path) -> None:
+    """V33"""
+    job = run(launcher(tmp_path, devices=1, stages=1), tmp_path, "import sys\nsys.exit('no data here')")
+    assert job.returncode == 1
+    assert "rank 0 (stage 0, replica 0) exited with code 1, without a Python exception" in job.stderr
+    assert job.stderr.count("no data here") == 2  # as it came, and in the reason
+
+
+# ---------------------------------------------------------------- no process is left
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def wait_until_ready(reader: BinaryIO, workers: int) -> None:
+    assert [reader.readline() for _ in range(workers)] == [b"ready\n"] * workers
+
+
+READY = "os.write(pipe, b'ready\\n')\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_when_the_launcher_ends_so_do_workers_and_what_they_started(
+    tmp_path: Path, pipe: Path, number: signal.Signals
+) -> None:
+    """V33"""
+    job = start(launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, HOLD + READY + "signal.pause()")
+    with pipe.open("rb") as reader:
+        wait_until_ready(reader, workers=2)
+        job.send_signal(number)
+        assert reader.read() == b""  # the end: nobody holds the pipe any more
+    job.communicate()
+    assert job.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [("raise ValueError", 1), ("sys.exit(0)", 0)], ids=["failing", "finishing"]
+)
+def test_when_a_worker_ends_what_it_started_ends_too(
+    tmp_path: Path, pipe: Path, last: str, code: int
+) -> None:
+    """V33"""
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if code else ""
+    others = f"if rank == '1' or not {code}: {last}\nsignal.pause()"
+    job = start(
+        launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, HOLD + stubborn + READY + others
+    )
+    with pipe.open("rb") as reader:
+        assert reader.read() == b"ready\nready\n"
+    job.communicate()
+    assert job.returncode == code
+
+
+def test_usr1_reaches_the_workers_alone(tmp_path: Path, pipe: Path) -> None:
+    """V40, the launcher's part: a script's own handler runs; what the worker has started is left alone."""
+    handler = """
+def handler(signum, frame):
+    os.write(pipe, b"child lives\\n" if child.poll() is None else b"child died\\n")
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, handler)
+"""
+    script = HOLD + handler + READY + "while True: signal.pause()"
+    job = start(launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, script)
+    with pipe.open("rb") as reader:
+        wait_until_ready(reader, workers=2)
+        job.send_signal(signal.SIGUSR1)
+        assert reader.read() == b"child lives\n" * 2
+    out, _ = job.communicate()
+    assert (job.returncode, "finished: every worker" in out) == (0, True)
+
+
+def test_a_worker_whose_launcher_is_gone_already_does_not_start(tmp_path: Path) -> None:
+    """V33: the launcher died between starting the worker and the worker's asking to die with it."""
+    import varuna.worker
+
+    (tmp_path / "script.py").write_text("print('started')")
+    not_the_parent = "1" if os.getpid() != 1 else "2"
+    command = ["-P", varuna.worker.__file__, not_the_parent, str(tmp_path), str(tmp_path / "script.py")]
+    worker = subprocess.run([sys.executable, *command], capture_output=True)
+    assert (worker.returncode, worker.stdout) == (-signal.SIGKILL, b"")

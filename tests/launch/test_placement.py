@@ -1,0 +1,144 @@
+"""Who runs where and what a worker is told, decided without a process."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.launcher import SWITCHES, choose_flags, split_command
+from varuna.morph.placement import (
+    WORKER_FLAGS,
+    flags_taken,
+    lay_out,
+    name_idle,
+    ranks_of_machine,
+    split_batch,
+    worker_environment,
+    worker_flags,
+)
+from varuna.types import format_stage_map
+
+
+@given(batch=st.integers(1, 10_000), replicas=st.integers(1, 64))
+def test_the_replicas_batches_add_up_to_the_global_batch_and_differ_by_at_most_one(
+    batch: int, replicas: int
+) -> None:
+    shares = split_batch(batch, replicas)
+    assert sum(shares) == batch
+    assert max(shares) - min(shares) <= 1
+
+
+@given(devices=st.integers(1, 64), stages=st.integers(1, 64))
+def test_every_rank_has_one_place_and_every_device_is_used_or_named_idle(devices: int, stages: int) -> None:
+    """V32"""
+    if stages > devices:
+        with pytest.raises(ValueError, match=f"need {stages}, there are {devices}"):
+            lay_out(devices, stages, batch_size=64, microbatch_size=1)
+        return
+    layout = lay_out(devices, stages, batch_size=64, microbatch_size=1)
+    places = [layout.place(rank) for rank in range(layout.num_ranks)]
+    assert places == [(rank % stages, rank // stages) for rank in range(layout.num_ranks)]
+    assert [*range(layout.num_ranks), *layout.idle] == list(range(devices))
+    assert len(layout.idle) == devices % stages
+
+
+def test_the_map_reads_as_the_launcher_writes_it() -> None:
+    layout = lay_out(4, 2, batch_size=7, microbatch_size=2)
+    assert format_stage_map(layout.stage_map) == "0,2;1,3;"
+    assert str(layout) == "2 stages x 2 replicas, batch 7 in micro-batches of 2"
+
+
+def test_devices_that_do_not_divide_are_named_by_machine() -> None:
+    """V32"""
+    layout = lay_out(8, 3, batch_size=6, microbatch_size=2)
+    assert name_idle(layout, devices_per_machine=4) == "machine 1: devices 2, 3"
+    assert ranks_of_machine(layout, 1, devices_per_machine=4) == (4, 5)
+
+
+def test_fewer_replicas_may_be_asked_for() -> None:
+    layout = lay_out(8, 2, batch_size=6, microbatch_size=2, num_replicas=3)
+    assert (layout.depth, layout.width, layout.idle) == (2, 3, (6, 7))
+
+
+@pytest.mark.parametrize(
+    ("devices", "stages", "replicas", "batch", "complaint"),
+    [
+        (2, 4, 0, 8, "too few devices: 4 stages x 1 replica need 4, there are 2"),
+        (4, 2, 3, 8, "too few devices: 2 stages x 3 replicas need 6, there are 4"),
+        (4, 1, 0, 3, "a batch of 3 leaves some of the 4 replicas without a sample"),
+        (0, 1, 0, 8, "devices must be 1 or more, not 0"),
+        (4, 0, 0, 8, "stages must be 1 or more, not 0"),
+        (4, 2, 0, -8, "batch size must be 1 or more, not -8"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(
+    devices: int, stages: int, replicas: int, batch: int, complaint: str
+) -> None:
+    """V32"""
+    with pytest.raises(ValueError, match=complaint):
+        lay_out(devices, stages, batch_size=batch, microbatch_size=1, num_replicas=replicas)
+
+
+def test_a_worker_is_told_its_place_by_flags_and_by_environment() -> None:
+    """V30"""
+    layout = lay_out(4, 2, batch_size=7, microbatch_size=2)
+    assert worker_flags(layout, 3, local_rank=1, resume_step=12, taken=WORKER_FLAGS) == (
+        "--rank=3",
+        "--local_rank=1",
+        "--stage_to_rank_map=0,2;1,3;",
+        "--chunk_size=2",
+        "--batch-size=3",
+        "--resume_step=12",
+    )
+    told = worker_environment(
+        layout, 0, local_rank=0, local_world_size=2, master_addr="127.0.0.1", master_port=5, resume_step=None
+    )
+    assert told == {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "5",
+        "WORLD_SIZE": "4",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "VARUNA_STAGE_TO_RANK_MAP": "0,2;1,3;",
+        "VARUNA_CHUNK_SIZE": "2",
+        "VARUNA_BATCH_SIZE": "7",
+        "VARUNA_REPLICA_BATCH_SIZE": "4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "taken"),
+    [
+        ("parser.add_argument('--stage_to_rank_map'); parser.add_argument('--chunk_size')", True),
+        ("parser.add_argument('--rank', help='of the low-rank adapter')", False),
+        ("varuna.Varuna(model, stage_to_rank_map=os.environ['X'])  # not --stage_to_rank_map", False),
+        ("this is no python", False),
+    ],
+)
+def test_a_script_gets_the_flags_that_its_source_names(source: str, taken: bool) -> None:
+    """V30"""
+    assert flags_taken(source) == ({"--stage_to_rank_map", "--chunk_size"} if taken else set())
+
+
+def test_what_the_user_says_about_the_flags_wins_over_the_source(tmp_path: Path) -> None:
+    """V30"""
+    script = tmp_path / "script.py"
+    script.write_text("from arguments import parse_args")
+    assert choose_flags(script, None) == choose_flags(script, False) == ()
+    assert choose_flags(script, True) == WORKER_FLAGS
+
+
+@pytest.mark.parametrize(
+    ("argv", "own"),
+    [
+        (["--nstages", "2", "train.py", "--nstages", "9"], 2),
+        (["--nstages=2", "--worker_args", "train.py", "--resume"], 2),
+        (["--nstages", "2", "--", "train.py"], 2),
+    ],
+)
+def test_from_the_script_on_everything_is_the_users(argv: list[str], own: int) -> None:
+    options, command = split_command(argv, SWITCHES)
+    assert (options, command[0]) == (argv[:own], "train.py")
+    assert command[1:] == argv[argv.index("train.py") + 1 :]

@@ -1,0 +1,81 @@
+"""The command that users type: what it refuses, what it hands on, what it remembers."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import SHOW, run
+
+RUN = [sys.executable, "-m", "varuna.run_varuna"]
+SIZES = ["--gpus_per_node", "1", "--batch-size", "4", "--nstages", "1", "--chunk_size", "2"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> list[str]:
+    (tmp_path / "machines").write_text("127.0.0.1\n")
+    return ["--machine_list", "machines"]
+
+
+def test_a_job_runs_to_its_end_once_with_the_environment_of_the_file(tmp_path: Path, here: list[str]) -> None:
+    """V29, V31, V34"""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(SHOW + "print('here', file=open('starts', 'a'))")
+    (tmp_path / "env").write_text("A=1\nB='two words'\nRANK=77\n")
+    given = ["--code_dir", "code", "--env_file", "env", "--manager_ip", "10.1.1.1", "--no_morphing"]
+    job = run([*RUN, *here, *SIZES, *given, "train.py", "--epochs", "3"], tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert "finished: every worker" in job.stdout
+    arguments, environment, cwd = json.loads((tmp_path / "code" / "seen_0.json").read_text())
+    assert (arguments, cwd) == (["--epochs", "3"], str(tmp_path / "code"))
+    expected = {"A": "1", "B": "two words", "RANK": "0", "VARUNA_MANAGER_IP": "10.1.1.1"}
+    assert {name: environment[name] for name in expected} == expected
+    assert (tmp_path / "code" / "starts").read_text() == "here\n"
+
+
+def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: list[str]) -> None:
+    """V31"""
+    first = run([*RUN, *here, *SIZES, "script.py", "--epochs", "3"], tmp_path, SHOW)
+    (tmp_path / "seen_0.json").unlink()
+    again = run([*RUN, "--resume", "--resume_step", "12", "--chunk_size", "1"], tmp_path, SHOW)
+    assert (first.returncode, again.returncode) == (0, 0), again.stderr
+    arguments, environment, _ = json.loads((tmp_path / "seen_0.json").read_text())
+    assert arguments == ["--epochs", "3"]
+    assert environment["VARUNA_RESUME_STEP"] == "12"
+    assert (environment["VARUNA_BATCH_SIZE"], environment["VARUNA_CHUNK_SIZE"]) == ("4", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([*SIZES, "script.py"], "machine list 'available_machines.out' cannot be read"),
+        (["--machine_list", "empty", *SIZES, "script.py"], "names no machine"),
+        (["--machine_list", "two", *SIZES, "script.py"], "several machines come with morphing"),
+        (["--machine_list", "machines", *SIZES], "no training script was given"),
+        (["--machine_list", "machines", *SIZES, "nowhere.py"], "no script 'nowhere.py'"),
+        (["--machine_list", "machines", *SIZES, "--nstages", "two", "script.py"], "invalid int value: 'two'"),
+        (["--machine_list", "machines", *SIZES, "--nstages", "5", "script.py"], "need 5, there are 1"),
+        (["--machine_list", "machines", *SIZES, "--gpus_per_node", "0", "script.py"], "not 0"),
+        (
+            ["--machine_list", "machines", "--batch_size", "4", "script.py"],
+            "--nstages and --chunk_size missing",
+        ),
+        (["--machine_list", "machines", "--nstages", "1", "script.py"], "--batch_size is missing"),
+        (["--machine_list", "machines", *SIZES, "--env_file", "nowhere", "script.py"], "env file 'nowhere'"),
+        (["--machine_list", "machines", *SIZES, "--code_dir", "nowhere", "script.py"], "is no folder"),
+        (["--resume"], "--resume finds no earlier job"),
+        (["--machine_list", "machines", "--stages", "1", "script.py"], "unrecognized arguments: --stages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, here: list[str], arguments: list[str], complaint: str
+) -> None:
+    """V29, V32: exit code 2, and a message with the way out."""
+    (tmp_path / "empty").write_text("# nobody\n")
+    (tmp_path / "two").write_text("127.0.0.1\n127.0.0.1\n")
+    job = run([*RUN, *arguments], tmp_path, SHOW)
+    assert job.returncode == 2
+    assert complaint in job.stderr
+    assert not (tmp_path / "varuna_logs").exists()

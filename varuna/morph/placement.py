@@ -1,0 +1,175 @@
+"""Which device runs which stage, and what its worker is told: by flags, and by environment."""
+
+import ast
+from collections.abc import Collection
+
+import msgspec
+
+from varuna.types import StageMap, format_stage_map, place_in_map
+
+WORKER_FLAGS = (
+    "--rank",
+    "--local_rank",
+    "--stage_to_rank_map",
+    "--chunk_size",
+    "--batch-size",
+    "--resume_step",
+)
+"""What a worker's script may be told on its command line, in this order and before its own arguments."""
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A job over all its machines: the stages' ranks, and the batch that they share."""
+
+    stage_map: StageMap
+    batch_size: int  # the whole job's, per step
+    microbatch_size: int
+    idle: tuple[int, ...] = ()  # devices without a rank, counted over all machines in order
+
+    @property
+    def depth(self) -> int:
+        return len(self.stage_map)
+
+    @property
+    def width(self) -> int:
+        return len(self.stage_map[0])
+
+    @property
+    def num_ranks(self) -> int:
+        return self.depth * self.width
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The (stage, replica) of a rank."""
+        return place_in_map(self.stage_map, rank)
+
+    def replica_batch(self, rank: int) -> int:
+        """How many of the global batch's samples this rank's replica takes."""
+        return split_batch(self.batch_size, self.width)[self.place(rank)[1]]
+
+    def __str__(self) -> str:
+        return (
+            f"{_count(self.depth, 'stage')} x {_count(self.width, 'replica')}, "
+            f"batch {self.batch_size} in micro-batches of {self.microbatch_size}"
+        )
+
+
+def lay_out(
+    num_devices: int, num_stages: int, *, batch_size: int, microbatch_size: int, num_replicas: int = 0
+) -> Layout:
+    """Rank r gets stage r mod P of replica r div P, so that a replica's stages are neighbours.
+
+    Without `num_replicas`, as many as the devices allow.
+    """
+    for name, number in [
+        ("devices", num_devices),
+        ("stages", num_stages),
+        ("the batch size", batch_size),
+        ("the micro-batch size", microbatch_size),
+    ]:
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, not {number}")
+    if num_replicas < 0:
+        raise ValueError(
+            f"replicas of each stage must be 1 or more (or 0: all there is room for), not {num_replicas}"
+        )
+    width = num_replicas or num_devices // num_stages
+    if not width or width * num_stages > num_devices:
+        wanted = f"{_count(num_stages, 'stage')} x {_count(max(width, 1), 'replica')}"
+        raise ValueError(
+            f"too few devices: {wanted} need {max(width, 1) * num_stages}, there are {num_devices} "
+            "(try fewer stages or replicas, or more devices)"
+        )
+    if batch_size < width:
+        raise ValueError(
+            f"a batch of {batch_size} leaves some of the {width} replicas without a sample "
+            f"(try a batch of at least {width}, or no more than {batch_size} devices for each stage)"
+        )
+    stage_map = tuple(tuple(range(stage, width * num_stages, num_stages)) for stage in range(num_stages))
+    return Layout(stage_map, batch_size, microbatch_size, tuple(range(width * num_stages, num_devices)))
+
+
+def split_batch(batch_size: int, num_replicas: int) -> tuple[int, ...]:
+    """As even as it goes, the first ones one more; the sum is the global batch, always."""
+    share, rest = divmod(batch_size, num_replicas)
+    return tuple(share + (replica < rest) for replica in range(num_replicas))
+
+
+def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:
+    first = machine * devices_per_machine
+    return tuple(range(first, min(first + devices_per_machine, layout.num_ranks)))
+
+
+def name_idle(layout: Layout, *, devices_per_machine: int) -> str:
+    """The devices that take no part, by machine: "machine 0: device 3"."""
+    machines: dict[int, list[int]] = {}
+    for device in layout.idle:
+        machines.setdefault(device // devices_per_machine, []).append(device % devices_per_machine)
+    return "; ".join(
+        f"machine {machine}: {'device' if len(devices) == 1 else 'devices'} {', '.join(map(str, devices))}"
+        for machine, devices in machines.items()
+    )
+
+
+# ---------------------------------------------------------------- what a worker is told
+
+
+def flags_taken(source: str) -> frozenset[str]:
+    """The launch flags that a script's own parser names, or none at all without `--stage_to_rank_map`.
+
+    That one is nobody else's; `--rank` or `--batch-size` alone may well mean something of the script's own.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return frozenset()  # the worker will say what is wrong with it
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return frozenset(texts & set(WORKER_FLAGS)) if "--stage_to_rank_map" in texts else frozenset()
+
+
+def worker_flags(
+    layout: Layout, rank: int, *, local_rank: int, resume_step: int | None, taken: Collection[str]
+) -> tuple[str, ...]:
+    values: dict[str, object] = {
+        "--rank": rank,
+        "--local_rank": local_rank,
+        "--stage_to_rank_map": format_stage_map(layout.stage_map),
+        "--chunk_size": layout.microbatch_size,
+        "--batch-size": layout.replica_batch(rank),
+        "--resume_step": resume_step,
+    }
+    return tuple(f"{flag}={value}" for flag, value in values.items() if flag in taken and value is not None)
+
+
+def worker_environment(
+    layout: Layout,
+    rank: int,
+    *,
+    local_rank: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    resume_step: int | None,
+) -> dict[str, str]:
+    """Torch's own names, so that `init_process_group()` needs nothing more, and ours."""
+    values: dict[str, object] = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "WORLD_SIZE": layout.num_ranks,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "VARUNA_STAGE_TO_RANK_MAP": format_stage_map(layout.stage_map),
+        "VARUNA_CHUNK_SIZE": layout.microbatch_size,
+        "VARUNA_BATCH_SIZE": layout.batch_size,
+        "VARUNA_REPLICA_BATCH_SIZE": layout.replica_batch(rank),
+        "VARUNA_RESUME_STEP": "" if resume_step is None else resume_step,
+    }
+    return {name: str(value) for name, value in values.items() if value != ""}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
