@@ -36,6 +36,8 @@ SCRATCH_BYTES = 16 << 10
 """Read at one go where a header is expected: small messages cost a single system call."""
 BULK_BYTES = 128 << 10
 """From this size on a message may not fit the kernel's buffers: the pump takes it in meanwhile."""
+NAP_SECONDS = 50e-6
+"""Between two reads of a big message: else reader and writer wake each other for every few pages."""
 MAX_BUFFERS = 1000
 """Linux takes 1024 buffers in one sendmsg."""
 
@@ -300,6 +302,8 @@ class Link:
             _drop_front(self._missing, count)
             if not self._missing:
                 self._deliver()
+            elif count < BULK_BYTES <= sum(map(len, self._missing)):
+                time.sleep(NAP_SECONDS)
             return True
         room = SCRATCH_BYTES - self._stop
         count = self.socket.recv_into(self._scratch[self._stop :])

@@ -218,7 +218,7 @@ class Pump:
 
     def forget(self) -> None:
         """In a forked child, which has no such thread: closes the files."""
-        self._bell.close()
+        self._bell.forget()
         self._epoll.close()
 
     def _watch(self, link: Link, event: int, wanted: bool) -> None:
@@ -301,6 +301,10 @@ class Bell:
                 os.close(self.fd)
             self.fd = -1
 
+    def forget(self) -> None:
+        os.close(self.fd)  # without the lock: another thread may have held it at the fork, for good
+        self.fd = -1
+
 
 def _forget_in_child(reference: "weakref.ref[Network]") -> None:
     network = reference()
@@ -308,7 +312,7 @@ def _forget_in_child(reference: "weakref.ref[Network]") -> None:
         return
     network._closed = True
     network._pump.forget()
-    network._bell.close()
+    network._bell.forget()
     network._epoll.close()
     for link in network.links.values():
         link.socket.close()
