@@ -21,13 +21,18 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from varuna import codec
 from varuna.errors import PeerHangs, PeerLost, WorkerError
+
+if TYPE_CHECKING:  # where torch declares what torch.distributed hands out
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_SECONDS = 0.25
 STORE_SECONDS = 2.0
@@ -65,7 +70,7 @@ class Board:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world: int,
         describe: Callable[[int], str],
@@ -150,20 +155,20 @@ class Board:
         with contextlib.suppress(StoreSilent):
             self._clerk.ask(lambda store: store.set(f"note/{self.rank}", codec.encode(note)))
 
-    def _acknowledge(self, post: Post, ask: Callable[[Callable[[dist.Store], int]], int]) -> None:
+    def _acknowledge(self, post: Post, ask: Callable[[Callable[[Store], int]], int]) -> None:
         if post.rank != self.rank and not self._acknowledged:
             self._acknowledged = True
             ask(lambda store: store.add("seen", 1))
 
-    def _count_informed(self, store: dist.Store) -> int:
+    def _count_informed(self, store: Store) -> int:
         finished = [self._note(store, rank).state == "finished" for rank in range(self.world)]
         return store.add("seen", 0) + sum(finished)
 
-    def _note(self, store: dist.Store, rank: int) -> Note:
+    def _note(self, store: Store, rank: int) -> Note:
         key = f"note/{rank}"
         return codec.decode(store.get(key), Note, key) if store.check([key]) else Note()
 
-    def _look_around(self, store: dist.Store) -> tuple[dict[int, Note], set[int]]:
+    def _look_around(self, store: Store) -> tuple[dict[int, Note], set[int]]:
         """Every rank's note, and those whose watcher moves (or never started)."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         first = {rank: _count(store, f"beat/{rank}") for rank in others}
@@ -192,11 +197,14 @@ class Board:
         stopped = [rank for rank in at_work if rank not in moving]
         busy = [rank for rank in at_work if notes[rank].state == "working"]
         if stopped:
-            verdict = f"{self._list(stopped)} hangs: its process is stopped or cut off, for its watcher stands still too"
+            verdict = (
+                f"{self._list(stopped)} hangs: its process is stopped or cut off, "
+                "for its watcher stands still too"
+            )
         elif busy:
             verdict = (
-                f"{self._list(busy)} hangs: for {self.timeout_seconds:g} s it has neither sent what is waited "
-                "for nor waited for anyone (an endless or very long computation?)"
+                f"{self._list(busy)} hangs: for {self.timeout_seconds:g} s it has neither sent what is "
+                "waited for nor waited for anyone (an endless or very long computation?)"
             )
         else:
             verdict = f"no rank moves: {self.describe(self.rank)} and all others wait, or have finished"
@@ -209,8 +217,8 @@ class Board:
         details = "; ".join([*waits, *finished])
         return (
             f"{verdict}. {details + '. ' if details else ''}"
-            f"({self.describe(self.rank)} gave up after {self.timeout_seconds:g} s; where steps may take longer, "
-            "raise the timeout)"
+            f"({self.describe(self.rank)} gave up after {self.timeout_seconds:g} s; where steps may take "
+            "longer, raise the timeout)"
         )
 
     def _list(self, ranks: list[int]) -> str:
@@ -220,7 +228,7 @@ class Board:
 class Watch:
     """A background thread that looks at the board and shows that this process is alive."""
 
-    def __init__(self, board: Board, store: dist.Store, on_error: Callable[[WorkerError], None]) -> None:
+    def __init__(self, board: Board, store: Store, on_error: Callable[[WorkerError], None]) -> None:
         self._board = board
         self._store = store
         self._on_error = on_error
@@ -250,14 +258,14 @@ class Watch:
 class Clerk:
     """Asks the store from a thread of its own, so that a silent store costs seconds, not the process."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._questions: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None]
+        self._questions: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._questions = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="varuna-board", daemon=True)
         self._thread.start()
 
-    def ask(self, question: Callable[[dist.Store], Answer], seconds: float = STORE_SECONDS) -> Answer:
+    def ask(self, question: Callable[[Store], Answer], seconds: float = STORE_SECONDS) -> Answer:
         answer: Future[Answer] = Future()
         self._questions.put((question, answer))
         try:
@@ -272,7 +280,7 @@ class Clerk:
 
     def _run(self) -> None:
         with contextlib.closing(Canary(self._store)) as canary:
-            store: dist.Store | None = None
+            store: Store | None = None
             while (task := self._questions.get()) is not None:
                 question, answer = task
                 if not answer.set_running_or_notify_cancel():
@@ -295,11 +303,11 @@ class Canary:
     frames that no handler can hold back.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        while isinstance(store, dist.PrefixStore):
+    def __init__(self, store: Store) -> None:
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
         self._line: socket.socket | None = None
-        if isinstance(store, dist.TCPStore):
+        if isinstance(store, TCPStore):
             with contextlib.suppress(OSError):
                 self._line = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
                 self._line.setblocking(False)
@@ -319,9 +327,9 @@ class Canary:
             self._line.close()
 
 
-def _read_post(store: dist.Store) -> Post | None:
+def _read_post(store: Store) -> Post | None:
     return codec.decode(store.get("error"), Post, "the board's error") if store.check(["error"]) else None
 
 
-def _count(store: dist.Store, key: str) -> int:
+def _count(store: Store, key: str) -> int:
     return store.add(key, 0)

@@ -49,10 +49,13 @@ MAGIC = b"VRN1"
 DATA, BYE = 0, 1
 
 # A dtype's code is its place here: new ones go to the end.
+# fmt: off
 DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64 complex64 complex128 complex32 "
-    "uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-).split()
+    "float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64",
+    "complex64", "complex128", "complex32", "uint16", "uint32", "uint64",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)
+# fmt: on
 DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(DTYPE_NAMES) if hasattr(torch, name)
 }
