@@ -140,3 +140,26 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(before)
+
+
+def bound(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by the names in its schema, defaults included."""
+    found: dict[str, Any] = {}
+    for i, argument in enumerate(operation._schema.arguments):
+        if i < len(args):
+            found[argument.name] = args[i]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that may draw does so with these arguments: not in eval mode, nor with p = 0."""
+    values = bound(operation, args, kwargs)
+    if values.get("train", True) is False or values.get("training", True) is False:
+        return False
+    if "dropout" in operation._schema.name and values.get("p") == 0:
+        return False
+    return values.get("dropout_p", 1) != 0 and values.get("dropout", 1) != 0

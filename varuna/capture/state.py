@@ -65,6 +65,8 @@ def stage_state(
     """The state of the segments `first..stop-1`, copied from the model, or made where the model is on `meta`."""
     segments = captured.graph.segments[first:stop]
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
+    # Values that are made again after a cut read buffers of segments before it.
+    wanted.update(captured.carve(first, stop).state)
     aliases = {group[0]: group for group in source.ties}
     shells = dict(source.hollow.named_parameters(remove_duplicate=False))
     shells.update(source.hollow.named_buffers(remove_duplicate=False))

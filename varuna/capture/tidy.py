@@ -125,16 +125,7 @@ def _draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for i, argument in enumerate(target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, default)
-        if argument.name in ("train", "training") and value is False:
-            return False
-        if argument.name in ("dropout_p", "dropout") and value == 0:
-            return False
-        if argument.name == "p" and "dropout" in target._schema.name and value == 0:
-            return False
-    return True
+    return random.draws(target, node.args, node.kwargs)
 
 
 def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:

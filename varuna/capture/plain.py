@@ -1,0 +1,156 @@
+"""The same draws in one plain process: an unwrapped model under `plain_randomness` drops what the pipeline drops."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from varuna.capture import random
+from varuna.types import Work
+
+_GONE_THROUGH = {
+    functional.dropout,
+    functional.alpha_dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.feature_alpha_dropout,
+    functional.rrelu,
+    functional.gumbel_softmax,
+    functional.multi_head_attention_forward,
+}
+_FACTORIES = ("rand", "randn", "randint", "normal")
+
+
+class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: with plain_randomness(...):)
+    """Seeds every random operation by (seed, step, sample, its place in the order of calls).
+
+        with plain_randomness(seed=0, step=3, batch_size=len(x)):
+            loss = model(x)
+
+    Use one for each forward pass. A value belongs to the samples along the first dimension that is
+    the batch size, or else the first that is a multiple of it; any other is shared by all samples.
+    Where an operation takes several tensors the first decides, and those that agree with it follow.
+    """
+
+    def __init__(self, *, seed: int, step: int, batch_size: int, first_sample: int = 0) -> None:
+        super().__init__()
+        self._work = Work(seed=seed, step=step, first_sample=first_sample)
+        self._batch_size = batch_size
+        self._ordinal = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types_: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, types.FunctionType) and func in _GONE_THROUGH:
+            # These are written in Python: the operation that they draw by is further in.
+            with self:
+                return _unguarded(func)(*args, **kwargs)
+        operation = _random_operation(func)
+        if operation is None or not random.draws(operation, args, kwargs):
+            return func(*args, **kwargs)
+        ordinal = self._ordinal
+        self._ordinal += 1
+        return self._draw(func, operation, list(args), dict(kwargs), ordinal)
+
+    def _draw(self, func: Any, operation: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
+        name = func.__name__
+        if name in ("dropout", "dropout_"):
+            bound = random.bound(operation, args, kwargs)
+            x = bound["input" if "input" in bound else "self"]
+            dim, per_sample = self._part(x.shape) or (None, 0)
+            y = random.dropout(x, bound["p"], self._work, ordinal, dim, per_sample)
+            return x.copy_(y) if name == "dropout_" else y
+        leaves = pytree.tree_leaves((args, kwargs))
+        if name in _FACTORIES and not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return self._make(func, args, kwargs, ordinal)
+        parts = self._parts(leaves)
+        batched = any(part is not None for part in parts)
+        results = self._results(func, args, kwargs) if batched else []
+        apart = None if any(part is None for part in results) else results
+        how: dict[str, Any] = {"parts": parts, "results": apart, "num_samples": self._batch_size if batched else None}
+        if name.endswith("_"):
+            return args[0].copy_(random.draw_in_place(func, args, kwargs, self._work, ordinal, **how))
+        return random.draw(func, args, kwargs, self._work, ordinal, **how)
+
+    def _parts(self, leaves: list[Any]) -> list[random.Part | None]:
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        part = None if first is None else self._part(first.shape)
+        if first is None or part is None:
+            return [None] * len(leaves)
+        dim, size = part[0], first.shape[part[0]]
+        return [
+            part if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size else None
+            for leaf in leaves
+        ]
+
+    def _make(self, func: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
+        """torch.rand(b, 4), torch.randint(9, (b,)): the size says what belongs to whom."""
+        shape = list(func(*args, **{**kwargs, "device": "meta"}).shape)
+        part = self._part(shape)
+        before = args[: 0 if func.__name__ in ("rand", "randn") else 2]
+        while before and not isinstance(before[-1], int | float):
+            before.pop()
+        options = {key: value for key, value in kwargs.items() if key != "size"}
+        size = [[part[1] if part is not None and i == part[0] else n for i, n in enumerate(shape)]]
+        count = None if part is None else self._batch_size
+        parts = [None] * len(pytree.tree_leaves((before + size, options)))
+        return random.draw(
+            func, before + size, options, self._work, ordinal, parts=parts, results=[part], num_samples=count
+        )
+
+    def _results(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> list[random.Part | None]:
+        """How what comes out belongs to the samples, found without values."""
+
+        def to_meta(leaf: Any) -> Any:
+            return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+
+        meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
+        with torch.no_grad():
+            return [self._part(leaf.shape) for leaf in pytree.tree_leaves(func(*meta_args, **meta_kwargs))]
+
+    def _part(self, shape: Sequence[int]) -> random.Part | None:
+        for i, size in enumerate(shape):
+            if size == self._batch_size:
+                return i, 1
+        for i, size in enumerate(shape):
+            if size and size % self._batch_size == 0:
+                return i, size // self._batch_size
+        return None
+
+
+def _random_operation(func: Any) -> Any:
+    """The operation of the graph that a function of torch stands for, where it may draw."""
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    name = "input" if "input" in packet.overloads() and func.__name__ != "dropout" else packet.overloads()[0]
+    operation = getattr(packet, name)
+    return operation if torch.Tag.nondeterministic_seeded in operation.tags else None
+
+
+_unguarded_functions: dict[types.FunctionType, types.FunctionType] = {}
+
+
+def _unguarded(function: types.FunctionType) -> types.FunctionType:
+    """A function of torch.nn.functional that does not ask for overrides first: we are the override."""
+    if function not in _unguarded_functions:
+        blind = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+        copy = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **blind},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        _unguarded_functions[function] = copy
+    return _unguarded_functions[function]
