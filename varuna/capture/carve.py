@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
+from varuna.capture.opaque import Leaf
 from varuna.capture.program import Program, build, under_autocast
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
@@ -233,4 +234,4 @@ class Carver:
 
 
 def _leaves(attributes: Mapping[str, Any]) -> dict[str, nn.Module]:
-    return {leaf.name: leaf.module for leaf in attributes.values() if hasattr(leaf, "is_opaque_leaf")}
+    return {leaf.name: leaf.module for leaf in attributes.values() if isinstance(leaf, Leaf)}

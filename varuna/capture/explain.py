@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import linecache
+import logging
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from varuna.capture.recorder import Recorder
 from varuna.errors import CaptureError
@@ -17,26 +25,149 @@ _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def blame(error: BaseException) -> str:
+def _is_the_models(filename: str) -> bool:
+    return not filename.startswith((_OURS, _TORCH, "<"))
+
+
+def _line(filename: str, number: int | None) -> str:
+    return f"{filename}:{number}: {linecache.getline(filename, number or 0).strip()}"
+
+
+def line_of(error: BaseException) -> str:
     """The last line of the model's own code on the way to an error, as "file:line: source", or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith((_OURS, _TORCH, "<")):
-            continue
-        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        return f"{frame.filename}:{frame.lineno}: {source}"
+        if _is_the_models(frame.filename):
+            return _line(frame.filename, frame.lineno)
     return ""
 
 
+def current_line() -> str:
+    """The innermost line of the model's own code that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_the_models(frame.f_code.co_filename):
+            return _line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def way_out(recorder: Recorder) -> str:
+    """The call that makes the module that was running an opaque one, ready to be pasted."""
+    path = recorder.running
+    return f'varuna.opaque(model.get_submodule("{path}"))' if path else "varuna.opaque(a submodule)"
+
+
 @contextmanager
-def explained(recorder: Recorder) -> Iterator[None]:
+def explained(recorder: Recorder, batch: int) -> Iterator[None]:
+    """Every failure to trace becomes a CaptureError that says where, why, and what can be done."""
+    said = io.StringIO()
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        yield
+        # torch.export prints the graph so far when it gives up: it is of no use beside the model's line.
+        with contextlib.redirect_stderr(said):
+            yield
+        sys.stderr.write(said.getvalue())
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"{blame(error)}: {error}") from error
+        raise CaptureError(_explanation(error, recorder, batch)) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
+    text, kind = str(error), type(error).__name__
+    place = line_of(error) or f"in {recorder.running or 'the model'}"
+    if "DataDependent" in kind or "data-dependent" in text.lower() or "data dependent" in text.lower():
+        switch = ""
+        if "experts" in place.lower() or "moe" in place.lower() or "expert" in recorder.running.lower():
+            switch = ', set config._experts_implementation = "grouped_mm" or "batched_mm" for Hugging Face experts'
+        return (
+            f"{place}: this line depends on the values of a tensor, which only a run can know; expected one path "
+            f"for all data (rewrite it with torch.where{switch}, or keep the module whole and eager with "
+            f"{way_out(recorder)})"
+        )
+    if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
+        return (
+            f"{_constrained_line(text) or place}: the batch size is fixed here; expected a forward that works for any "
+            "batch, since micro-batches have their own (read sizes off the tensors: x.shape[0], x.view(-1, ...)). "
+            f"torch.export says: {_short(text)}"
+        )
+    return (
+        f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} without values; if it "
+        f"runs as it is with that batch size, keep the module whole and eager with {way_out(recorder)}; if it does not, "
+        "look for a batch size that is written into it)"
+    )
+
+
+def _constrained_line(text: str) -> str:
+    """torch.export names the user's frames of a violated constraint in its message."""
+    lines = [line.strip() for line in text.splitlines()]
+    for line in reversed(lines):
+        if line.startswith('File "') and _is_the_models(line.split('"')[1]):
+            filename, rest = line.split('"')[1], line.split('"')[2]
+            number = "".join(c for c in rest.split("in ")[0] if c.isdigit())
+            return _line(filename, int(number or 0))
+    return ""
+
+
+def _short(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:4])[:600]
 
 
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    yield
+    """Looks out for what torch.export would take silently, or refuse for no reason."""
+    with _without_custom_functions(recorder), _LayerDrop(recorder):
+        yield
+
+
+@contextmanager
+def _without_custom_functions(recorder: Recorder) -> Iterator[None]:
+    """torch.export traces through a custom autograd.Function and loses its backward: refuse it by name."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.utils.checkpoint"):
+            run, _preserve, *operands = args
+            return run(*operands)
+        if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
+            return original.__func__(cls, *args, **kwargs)
+        raise CaptureError(
+            f"{current_line()}: the custom autograd.Function {cls.__qualname__} would lose its own backward in a "
+            f"captured graph; expected ordinary operations (keep the module whole and eager with {way_out(recorder)})"
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+class _LayerDrop(TorchFunctionMode):
+    """`if torch.rand([]) < self.layerdrop` is no branch on data where the answer is sure: at 0 and at 1."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__lt__", "lt") and len(args) == 2 and any(args[0] is drawn for drawn in self._drawn):
+            limit = args[1]
+            if isinstance(limit, int | float) and not 0 < limit < 1:
+                return limit >= 1
+            raise CaptureError(
+                f"{current_line()}: a layer is skipped at random with probability {limit}: a branch on data, which a "
+                "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
+                f"{way_out(self._recorder)})"
+            )
+        result = func(*args, **(kwargs or {}))
+        if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
+            self._drawn.append(result)
+        return result

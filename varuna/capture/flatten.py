@@ -11,7 +11,7 @@ Marks become segment numbers, assertions are dropped, names of one tensor become
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
+from varuna.capture.opaque import OPAQUE, Leaf, LeafCall
 from varuna.capture.recorder import CUT
 from varuna.capture.trace import Trace
 from varuna.errors import CaptureError
@@ -66,7 +67,7 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
     """`canonical` gives each name of a parameter or buffer the first name of the same tensor."""
     exported = trace.exported
     whole = Whole(fx.Graph())
-    flattener = _Flattener(whole)
+    flattener = _Flattener(whole, trace.leaf_calls, canonical)
     values: dict[fx.Node, Any] = {}
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")}
     body = exported.graph_module
@@ -104,9 +105,11 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
 
 
 class _Flattener:
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: Whole, leaf_calls: Sequence[LeafCall], canonical: Mapping[str, str]) -> None:
         self.whole = whole
         self.segment = 0
+        self._leaf_calls = leaf_calls
+        self._canonical = canonical
 
     def placeholder(self, name: str, node: fx.Node) -> fx.Node:
         new = self.whole.graph.placeholder(name.replace(".", "_"))
@@ -170,6 +173,8 @@ class _Flattener:
             return self._region(region, operands, (device_type, dtype, enabled), no_grad)
         if name == "getitem" and not isinstance(values := mapped(node.args[0]), fx.Node):
             return values[node.args[1]]
+        if node.target is OPAQUE:
+            return self._leaf(node, mapped(node.args[0]), self._leaf_calls[node.args[1]])
         new = self.whole.graph.create_node(
             node.op, node.target, self._nested(mapped(node.args)), self._nested(mapped(node.kwargs)), name=node.name
         )
@@ -178,6 +183,21 @@ class _Flattener:
         new.meta["no_grad"] = no_grad
         if autocast is not None:
             new.meta["autocast"] = autocast
+        return new
+
+    def _leaf(self, node: fx.Node, tensors: list[Any], call: LeafCall) -> fx.Node:
+        """An opaque module, called with all of its state. Work and batch are filled in with the draws."""
+        leaf = Leaf(call, ordinal=0)
+        full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
+        state = [self.whole.state[self._canonical.get(name, name)] for name in full]
+        name = f"leaf_{len(self.whole.attributes)}"
+        self.whole.attributes[name] = leaf
+        new = self.whole.graph.call_module(name, (state, tensors))
+        buffers = dict(call.module.named_buffers(remove_duplicate=False))
+        writes = [node for own, node in zip(leaf.names, state, strict=True) if own in buffers]
+        new.meta = {"val": node.meta["val"], "segment": self.segment, "writes": writes, "leaf": leaf}
+        if "stack_trace" in node.meta:
+            new.meta["stack_trace"] = node.meta["stack_trace"]
         return new
 
     def _region(self, region: fx.GraphModule, operands: list[Any], autocast: Autocast | None, no_grad: bool) -> Any:

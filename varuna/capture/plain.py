@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as functional
@@ -40,11 +40,44 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
     Where an operation takes several tensors the first decides, and those that agree with it follow.
     """
 
+    running: ClassVar[list[plain_randomness]] = []
+
     def __init__(self, *, seed: int, step: int, batch_size: int, first_sample: int = 0) -> None:
         super().__init__()
         self._work = Work(seed=seed, step=step, first_sample=first_sample)
         self._batch_size = batch_size
-        self._ordinal = 0
+        self._ordinals = [0]
+
+    @classmethod
+    def of(cls, work: Work, *, batch_size: int, first_ordinal: int) -> plain_randomness:
+        mode = cls(seed=work.seed, step=work.step, batch_size=batch_size, first_sample=work.first_sample)
+        mode._ordinals = [first_ordinal]
+        return mode
+
+    def __enter__(self) -> plain_randomness:
+        if self not in plain_randomness.running:
+            plain_randomness.running.append(self)
+            self._depth = 0
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            plain_randomness.running.remove(self)
+        super().__exit__(*error)
+
+    def enter_leaf(self) -> None:
+        """An opaque module takes one ordinal; what it draws inside is numbered apart from the rest."""
+        self._ordinals.append(self._next() << 32)
+
+    def leave_leaf(self) -> None:
+        self._ordinals.pop()
+
+    def _next(self) -> int:
+        self._ordinals[-1] += 1
+        return self._ordinals[-1] - 1
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -57,9 +90,7 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
         operation = _random_operation(func)
         if operation is None or not random.draws(operation, args, kwargs):
             return func(*args, **kwargs)
-        ordinal = self._ordinal
-        self._ordinal += 1
-        return self._draw(func, operation, list(args), dict(kwargs), ordinal)
+        return self._draw(func, operation, list(args), dict(kwargs), self._next())
 
     def _draw(self, func: Any, operation: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
         name = func.__name__

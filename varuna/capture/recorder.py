@@ -16,9 +16,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from varuna.errors import CaptureError
 
-_library = torch.library.Library("varuna", "DEF")
-_library.define("cut(Tensor x, int index) -> Tensor")
-_library.impl("cut", lambda x, index: x.view_as(x), "CompositeImplicitAutograd")
+library = torch.library.Library("varuna", "DEF")
+library.define("cut(Tensor x, int index) -> Tensor")
+library.impl("cut", lambda x, index: x.view_as(x), "CompositeImplicitAutograd")
 
 CUT = torch.ops.varuna.cut.default
 
@@ -30,7 +30,8 @@ class Recorder:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
-        self.deepest = ""  # the innermost module that was running when something went wrong
+        self._inside = ""  # the opaque module whose own code is running
+        self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
 
     def name_of(self, module: nn.Module) -> str:
         return self._names.get(id(module), "")
@@ -49,6 +50,11 @@ class Recorder:
                 "pass, expected once: one cut is one place (use a CutPoint of its own for each place, and none "
                 "in a module that runs several times)"
             )
+        if self._inside:
+            raise CaptureError(
+                f"the CutPoint {path} lies inside the opaque module {self._inside!r}, which stays whole "
+                "(move the CutPoint out of it, or make a smaller module opaque)"
+            )
         first = next((i for i, value in enumerate(values) if isinstance(value, Tensor)), None)
         if first is None:
             raise CaptureError(
@@ -58,6 +64,18 @@ class Recorder:
         index = len(self._cuts)
         self._cuts.append(cutpoint)
         return tuple(CUT(value, index) if i == first else value for i, value in enumerate(values))
+
+    @contextmanager
+    def inside(self, leaf: str) -> Iterator[None]:
+        self._inside = leaf
+        try:
+            yield
+        finally:
+            self._inside = ""
+
+    @property
+    def is_inside_leaf(self) -> bool:
+        return bool(self._inside)
 
     def has_met(self, cutpoint: object) -> bool:
         return any(met is cutpoint for met in self._cuts)
@@ -70,8 +88,7 @@ class Recorder:
         self._running.append(module)
 
     def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
-        # A module whose forward raised is left here too (always_call), so the first to be left
-        # by an exception is the innermost: keep it for the error that is made further out.
+        # A module whose forward raised stays on the stack: the innermost is the one to name in the error.
         while self._running:
             left = self._running.pop()
             if left is module:
@@ -99,8 +116,6 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
-        # An exception leaves the running modules on the stack: the innermost is the one to name.
-        recorder.deepest = recorder.running
         _active = None
         for hook in hooks:
             hook.remove()

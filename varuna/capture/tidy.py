@@ -107,7 +107,7 @@ def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset
     """
     draws = [node for node in whole.nodes if _draws(node)]
     for node in whole.nodes:
-        if node.target in _DROPOUTS and node not in draws:
+        if node.target in _DROPOUTS and not _draws(node):
             # Dropout that drops nothing gives its input back.
             node.replace_all_uses_with(node.args[0])
             whole.graph.erase_node(node)
@@ -123,6 +123,8 @@ def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset
 
 def _draws(node: fx.Node) -> bool:
     target = node.target
+    if "leaf" in node.meta:
+        return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     return random.draws(target, node.args, node.kwargs)
@@ -131,6 +133,12 @@ def _draws(node: fx.Node) -> bool:
 def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
     """Replaces one node that draws; True where all samples share the draw."""
     graph, work = whole.graph, whole.work
+    if "leaf" in node.meta:
+        # An opaque module may draw or not; it numbers its draws by itself.
+        node.meta["leaf"].ordinal = ordinal
+        node.meta["random"] = ordinal
+        node.args = (*node.args, work, 1 if whole.batch is None else whole.batch)
+        return False
     in_place = node.target._schema.name.endswith("_")  # type: ignore[union-attr]
     values = pytree.tree_leaves(node.meta["val"])
     results = [_part(value, symbol) for value in values]

@@ -6,7 +6,7 @@ else is as in the example.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from varuna.capture.batch import Batch, hint_size
 from varuna.capture.cutpoint import require_all_met
 from varuna.capture.explain import explained, watched
 from varuna.capture.hollow import fake
+from varuna.capture.opaque import LeafCall, leaves_marked
 from varuna.capture.recorder import recording
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName
@@ -35,6 +36,7 @@ class Trace:
     exported: ExportedProgram
     model: nn.Module
     num_cuts: int
+    leaf_calls: Sequence[LeafCall]
     batch: Batch
 
 
@@ -66,14 +68,15 @@ def trace(
                 example[name] = torch.empty(shape, dtype=value.dtype, device=device)
     with ExitStack() as stack:
         recorder = stack.enter_context(recording(faked))
-        stack.enter_context(explained(recorder))
+        stack.enter_context(explained(recorder, size))
         stack.enter_context(watched(recorder))
+        stack.enter_context(leaves_marked(faked))
         stack.enter_context(_without_cache(faked))
         stack.enter_context(_giving_its_loss(faked))
         stack.enter_context(autocast(precision, device))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
-    return Trace(exported, faked, recorder.num_cuts, batch)
+    return Trace(exported, faked, recorder.num_cuts, tuple(recorder.leaf_calls), batch)
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:

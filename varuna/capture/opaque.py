@@ -1,0 +1,207 @@
+"""Modules that stay eager and whole: for a branch on data, or a custom autograd.Function.
+
+In the graph such a module is one operation; in a program it is the module's own forward, on the
+stage's own parameters. It cannot be cut, and its draws belong to the samples as everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from varuna.capture.hollow import emptied
+from varuna.capture.plain import plain_randomness
+from varuna.capture.recorder import Recorder, active, library
+from varuna.errors import CaptureError
+from varuna.types import Work
+
+Module = TypeVar("Module", bound=nn.Module)
+
+library.define("opaque(Tensor[] tensors, int call) -> Tensor[]")
+OPAQUE = torch.ops.varuna.opaque.default
+
+
+class _Mark:
+    """A pair of hooks that tells a running `plain_randomness` where an opaque module begins and ends."""
+
+    def enter(self, _module: nn.Module, _args: object) -> None:
+        for mode in plain_randomness.running:
+            mode.enter_leaf()
+
+    def leave(self, _module: nn.Module, _args: object, _output: object) -> None:
+        for mode in plain_randomness.running:
+            mode.leave_leaf()
+
+
+def opaque(module: Module) -> Module:
+    """Marks a module to stay eager and whole, and gives it back: `model.gate = opaque(model.gate)`."""
+    if not is_opaque(module):
+        mark = _Mark()
+        module.register_forward_pre_hook(mark.enter)
+        module.register_forward_hook(mark.leave, always_call=True)
+        module.__dict__["_varuna_opaque"] = True
+    return module
+
+
+def is_opaque(module: nn.Module) -> bool:
+    return "_varuna_opaque" in module.__dict__
+
+
+@dataclass
+class LeafCall:
+    """One call of an opaque module in a traced forward pass."""
+
+    name: str
+    module: nn.Module
+    structure: Any  # of (args, kwargs)
+    constants: list[Any]  # their leaves, with None where a tensor goes
+    results: Any = None  # the structure of what comes out
+    constant_results: tuple[Any, ...] = ()
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is _TENSOR else constant for constant in self.constants]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+    def keep_results(self, output: Any) -> list[Tensor]:
+        leaves, self.results = pytree.tree_flatten(output)
+        self.constant_results = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        # An output that is an input would be an alias, which an operation of the graph cannot give.
+        return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+_TENSOR = _Tensor()
+
+
+@contextmanager
+def leaves_marked(model: nn.Module) -> Iterator[None]:
+    """While a model is traced, each of its opaque modules leaves one operation in the graph."""
+    marked: list[nn.Module] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other, m in model.named_modules() if is_opaque(m) and other)
+        if is_opaque(module) and not inside:
+            module.__dict__["forward"] = _Stand(name, module)
+            marked.append(module)
+    try:
+        yield
+    finally:
+        for module in marked:
+            del module.__dict__["forward"]
+
+
+class _Stand:
+    """Stands in for an opaque module's forward."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = active()
+        assert recorder is not None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call = LeafCall(self._name, self._module, structure, constants)
+        recorder.leaf_calls.append(call)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        produced = iter(torch.ops.varuna.opaque(tensors, len(recorder.leaf_calls) - 1))
+        results = [next(produced) if constant is _TENSOR else constant for constant in call.constant_results]
+        return pytree.tree_unflatten(results, call.results)
+
+
+@torch.library.register_fake("varuna::opaque", lib=library)
+def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
+    recorder = active()
+    assert recorder is not None
+    leaf: LeafCall = recorder.leaf_calls[call]
+    forward = type(leaf.module).forward
+    args, kwargs = leaf.arguments(tensors)
+    with recorder.inside(leaf.name):
+        try:
+            return leaf.keep_results(forward(leaf.module, *args, **kwargs))
+        except CaptureError:
+            raise
+        except Exception as refused:
+            return _shapes_by_running(leaf, tensors, refused)
+
+
+def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
+    """Where fake values will not do (a branch on data): two real runs on zeros, at two batch sizes."""
+    sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    symbol = next(iter(sizes[0].node.expr.free_symbols)) if sizes else None
+    runs = []
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module = emptied(leaf.module, own=False)
+        del module.__dict__["forward"]
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
+        for batch in (3, 5):
+            zeros = [
+                torch.zeros([_size_at(s, symbol, batch) for s in tensor.shape], dtype=tensor.dtype) for tensor in tensors
+            ]
+            args, kwargs = leaf.arguments(zeros)
+            try:
+                runs.append(leaf.keep_results(module(*args, **kwargs)))
+            except Exception as error:
+                raise CaptureError(
+                    f"the opaque module {leaf.name!r} runs neither on fake tensors ({refused}) nor on zeros "
+                    f"({error}), so the shapes of its outputs cannot be found"
+                ) from error
+    return [_with_shape_of(one, two, sizes, symbol, tensors) for one, two in zip(*runs, strict=True)]
+
+
+def _size_at(size: Any, symbol: sympy.Symbol | None, batch: int) -> int:
+    return int(size.node.expr.subs(symbol, batch)) if isinstance(size, torch.SymInt) else size
+
+
+def _with_shape_of(
+    one: Tensor, two: Tensor, sizes: list[Any], symbol: sympy.Symbol | None, tensors: list[Tensor]
+) -> Tensor:
+    shape: list[Any] = []
+    for at_three, at_five in zip(one.shape, two.shape, strict=True):
+        if at_three == at_five:
+            shape.append(at_three)
+            continue
+        known, low, high = sizes[0], _size_at(sizes[0], symbol, 3), _size_at(sizes[0], symbol, 5)
+        slope = sympy.Rational(at_five - at_three, high - low)
+        shape.append(known * int(slope.p) // int(slope.q) + int(at_three - slope * low))
+    return tensors[0].new_empty(shape, dtype=one.dtype)
+
+
+class Leaf(nn.Module):
+    """An opaque module inside a program: a pure function of its state and its tensors."""
+
+    def __init__(self, call: LeafCall, ordinal: int) -> None:
+        super().__init__()
+        self._call = call
+        self.ordinal = ordinal
+        self.name = call.name
+        # In a tuple: its parameters are handed in at every call, and are none of the program's own.
+        self._module = (call.module,)
+        self.names = tuple(dict(call.module.named_parameters(remove_duplicate=False))) + tuple(
+            dict(call.module.named_buffers(remove_duplicate=False))
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module[0]
+
+    def forward(self, state: Sequence[Tensor], tensors: Sequence[Tensor], work: Work, num_samples: int) -> list[Tensor]:
+        args, kwargs = self._call.arguments(tensors)
+        values: Mapping[str, Tensor] = dict(zip(self.names, state, strict=True))
+        with plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal):
+            output = torch.func.functional_call(self.module, values, args, kwargs)
+        return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
