@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 LAST_WORD_SECONDS = 3.0
 """How long a failing worker may take to leave, and the one to blame to speak up after those that quote it."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that torch elastic turns into a `SignalException`."""
 CLOSE_SECONDS = 5
 """From SIGTERM to SIGKILL."""
 
@@ -76,13 +78,9 @@ def launch(job: Job) -> int:
         return 0
     started = time.monotonic()
     guard = start_guard()
-    # Before there are workers it has nobody to go to; and workers inherit that it does not kill them
-    # until their script has set its handler.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    hold_signals()
     try:
         return run_workers(job, guard, started)
-    except KeyboardInterrupt:  # before there were workers
-        return 128 + signal.SIGINT
     finally:
         guard.communicate("done\n")
 
@@ -93,9 +91,9 @@ def run_workers(job: Job, guard: subprocess.Popen[str], started: float) -> int:
     workers: SubprocessContext | None = None
     try:
         workers = start_workers(job)
-        groups = list(workers.pids().values())
-        print(*groups, sep="\n", file=guard.stdin, flush=True)
+        print(*workers.pids().values(), sep="\n", file=guard.stdin, flush=True)
         forward_usr1(workers)
+        release_signals()
         failures = watch(job, workers)
     except SignalException as caught:
         say(f"{caught.sigval.name}: ending all workers", error=True)
@@ -153,6 +151,7 @@ def start_workers(job: Job) -> "SubprocessContext":
             resume_step=job.resume_step,
         )
         environments[local_rank] = {**unset, **job.environment, **told}
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     context = start_processes(
         name="rank",
         entrypoint=sys.executable,
@@ -161,6 +160,8 @@ def start_workers(job: Job) -> "SubprocessContext":
         logs_specs=logs_specs(job),
         log_line_prefixes={0: f"[rank {job.ranks[0]}] "},
     )
+    if under_nohup:  # torch elastic has set its own handler, and the job would end with its terminal
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert isinstance(context, SubprocessContext)
     return context
 
@@ -195,6 +196,19 @@ def logs_specs(job: Job) -> "LogsSpecs":
 
 def log_path(job: Job, rank: int, kind: str) -> Path:
     return Path(job.log_dir) / f"rank_{rank}.{kind}"
+
+
+def hold_signals() -> None:
+    """Until all workers are known, so that none can be missed; the workers let go of them by themselves.
+
+    They also inherit that SIGUSR1 does nothing, until their script has set a handler.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING_SIGNALS, signal.SIGUSR1})
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING_SIGNALS, signal.SIGUSR1})
 
 
 def forward_usr1(workers: "SubprocessContext") -> None:
@@ -241,7 +255,7 @@ def read_error(path: Path) -> ErrorFile | None:
 
 def end(workers: "SubprocessContext") -> None:
     """Ends every worker, then what is left of what they had started; a second Ctrl-C does not stop it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     try:
         workers.close(timeout=CLOSE_SECONDS)

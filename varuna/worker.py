@@ -22,6 +22,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     launcher, code_dir, script, *arguments = sys.argv[1:]
     die_with(int(launcher))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher held signals while it started its workers
     os.chdir(code_dir)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))

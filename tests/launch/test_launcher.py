@@ -176,15 +176,17 @@ def test_when_a_worker_ends_what_it_started_ends_too(
     assert job.returncode == code
 
 
-def test_usr1_reaches_the_workers_alone(tmp_path: Path, pipe: Path) -> None:
-    """V40, the launcher's part: a script's own handler runs; what the worker has started is left alone."""
-    handler = """
+ON_USR1 = """
 def handler(signum, frame):
     os.write(pipe, b"child lives\\n" if child.poll() is None else b"child died\\n")
     sys.exit(0)
 signal.signal(signal.SIGUSR1, handler)
 """
-    script = HOLD + handler + READY + "while True: signal.pause()"
+
+
+def test_usr1_reaches_the_workers_alone(tmp_path: Path, pipe: Path) -> None:
+    """V40, the launcher's part: a script's own handler runs; what the worker has started is left alone."""
+    script = HOLD + ON_USR1 + READY + "signal.pause()"
     job = start(launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, script)
     with pipe.open("rb") as reader:
         wait_until_ready(reader, workers=2)
@@ -192,6 +194,18 @@ signal.signal(signal.SIGUSR1, handler)
         assert reader.read() == b"child lives\n" * 2
     out, _ = job.communicate()
     assert (job.returncode, "finished: every worker" in out) == (0, True)
+
+
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, pipe: Path) -> None:
+    command = ["nohup", *launcher(tmp_path, str(pipe), devices=1, stages=1)]
+    job = start(command, tmp_path, HOLD + ON_USR1 + READY + "signal.pause()")
+    with pipe.open("rb") as reader:
+        wait_until_ready(reader, workers=1)
+        job.send_signal(signal.SIGHUP)  # the lower number is handled first
+        job.send_signal(signal.SIGUSR1)
+        assert reader.read() == b"child lives\n"
+    job.communicate()
+    assert job.returncode == 0
 
 
 def test_a_worker_whose_launcher_is_gone_already_does_not_start(tmp_path: Path) -> None:
