@@ -7,9 +7,10 @@ It lives in a torch.distributed Store:
     note/<rank>  what a rank waits for, or that it has finished
     beat/<rank>  a count that the rank's watcher thread drives on: stands still where a process is stopped
 
-A store's client blocks for good when the store's host is stopped, and mixes up its answers when two
-threads use it. So every thread has its own client, and the computing thread asks through another
-one, for a limited time.
+A store's client blocks for good when the store's host is stopped. So the computing thread asks
+through another thread, for a limited time; and the client is one of our own, because a client
+serves one request at a time and somebody else's may be a long wait. It is made at the beginning:
+torch looks up names when it connects, which may take seconds.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
@@ -83,8 +84,9 @@ class Board:
         self.describe = describe
         self.timeout_seconds = timeout_seconds
         self.host = host
-        self._store = store
-        self._clerk = Clerk(store)
+        self._client = _own_client(store)
+        self._canary = Canary(store)
+        self._clerk = Clerk(self._client, self._canary)
         self._watch: Watch | None = None
         self._acknowledged = False
 
@@ -132,7 +134,7 @@ class Board:
     def watch(self, on_error: Callable[[WorkerError], None]) -> "Watch":
         """Calls `on_error` once, from a background thread, when another rank has posted an error."""
         assert self._watch is None, "one watcher is enough"
-        self._watch = Watch(self, self._store, on_error)
+        self._watch = Watch(self, self._client, self._canary, on_error)
         return self._watch
 
     def linger(self, seconds: float = 3.0) -> None:
@@ -148,6 +150,7 @@ class Board:
         if self._watch is not None:
             self._watch.stop()
         self._clerk.close()
+        self._canary.close()
 
     # ------------------------------------------------------------ what is asked of the store
 
@@ -228,9 +231,12 @@ class Board:
 class Watch:
     """A background thread that looks at the board and shows that this process is alive."""
 
-    def __init__(self, board: Board, store: Store, on_error: Callable[[WorkerError], None]) -> None:
+    def __init__(
+        self, board: Board, store: Store, canary: "Canary", on_error: Callable[[WorkerError], None]
+    ) -> None:
         self._board = board
         self._store = store
+        self._canary = canary
         self._on_error = on_error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna-watch", daemon=True)
@@ -242,24 +248,24 @@ class Watch:
 
     def _run(self) -> None:
         told = False
-        with contextlib.suppress(RuntimeError, OSError), contextlib.closing(Canary(self._store)) as canary:
-            store = self._store.clone()
-            while not self._stop.is_set() and canary.alive():
-                store.add(f"beat/{self._board.rank}", 1)
-                post = None if told else _read_post(store)
+        with contextlib.suppress(RuntimeError):  # the store went between the look and the request
+            while not self._stop.is_set() and self._canary.alive():
+                self._store.add(f"beat/{self._board.rank}", 1)
+                post = None if told else _read_post(self._store)
                 if post is not None:
                     told = True
                     if post.rank != self._board.rank:
                         self._on_error(self._board._as_error(post))
-                        self._board._acknowledge(post, lambda question: question(store))
+                        self._board._acknowledge(post, lambda question: question(self._store))
                 self._stop.wait(POLL_SECONDS)
 
 
 class Clerk:
     """Asks the store from a thread of its own, so that a silent store costs seconds, not the process."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, canary: "Canary") -> None:
         self._store = store
+        self._canary = canary
         self._questions: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._questions = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="varuna-board", daemon=True)
@@ -279,21 +285,18 @@ class Clerk:
         self._thread.join(timeout=STORE_SECONDS)
 
     def _run(self) -> None:
-        with contextlib.closing(Canary(self._store)) as canary:
-            store: Store | None = None
-            while (task := self._questions.get()) is not None:
-                question, answer = task
-                if not answer.set_running_or_notify_cancel():
-                    continue
-                try:
-                    if not canary.alive():
-                        raise StoreSilent("the store is gone")
-                    store = store or self._store.clone()
-                    answer.set_result(question(store))
-                except (dist.DistError, OSError) as error:
-                    answer.set_exception(StoreSilent(str(error)))
-                except BaseException as error:  # whoever asked is to have it
-                    answer.set_exception(error)
+        while (task := self._questions.get()) is not None:
+            question, answer = task
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                if not self._canary.alive():
+                    raise StoreSilent("the store is gone")
+                answer.set_result(question(self._store))
+            except (dist.DistError, OSError) as error:
+                answer.set_exception(StoreSilent(str(error)))
+            except BaseException as error:  # whoever asked is to have it
+                answer.set_exception(error)
 
 
 class Canary:
@@ -325,6 +328,11 @@ class Canary:
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
+
+
+def _own_client(store: Store) -> Store:
+    client: Store = cast(Any, store).clone()  # torch's declarations lack it
+    return client
 
 
 def _read_post(store: Store) -> Post | None:

@@ -38,13 +38,15 @@ BULK_BYTES = 128 << 10
 """From this size on a message may not fit the kernel's buffers: the pump takes it in meanwhile."""
 NAP_SECONDS = 50e-6
 """Between two reads of a big message: else reader and writer wake each other for every few pages."""
+MAX_DESCRIPTOR_BYTES = 16 << 20
+"""Some hundred thousand tensors in one message: what claims more is no message of ours."""
 MAX_BUFFERS = 1000
 """Linux takes 1024 buffers in one sendmsg."""
 
 Delay = Callable[[int], float]
 """For the index of an outgoing message, the seconds it is held back: makes links slow on purpose."""
 
-HEADER = struct.Struct("<4sBxHIQq")
+HEADER = struct.Struct("<4sB3xIIQq")
 MAGIC = b"VRN1"
 DATA, BYE = 0, 1
 
@@ -308,7 +310,7 @@ class Link:
             elif count < BULK_BYTES <= sum(map(len, self._missing)):
                 time.sleep(NAP_SECONDS)
             return True
-        room = SCRATCH_BYTES - self._stop
+        room = len(self._scratch) - self._stop
         count = self.socket.recv_into(self._scratch[self._stop :])
         if not count:
             self._lose("its connection closed without a goodbye")
@@ -334,9 +336,11 @@ class Link:
         )
         if magic != MAGIC or kind not in (DATA, BYE):
             raise BrokenFrame(f"expected a frame of this version ({MAGIC!r}), found {magic!r}")
-        if num_described > SCRATCH_BYTES - HEADER.size:
-            raise BrokenFrame(f"a descriptor of {num_described} bytes, above {SCRATCH_BYTES - HEADER.size}")
+        if num_described > MAX_DESCRIPTOR_BYTES:
+            raise BrokenFrame(f"a descriptor of {num_described} bytes, above {MAX_DESCRIPTOR_BYTES}")
         if at_hand < HEADER.size + num_described:
+            if HEADER.size + num_described > len(self._scratch):
+                self._grow_scratch(HEADER.size + num_described)
             return False
         self._start += HEADER.size
         descriptor = bytes(self._scratch[self._start : self._start + num_described])
@@ -362,6 +366,11 @@ class Link:
             return False
         self._deliver()
         return True
+
+    def _grow_scratch(self, num_bytes: int) -> None:
+        grown = memoryview(bytearray(num_bytes))
+        grown[: self._stop] = self._scratch[: self._stop]
+        self._scratch = grown
 
     def _deliver(self) -> None:
         assert self._frame is not None

@@ -188,7 +188,7 @@ class Pump:
         self._watching = threading.Lock()
         self._held_back: set[Link] = set()
         self._stop_seconds = math.inf
-        self._finishing: list[Link] = []
+        self._finishing: list[Link] | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-pump", daemon=True)
 
     def start(self) -> None:
@@ -247,7 +247,9 @@ class Pump:
                     self._send(link)
             if now >= self._stop_seconds:
                 return
-            if self._finishing and not any(link.unsent and not link.over for link in self._finishing):
+            if self._finishing is not None and not any(
+                link.unsent and not link.over for link in self._finishing
+            ):
                 return
             next_due = min([self._stop_seconds, *(link.due_seconds for link in self._held_back)])
             for fd, events in self._sleep(next_due - now):

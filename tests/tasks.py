@@ -1,0 +1,177 @@
+"""What workers of the pool do, and the same done by one plain process."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.toys import make_inputs, make_model
+from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, get_varuna_config, plain_randomness
+from varuna.types import format_stage_map
+
+SEED = 11
+
+
+def stage_map(depth: int, width: int) -> str:
+    """As the launcher places ranks: rank r is stage r mod P of replica r div P."""
+    return format_stage_map([[stage + depth * replica for replica in range(width)] for stage in range(depth)])
+
+
+def global_batch(name: str, step: int, batch: int, dtype: torch.dtype) -> dict[str, object]:
+    return make_inputs(name, batch, torch.Generator().manual_seed(1000 + step), dtype)
+
+
+def take(inputs: Mapping[str, object], indices: Sequence[int], batch: int) -> dict[str, object]:
+    return {
+        key: value[list(indices)]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
+        else value
+        for key, value in inputs.items()
+    }
+
+
+def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def train(
+    name: str,
+    depth: int,
+    width: int,
+    *,
+    batch: int,
+    chunk: int,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    optimizer: str = "sgd",
+    accumulate: int = 1,
+    clip: float | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    evaluate_between: bool = False,
+    batches: Sequence[int] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains a toy over depth × width ranks; what it returns is the same on every rank."""
+    mapping = stage_map(depth, width)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    replica = get_this_rank_config_varuna(mapping, rank)[1]
+    assert get_varuna_config(mapping) == (depth, width)
+    model = make_model(name, dtype=dtype, **(model_options or {}))
+    sample = make_inputs(name, 2, torch.Generator().manual_seed(1), dtype)
+    wrapped = Varuna(
+        model, mapping, sample, batch, chunk, device="cpu", seed=SEED, timeout_seconds=30, **options
+    )
+    opt = make_optimizer(optimizer, wrapped.parameters())
+    wrapped.set_optimizer(opt)
+    result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "most_held": 0}
+    for step in range(steps):
+        size = batches[step % len(batches)] if batches else batch
+        inputs = global_batch(name, step, size, dtype)
+        order = SampleOrder(size, batch_size=size, shuffle=False)
+        own = take(inputs, order.replica(step=0, replica=replica, num_replicas=width), size)
+        loss, overflow = wrapped.step(own, clip_grad_max_norm=clip)
+        assert not overflow
+        result["losses"].append(loss)
+        result["norms"].append(wrapped.grad_norm)
+        result["most_held"] = max(result["most_held"], wrapped._trainer.engine.stage.most_held)
+        if evaluate_between:
+            result["evaluations"].append(wrapped.evaluate(own))
+        if (step + 1) % accumulate == 0:
+            if step + 1 == steps:
+                result["gradients"] = gather_gradients(wrapped)
+            opt.step()
+            wrapped.zero_grad()
+    result["state"] = wrapped.full_state_dict()
+    result["parameters"] = [n for n, _ in wrapped.named_parameters()]
+    wrapped.close()
+    return result
+
+
+def gather_gradients(wrapped: Varuna) -> dict[str, Tensor]:
+    own = {name: p.grad for name, p in wrapped.named_parameters() if p.grad is not None}
+    merged: dict[str, Tensor] = {}
+    for part in wrapped._session.gather(own):
+        for key, gradient in part.items():
+            if key in merged:
+                assert torch.equal(merged[key], gradient), (
+                    f"replicas or ties of {key} hold different gradients"
+                )
+            merged[key] = gradient.clone()
+    return merged
+
+
+def train_plainly(
+    name: str,
+    *,
+    batch: int,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    optimizer: str = "sgd",
+    accumulate: int = 1,
+    clip: float | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    evaluate_between: bool = False,
+    batches: Sequence[int] | None = None,
+    random: bool = False,
+    chunk: int | None = None,
+) -> dict[str, Any]:
+    """One process, the unwrapped model, the whole global batch; in pieces of `chunk` where BatchNorm asks for it."""
+    model = make_model(name, dtype=dtype, **(model_options or {}))
+    opt = make_optimizer(optimizer, model.parameters())
+    result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
+    for step in range(steps):
+        size = batches[step % len(batches)] if batches else batch
+        inputs = global_batch(name, step, size, dtype)
+        total = 0.0
+        for first in range(0, size, chunk or size):
+            count = min(chunk or size, size - first)
+            part = take(inputs, range(first, first + count), size)
+            drawing = plain_randomness(seed=SEED, step=step, batch_size=count, first_sample=first)
+            with drawing if random else nullcontext():
+                loss = find_loss(model(**part)) * (count / size)
+            loss.backward()
+            total += loss.item()
+        result["losses"].append(total)
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            result["norms"].append(float(norm))
+        if evaluate_between:
+            model.eval()
+            with torch.no_grad():
+                result["evaluations"].append(float(find_loss(model(**inputs))))
+            model.train()
+        if (step + 1) % accumulate == 0:
+            if step + 1 == steps:
+                named = model.named_parameters()
+                result["gradients"] = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            opt.step()
+            opt.zero_grad()
+    result["state"] = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return result
+
+
+def find_loss(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    return output["loss"] if isinstance(output, Mapping) else output[0]
+
+
+def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: float, atol: float) -> None:
+    """Losses, gradients and state, element by element."""
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=rtol, atol=atol)
+    for part in ("gradients", "state"):
+        if part in expected and part in found:
+            assert found[part].keys() == expected[part].keys(), part
+            for key, value in expected[part].items():
+                torch.testing.assert_close(
+                    found[part][key],
+                    value,
+                    rtol=rtol,
+                    atol=atol,
+                    msg=lambda m, k=key, p=part: f"{p} of {k}: {m}",
+                )

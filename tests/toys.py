@@ -1,0 +1,174 @@
+"""The models that tests train: small, each with one thing that pipelines get wrong."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from varuna import CutPoint
+
+
+class Plain(nn.Module):
+    """Linear layers in a row; the sizes are odd on purpose."""
+
+    def __init__(self, layers: int = 5, width: int = 7, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(layers - 1))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = self.dropout(torch.tanh(layer(x)))
+            if i < len(self.cuts):
+                x = self.cuts[i](x)
+        return F.mse_loss(x, y)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+
+class GPT(nn.Module):
+    """A transformer with a tied embedding, a mask made before the cuts, and dropout."""
+
+    def __init__(
+        self, layers: int = 4, width: int = 12, vocab: int = 19, tokens: int = 6, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.places = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm1": nn.LayerNorm(width),
+                    "attention": Attention(width, 2, dropout),
+                    "norm2": nn.LayerNorm(width),
+                    "mlp": nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)),
+                }
+            )
+            for _ in range(layers)
+        )
+        self.drop = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.cuts = [CutPoint() for _ in range(layers)]  # a plain list, as the original's docs write it
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        s = tokens.shape[1]
+        mask = torch.ones(s, s, dtype=torch.bool, device=tokens.device).tril()
+        x = self.drop(self.embed(tokens) + self.places(torch.arange(s, device=tokens.device)))
+        for block, cut in zip(self.blocks, self.cuts, strict=True):
+            x = cut(x)
+            x = x + self.drop(block["attention"](block["norm1"](x), mask))
+            x = x + self.drop(block["mlp"](block["norm2"](x)))
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Conv(nn.Module):
+    """BatchNorm, in-place ReLU, a flatten, and a skip over two cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 6, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(6, momentum=0.3)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(6 * 16, 5)
+        self.cut1, self.cut2, self.cut3 = CutPoint(), CutPoint(), CutPoint()
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        skip = self.relu(self.norm1(self.first(image)))
+        x = self.cut1(skip)
+        x = self.relu(self.norm2(self.second(x)))
+        x = self.cut2(x)
+        x = F.avg_pool2d(x + skip, 2)
+        x = self.cut3(x)
+        return F.cross_entropy(self.head(x.flatten(1)), label)
+
+
+class Odd(nn.Module):
+    """[s, b, h] activations, several tensors over a cut, a non-contiguous one, values without gradient."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.gate = nn.Linear(width, width)
+        self.mix = nn.Linear(width, width)
+        self.last = nn.Linear(width, width)
+        self.cut1, self.cut2 = CutPoint(), CutPoint()
+
+    def forward(
+        self, x: Tensor, target: Tensor, scale: float = 2.0, extra: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        h = self.embed(x).transpose(0, 1)  # [s, b, h], not contiguous
+        gate = torch.sigmoid(self.gate(h))
+        best = h.argmax(-1)  # an integer that depends on weights: must be sent, without a way back
+        h, gate = self.cut1(h, gate)
+        h = self.mix(h * gate) * scale
+        h = self.cut2(h)
+        h = self.last(h + F.one_hot(best, h.shape[-1]).to(h.dtype))
+        if extra is not None:
+            h = h + extra
+        return {"loss": F.mse_loss(h.transpose(0, 1), target), "hidden": h}
+
+
+class Reused(nn.Module):
+    """One layer used in every segment: tied to itself over all cuts. A frozen layer, and an unused one."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.layer = nn.Linear(width, width)
+        self.own = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.unused = nn.Linear(2, 2)
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.frozen(x)
+        for i, own in enumerate(self.own):
+            x = own(torch.tanh(self.layer(x)))
+            if i < 2:
+                x = self.cuts[i](x)
+        return F.mse_loss(x, y), x
+
+
+def make_inputs(
+    name: str, batch: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> dict[str, object]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    def ints(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    if name == "Plain":
+        return {"x": rand(batch, 7), "y": rand(batch, 7)}
+    if name == "GPT":
+        return {"tokens": ints(19, batch, 6), "labels": ints(19, batch, 6)}
+    if name == "Conv":
+        return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
+    if name == "Odd":
+        return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
+    if name == "Reused":
+        return {"x": rand(batch, 5), "y": rand(batch, 5)}
+    raise KeyError(name)
+
+
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = globals()[name](**options)
+    return model.to(dtype)

@@ -1,0 +1,25 @@
+"""The errors that users meet. Each says what was expected, what was found, and the way out."""
+
+
+class VarunaError(Exception):
+    """Any error of this library that has no closer built-in kin."""
+
+
+class CaptureError(VarunaError, ValueError):
+    """The model cannot be cut into stages as it stands."""
+
+
+class ScheduleError(VarunaError, ValueError):
+    """An order that would deadlock, lose a micro-batch, or cannot be read."""
+
+
+class WorkerError(VarunaError, RuntimeError):
+    """Another rank failed; this carries its rank, stage, micro-batch and original traceback."""
+
+
+class PeerLost(WorkerError):
+    """Another rank is gone without a word: killed, or its machine is."""
+
+
+class PeerHangs(WorkerError):
+    """Another rank is there but has not moved for longer than the timeout."""

@@ -1,0 +1,242 @@
+"""Runs one step of one stage: asks the cursor what comes next, does it, and sends what it made.
+
+    cursor.next(arrived) ──► forward / recompute / backward ──► link to a neighbour
+            ▲                                                        │
+            └────────────── arrivals wake the engine ◄───────────────┘
+
+The engine knows nothing of models or optimizers: a job says which program runs on which inputs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.errors import VarunaError
+from varuna.execute.scatter import MicroBatch
+from varuna.execute.stage import Program, Stage
+from varuna.execute.wait import Waiter
+from varuna.observe.record import Recorder
+from varuna.schedule import Cursor
+from varuna.types import Instruction, Op, TensorSpec, Work
+
+EVALUATION_WINDOW = 4
+"""Micro-batches that may be under way between two stages in an evaluation: enough to overlap, bounded."""
+
+VERBS: dict[Op, str] = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "backward of the inputs",
+    "W": "backward of the weights",
+}
+
+
+class Neighbour(Protocol):
+    """The link to the stage before or after this one, in the same replica."""
+
+    peer: int
+
+    @property
+    def ready(self) -> int: ...
+    def send(self, tensors: Sequence[Tensor]) -> None: ...
+    def take(self) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """A micro-batch with the program that runs it."""
+
+    microbatch: MicroBatch
+    program: Program
+    work: Work
+
+
+class Engine:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        index: int,
+        stages: int,
+        upstream: Neighbour | None,
+        downstream: Neighbour | None,
+        waiter: Waiter | None,
+        device: torch.device,
+        poll: Callable[[], None] = lambda: None,
+        delay: Callable[[Op, int], float] | None = None,
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.stages = stages
+        self.upstream = upstream
+        self.downstream = downstream
+        self.waiter = waiter
+        self.device = device
+        self.poll = poll  # takes in what has arrived
+        self.delay = (
+            delay  # seconds of extra time for an instruction: slow machines, for tests and benchmarks
+        )
+        self.recorder = Recorder()
+        self.loss_dtype = torch.float32
+        self.where = ""  # what is being done, in words, for errors
+
+    def train(
+        self,
+        jobs: Sequence[Job],
+        *,
+        row: Sequence[Instruction],
+        limit: int,
+        opportunistic: bool,
+        seed_gradients: Sequence[float],
+        before_last_backward: Callable[[float], Callable[[], None]],
+    ) -> None:
+        """Runs the row. `before_last_backward(sum of weight × loss)` returns what to call after it."""
+        cursor = Cursor(row, stage=self.index, stages=self.stages, limit=limit, opportunistic=opportunistic)
+        recomputed = {i.microbatch for i in row if i.op == "R"}
+        last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
+        last = (last_op, len(jobs) - 1)
+        activations = gradients = 0  # taken so far
+        loss: Tensor | None = None
+        self.recorder.clear()
+        self.stage.clear()
+
+        while not cursor.finished:
+            self.poll()
+            arrived_activations = activations + (self.upstream.ready if self.upstream else 0)
+            arrived_gradients = gradients + (self.downstream.ready if self.downstream else 0)
+            instruction = cursor.next(arrived_activations, arrived_gradients)
+            if instruction is None:
+                self._wait_for(cursor, arrived_activations - activations, arrived_gradients - gradients)
+                continue
+
+            op, number = instruction.op, instruction.microbatch
+            job = jobs[number]
+            with self._recorded(op, number):
+                if op == "F":
+                    received = self._take(self.upstream, job.program.received)
+                    activations += 1
+                    outputs = self.stage.forward(
+                        number,
+                        job.program,
+                        received,
+                        job.microbatch.inputs,
+                        job.work,
+                        keep_graph=number not in recomputed,
+                    )
+                    if self.downstream is not None:
+                        self.downstream.send(outputs)
+                    else:
+                        self.loss_dtype = outputs[0].dtype
+                        part = outputs[0].double() * job.microbatch.weight
+                        loss = part if loss is None else loss + part
+                elif op == "R":
+                    self.stage.recompute(number)
+                else:
+                    stop = (
+                        before_last_backward(0.0 if loss is None else loss.item())
+                        if (op, number) == last
+                        else None
+                    )
+                    if op == "W":
+                        self.stage.backward_weights(number)
+                    else:
+                        incoming = self._gradients(job, seed_gradients[number])
+                        gradients += 1
+                        whole = op == "B"
+                        run = self.stage.backward if whole else self.stage.backward_inputs
+                        outgoing = run(number, incoming)
+                        if self.upstream is not None:
+                            self.upstream.send(outgoing)
+                    if stop is not None:
+                        stop()
+
+    def evaluate(self, jobs: Sequence[Job]) -> float:
+        """Forwards alone; the sum of weight × loss on the last stage, else 0.
+
+        The stage after acknowledges each micro-batch, so that a fast stage cannot flood a slow one.
+        """
+        total = 0.0
+        acknowledged = 0
+        for number, job in enumerate(jobs):
+            while self.downstream is not None and number - acknowledged >= EVALUATION_WINDOW:
+                self._take(self.downstream, ())
+                acknowledged += 1
+            with self._recorded("F", number):
+                received = self._take(self.upstream, job.program.received)
+                if self.upstream is not None:
+                    self.upstream.send([])
+                outputs = self.stage.evaluate(job.program, received, job.microbatch.inputs, job.work)
+                if self.downstream is not None:
+                    self.downstream.send(outputs)
+                else:
+                    total += float(outputs[0]) * job.microbatch.weight
+        while self.downstream is not None and acknowledged < len(jobs):
+            self._take(self.downstream, ())
+            acknowledged += 1
+        return total
+
+    # ------------------------------------------------------------ what arrives
+
+    def _gradients(self, job: Job, seed_gradient: float) -> list[Tensor]:
+        if self.downstream is None:
+            return [torch.tensor(seed_gradient, dtype=self.loss_dtype, device=self.device)]
+        return self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
+
+    def _take(self, neighbour: Neighbour | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
+        if neighbour is None:
+            return []
+        if neighbour.ready == 0:
+            assert self.waiter is not None
+            peer = neighbour
+            self.waiter.until(lambda: peer.ready > 0, lambda: f"{self.where}: a message of rank {peer.peer}")
+        tensors = neighbour.take()
+        check_arrival(tensors, expected, neighbour.peer)
+        return tensors
+
+    def _wait_for(self, cursor: Cursor, activations: int, gradients: int) -> None:
+        """Until one more activation or gradient is there than when the cursor was asked."""
+        assert self.waiter is not None, "a pipeline of one stage has nobody to wait for"
+        started = time.perf_counter()
+        upstream, downstream = self.upstream, self.downstream
+
+        def something_new() -> bool:
+            return (upstream is not None and upstream.ready > activations) or (
+                downstream is not None and downstream.ready > gradients
+            )
+
+        def in_words() -> str:
+            kind, number = cursor.waiting_for()
+            peer = upstream if kind == "activation" else downstream
+            return f"stage {self.index} waits for {kind} {number} of rank {peer.peer if peer else '?'}"
+
+        self.waiter.until(something_new, in_words)
+        self.recorder.add("wait", -1, started, time.perf_counter())
+
+    @contextmanager
+    def _recorded(self, op: Op, number: int) -> Iterator[None]:
+        self.where = f"stage {self.index}, micro-batch {number}, {VERBS[op]}"
+        started = time.perf_counter()
+        if self.delay is not None:
+            time.sleep(self.delay(op, number))
+        yield
+        self.recorder.add(op, number, started, time.perf_counter())
+
+
+def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], rank: int) -> None:
+    """A neighbour that sends something else than the plan says is an error, never garbage."""
+    for tensor, spec in zip(tensors, expected, strict=False):
+        if str(tensor.dtype)[6:] != spec.dtype or tensor.dim() != len(spec.dims):
+            raise VarunaError(
+                f"rank {rank} sent {str(tensor.dtype)[6:]}{list(tensor.shape)} where this stage expects {spec} "
+                "(do both run the same model, precision and micro-batch size?)"
+            )
+    if len(tensors) != len(expected):
+        raise VarunaError(
+            f"rank {rank} sent {len(tensors)} tensors where this stage expects {len(expected)}: "
+            f"{', '.join(map(str, expected))} (do both run the same model?)"
+        )

@@ -1,0 +1,77 @@
+"""The loss scale: none in fp32 and bf16, static or dynamic in fp16; one value on all ranks.
+
+Every rank sees the same overflow (it travels with the step's last reduction), so every rank's
+scale moves alike without a message of its own.
+"""
+
+from collections.abc import Mapping
+
+from varuna.types import PrecisionName
+
+
+class LossScale:
+    """The harmless case: the loss is not scaled."""
+
+    value: float = 1.0
+    checks_overflow: bool = False
+
+    def update(self, *, overflow: bool) -> None:
+        """Called once a step, with the same answer on all ranks."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Takes over what `state_dict` gave, on this layout or another."""
+
+
+class StaticLossScale(LossScale):
+    checks_overflow = True
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class DynamicLossScale(LossScale):
+    """Halves on an overflow, doubles after `growth_interval` steps without one."""
+
+    checks_overflow = True
+
+    def __init__(self, initial: float, minimum: float, growth_interval: int = 2000) -> None:
+        self.value = initial
+        self.minimum = minimum
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, *, overflow: bool) -> None:
+        if overflow:
+            self.value = max(self.value / 2, self.minimum)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value *= 2
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = float(state["value"])
+        self.good_steps = int(state["good_steps"])
+
+
+def make_loss_scale(
+    precision: PrecisionName, loss_scale: float | str, init_loss_scale: float, min_loss_scale: float
+) -> LossScale:
+    if precision != "fp16":
+        return LossScale()
+    if loss_scale == "dynamic":
+        if not 0 < min_loss_scale <= init_loss_scale:
+            raise ValueError(
+                f"0 < min_loss_scale <= init_loss_scale must hold, but they are {min_loss_scale} and {init_loss_scale}"
+            )
+        return DynamicLossScale(float(init_loss_scale), float(min_loss_scale))
+    if isinstance(loss_scale, str) or not loss_scale > 0:
+        raise ValueError(f"loss_scale must be a positive number or 'dynamic', not {loss_scale!r}")
+    return StaticLossScale(float(loss_scale))

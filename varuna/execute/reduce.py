@@ -1,0 +1,288 @@
+"""Brings the replicas' gradients together, in buckets, while the last backward still runs.
+
+    last backward ──► p.grad ready ──► bucket full ──► all-reduce over the replicas (async)
+                                                          │
+    last forward ──► loss, weight: a sum over all ranks (async, hidden by the backward)
+                                                          │
+                      ties: sum over the stages that hold one tensor
+                                                          │
+                      where asked for: the norm, a sum over all stages
+                                                          ▼
+                      one scaling: weights of the samples × loss scale × clip
+
+Every gradient arrives here as the sum of weight_i / nominal weight over this replica's
+micro-batches; the sum over replicas is then the global batch's mean, whatever the spread of samples,
+up to the factor nominal / true weight, which is 1 unless a batch was ragged. Gradients of earlier
+steps that have not been consumed yet (accumulation) are set aside first, so that only what is new
+is reduced and scaled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
+BUCKET_BYTES = 25 << 20
+
+
+class WaitsForWork(Protocol):
+    def for_work(self, work: dist.Work, what: Callable[[], str]) -> None: ...
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced as one flat tensor."""
+
+    parameters: list[Tensor]
+    flat: Tensor
+    views: list[Tensor]
+    missing: int = 0  # gradients not there yet in this step
+    work: dist.Work | None = None
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A tensor of this stage that other stages hold too."""
+
+    parameter: Tensor
+    group: dist.ProcessGroup
+    counts_here: bool  # in the norm: exactly one of its stages counts it
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks know after a step."""
+
+    loss: float
+    overflow: bool
+    norm: float | None
+
+
+@dataclass
+class Reducer:
+    """`begin` a step, `announce` its loss, `expect_last_backward`, `finish` it."""
+
+    parameters: Sequence[Tensor]  # those of this stage that train, in the model's order
+    replicas: dist.ProcessGroup | None  # this stage's, where there are several
+    everyone: dist.ProcessGroup | None  # all ranks, where there are several stages
+    counts_norm: bool  # one replica of each stage does
+    waiter: WaitsForWork | None
+    ties: Sequence[Tie] = ()
+    may_skip_parameters: bool = False  # an opaque leaf may leave a weight without gradient
+    _buckets: list[Bucket] = field(default_factory=list)
+    _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict)
+    _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
+    _num_started: int = 0  # buckets under way in this step
+    _announced: tuple[Tensor, dist.Work | None] | None = None
+
+    def begin(self) -> None:
+        """Sets gradients of earlier steps aside, so that this step's stand alone."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                # A gradient may live in a bucket, which this step will overwrite.
+                reduced = parameter in self._bucket_of
+                self._set_aside[parameter] = parameter.grad.clone() if reduced else parameter.grad
+                parameter.grad = None
+
+    def expect_last_backward(self) -> Callable[[], None]:
+        """Watches gradients become final, starting each bucket as it fills; returns how to stop watching."""
+        if self.replicas is None or self.may_skip_parameters:
+            return lambda: None
+        if not self._buckets:
+            self._make_buckets()
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+        hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]  # type: ignore[attr-defined]
+
+        def stop() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return stop
+
+    def announce(self, loss: float, weight: float) -> None:
+        """Starts the sum over all ranks of weight × loss and of weights; zeros where a stage has no loss."""
+        totals = torch.tensor([loss, weight], dtype=torch.float64)
+        group = self.everyone or self.replicas
+        work = None if group is None else dist.all_reduce(totals, group=group, async_op=True)
+        self._announced = totals, work
+
+    def finish(
+        self, *, nominal_weight: float, loss_scale: float, checks_overflow: bool, max_norm: float | None
+    ) -> Totals:
+        self._reduce_over_replicas()
+        self._reduce_ties()
+        loss, weight = self._announced_totals()
+        if not weight > 0:
+            raise ValueError("the weights of all micro-batches of this step sum to zero, so it has no loss")
+        factor = nominal_weight / weight / loss_scale
+        norm = self._norm() * factor if checks_overflow or max_norm is not None else None
+        overflow = checks_overflow and norm is not None and not norm < float("inf")
+        if norm is not None and max_norm is not None and not overflow:
+            factor *= min(1.0, max_norm / (norm + 1e-6))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        self._take_back()
+        return Totals(loss / weight, overflow, norm)
+
+    # ------------------------------------------------------------ over the replicas
+
+    def _make_buckets(self) -> None:
+        """Last used first, for that is the order in which gradients become final."""
+        limit, run, size = FIRST_BUCKET_BYTES, list[Tensor](), 0
+        for parameter in reversed(self.parameters):
+            same_kind = not run or (run[0].dtype, run[0].device) == (parameter.dtype, parameter.device)
+            if run and (not same_kind or size >= limit):
+                self._add_bucket(run)
+                limit, run, size = BUCKET_BYTES, [], 0
+            run.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+        if run:
+            self._add_bucket(run)
+
+    def _add_bucket(self, parameters: list[Tensor]) -> None:
+        flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
+        pieces = flat.split([p.numel() for p in parameters])
+        views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        bucket = Bucket(parameters, flat, views)
+        self._buckets.append(bucket)
+        self._bucket_of.update((parameter, bucket) for parameter in parameters)
+
+    def _ready(self, parameter: Tensor) -> None:
+        self._bucket_of[parameter].missing -= 1
+        # In one fixed order: replicas whose gradients come in another order must still pair up.
+        while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
+            self._start(self._buckets[self._num_started])
+
+    def _start(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(parameter.grad)
+                # From here on the gradient lives in the bucket: nothing is copied back.
+                parameter.grad = view
+        self._num_started += 1
+        bucket.work = dist.all_reduce(bucket.flat, group=self.replicas, async_op=True)
+
+    def _reduce_over_replicas(self) -> None:
+        if self.replicas is None:
+            return
+        assert self.waiter is not None
+        if not self._buckets:
+            self._make_buckets()
+        present = self._present_somewhere() if self.may_skip_parameters else None
+        for bucket in self._buckets[self._num_started :]:
+            self._start(bucket)
+        self._num_started = 0
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            self.waiter.for_work(bucket.work, lambda: "the all-reduce of gradients over the replicas")
+            bucket.work = None
+        for parameter, there in zip(self.parameters, present or (), strict=False):
+            if not there:
+                parameter.grad = None
+
+    def _present_somewhere(self) -> list[bool]:
+        flags = torch.tensor([float(p.grad is not None) for p in self.parameters])
+        self._all_reduce(flags, self.replicas, "the count of gradients over the replicas")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _reduce_ties(self) -> None:
+        """Each stage that holds a tied tensor gets the sum, to the same bits, so copies stay equal."""
+        works = []
+        for tie in self.ties:
+            if tie.parameter.grad is None:
+                tie.parameter.grad = torch.zeros_like(tie.parameter)
+            works.append(dist.all_reduce(tie.parameter.grad, group=tie.group, async_op=True))
+        for work in works:
+            assert self.waiter is not None and work is not None
+            self.waiter.for_work(work, lambda: "the all-reduce of tied weights over the stages")
+
+    # ------------------------------------------------------------ over everyone
+
+    def _announced_totals(self) -> tuple[float, float]:
+        assert self._announced is not None, "finish before announce"
+        totals, work = self._announced
+        self._announced = None
+        if work is not None:
+            assert self.waiter is not None
+            self.waiter.for_work(work, lambda: "the sum of losses over all ranks")
+        loss, weight = totals.tolist()
+        return loss, weight
+
+    def announced_loss(self) -> float:
+        """The loss of all ranks, where no gradients follow."""
+        loss, weight = self._announced_totals()
+        if not weight > 0:
+            raise ValueError("the weights of all micro-batches sum to zero, so there is no loss")
+        return loss / weight
+
+    def sum_over_replicas(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, self.replicas, "the buffers of the other replicas")
+
+    def _norm(self) -> float:
+        """Of the whole model's gradient: each tied tensor counted once, each stage by one replica."""
+        elsewhere = {tie.parameter for tie in self.ties if not tie.counts_here}
+        gradients = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
+        squared = torch.zeros((), dtype=torch.float64)
+        if gradients and (self.counts_norm or self.everyone is None):
+            squared = torch.stack([n.double() for n in torch._foreach_norm(gradients)]).square().sum().cpu()
+        if self.everyone is not None:
+            self._all_reduce(squared, self.everyone, "the norm of the gradient over all stages")
+        return float(squared.sqrt())
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
+        assert self.waiter is not None
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        self.waiter.for_work(work, lambda: what)
+
+    def _take_back(self) -> None:
+        for parameter, earlier in self._set_aside.items():
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._set_aside.clear()
+
+
+def average_buffers(
+    before: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    momentum: Mapping[str, float | None],
+    counts: Sequence[int],
+    replica: int,
+    reduce: Callable[[Tensor], None],
+) -> None:
+    """Makes buffers that forwards changed equal on all replicas, in place.
+
+    BatchNorm's running value after a micro-batch is (1 - momentum) × value + momentum × statistic, so
+    what a replica's micro-batches did is an affine map of the value before the step, and the maps of
+    all replicas in order compose to what one process running all micro-batches in order would hold.
+    Counters add up what each replica added; anything else is averaged.
+    """
+    for name, buffer in buffers.items():
+        old = before[name]
+        share = momentum.get(name)
+        if share is not None:
+            keep = 1.0 - share
+            own = keep ** counts[replica]
+            later = keep ** sum(counts[replica + 1 :])
+            change = (buffer - own * old).mul_(later)
+            reduce(change)
+            buffer.copy_(change.add_(old, alpha=keep ** sum(counts)))
+        elif not buffer.is_floating_point():
+            change = buffer.to(torch.int64) - old.to(torch.int64)
+            reduce(change)
+            buffer.copy_(old + change.to(buffer.dtype))
+        else:
+            total = buffer.clone()
+            reduce(total)
+            buffer.copy_(total.div_(len(counts)))

@@ -1,0 +1,56 @@
+"""Cuts one replica's batch into micro-batches, each with its exact weight in the global loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WeightFunction = Callable[[Mapping[str, object]], float]
+"""How much a micro-batch counts in the loss: its samples, or the user's own measure (tokens, say)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    index: int
+    first_sample: int  # within this replica's batch
+    size: int
+    weight: float
+    inputs: Mapping[str, object]
+
+
+def scatter(
+    inputs: Mapping[str, object],
+    *,
+    num_samples: int,
+    dims: Mapping[str, int],  # of the batched inputs: the dimension along which the samples lie
+    microbatch_size: int,
+    weigh: WeightFunction | None = None,
+) -> list[MicroBatch]:
+    microbatches = []
+    for index, first in enumerate(range(0, num_samples, microbatch_size)):
+        size = min(microbatch_size, num_samples - first)
+        part = {
+            name: value.narrow(dims[name], first, size)
+            if name in dims and isinstance(value, Tensor)
+            else value
+            for name, value in inputs.items()
+        }
+        microbatches.append(
+            MicroBatch(index, first, size, float(size) if weigh is None else _weight(weigh, part), part)
+        )
+    return microbatches
+
+
+def _weight(weigh: WeightFunction, part: Mapping[str, object]) -> float:
+    weight = float(weigh(part))
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"the weight of a micro-batch must be zero or more, but loss_weight gave {weight}")
+    return weight
+
+
+def move_inputs(inputs: Mapping[str, object], device: torch.device) -> dict[str, object]:
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }

@@ -1,0 +1,175 @@
+"""One pipeline stage of one process: runs a micro-batch forward, again, and backward.
+
+Between its forward and its backward a micro-batch is *held*: with its autograd graph, or, where the
+stage recomputes, with nothing but what the forward was given. Randomness follows from the work
+(step and samples), so a recomputed forward needs no saved generator state; buffers that a forward
+changes (BatchNorm's) are put back around the second run, so that they change once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from varuna.execute.split import Pending, backward_inputs, backward_weights
+from varuna.types import TensorSpec, Work
+
+
+class Program(Protocol):
+    """What a stage computes, as capture carves it: a function of tensors."""
+
+    @property
+    def state(self) -> tuple[str, ...]: ...
+    @property
+    def received(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def sent(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def mutated(self) -> tuple[str, ...]: ...
+    def __call__(
+        self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
+    ) -> tuple[Tensor, ...]: ...
+
+
+class State(Protocol):
+    """The parameters and buffers of this stage by name."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass
+class Held:
+    """A micro-batch between its forward and its backward."""
+
+    program: Program
+    received: list[Tensor]
+    inputs: Mapping[str, object]
+    work: Work
+    edges: list[GradientEdge | None] = field(
+        default_factory=list
+    )  # of the outputs with gradient; [] before recompute
+    buffers: list[Tensor] = field(
+        default_factory=list
+    )  # as they were before the forward, where it recomputes
+    pending: Pending | None = None
+
+
+class Stage:
+    def __init__(self, state: State, *, split_backward: bool = True) -> None:
+        self.state = state
+        self.split_backward = split_backward  # False: part I does all (a compiled program cannot be split)
+        self.held: dict[int, Held] = {}
+        self.most_held = 0
+
+    def forward(
+        self,
+        microbatch: int,
+        program: Program,
+        received: list[Tensor],
+        inputs: Mapping[str, object],
+        work: Work,
+        *,
+        keep_graph: bool = True,
+    ) -> list[Tensor]:
+        """The outputs, detached: what is sent on, or the loss. `keep_graph=False`: R comes before B."""
+        held = Held(program, received, inputs, work)
+        if keep_graph:
+            outputs = self._run_with_graph(held)
+        else:
+            held.buffers = [self.state.tensor(name).clone() for name in program.mutated]
+            with torch.no_grad():
+                outputs = list(program(self._tensors(program), received, inputs, work))
+        self.held[microbatch] = held
+        self.most_held = max(self.most_held, len(self.held))
+        return [output.detach() for output in outputs]
+
+    def evaluate(
+        self, program: Program, received: list[Tensor], inputs: Mapping[str, object], work: Work
+    ) -> list[Tensor]:
+        with torch.no_grad():
+            return list(program(self._tensors(program), received, inputs, work))
+
+    def recompute(self, microbatch: int) -> None:
+        held = self.held[microbatch]
+        changed = [self.state.tensor(name) for name in held.program.mutated]
+        present = [buffer.clone() for buffer in changed]
+        _copy(held.buffers, changed)
+        self._run_with_graph(held)
+        _copy(present, changed)
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Adds to the weights' gradients; returns those of the received tensors that need one."""
+        held = self.held.pop(microbatch)
+        roots, flowing = _join(held.edges, gradients)
+        if roots:
+            torch.autograd.backward(roots, flowing)
+        return _gradients([leaf.grad for leaf in _leaves(held)], _leaves(held))
+
+    def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Part I of the backward; the micro-batch stays held until part W."""
+        held = self.held[microbatch]
+        leaves = _leaves(held)
+        roots, flowing = _join(held.edges, gradients)
+        found: list[Tensor | None] = [None] * len(leaves)
+        held.pending = Pending(())
+        if roots and leaves and self.split_backward:
+            found, held.pending = backward_inputs(roots, flowing, leaves)
+        elif roots:
+            torch.autograd.backward(roots, flowing)
+            found = [leaf.grad for leaf in leaves]
+        held.edges = []
+        return _gradients(found, leaves)
+
+    def backward_weights(self, microbatch: int) -> None:
+        held = self.held.pop(microbatch)
+        assert held.pending is not None, f"W before I of micro-batch {microbatch}"
+        backward_weights(held.pending)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.most_held = 0
+
+    def _tensors(self, program: Program) -> list[Tensor]:
+        return [self.state.tensor(name) for name in program.state]
+
+    def _run_with_graph(self, held: Held) -> list[Tensor]:
+        for spec, tensor in zip(held.program.received, held.received, strict=True):
+            if spec.needs_grad:
+                tensor.requires_grad_(True)
+        with torch.enable_grad():
+            outputs = list(held.program(self._tensors(held.program), held.received, held.inputs, held.work))
+        wanted = [spec.needs_grad for spec in held.program.sent] or [True]  # the last stage: its loss
+        # An edge, unlike the tensor, does not keep the output's own memory alive.
+        held.edges = [
+            get_gradient_edge(output) if output.requires_grad else None
+            for output, needed in zip(outputs, wanted, strict=True)
+            if needed
+        ]
+        return outputs
+
+
+def _leaves(held: Held) -> list[Tensor]:
+    return [t for spec, t in zip(held.program.received, held.received, strict=True) if spec.needs_grad]
+
+
+def _join(
+    edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Pairs outputs with their gradients, leaving out outputs that turned out to need none."""
+    pairs = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
+    return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+def _gradients(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)

@@ -1,0 +1,167 @@
+"""One step of the whole job, seen from one rank: scatter, run, reduce, even out.
+
+The trainer is given a plan, this rank's stage and its ties to the others; it asks a callable for the
+program that fits a micro-batch's inputs, and so knows nothing of how models are captured.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.execute.engine import Engine, Job
+from varuna.execute.precision import LossScale
+from varuna.execute.reduce import Reducer, Totals, average_buffers
+from varuna.execute.scatter import MicroBatch, WeightFunction, move_inputs, scatter
+from varuna.execute.session import Session
+from varuna.execute.stage import Program, State
+from varuna.schedule import limit, opportunistic, row
+from varuna.types import Plan, Work
+
+
+class Traits(Protocol):
+    """What of a captured model makes a replica's step depend on the other replicas'."""
+
+    @property
+    def random(self) -> bool: ...
+    @property
+    def momentum(self) -> Mapping[str, float | None]: ...
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a step's samples lie over the replicas."""
+
+    first_sample: int  # of this replica, within the global batch
+    total_weight: float  # of all replicas, or what it is when no batch is ragged
+    num_microbatches: Sequence[int]  # of each replica
+
+
+@dataclass
+class Trainer:
+    plan: Plan
+    session: Session
+    engine: Engine
+    reducer: Reducer
+    state: State
+    traits: Traits
+    programs: Callable[[Mapping[str, object], bool], Program]  # (inputs of a micro-batch, training)
+    seed: int
+    weigh: WeightFunction | None = None
+    iteration: int = 0
+
+    def step(
+        self,
+        inputs: Mapping[str, object],
+        *,
+        num_samples: int,
+        dims: Mapping[str, int],
+        training: bool,
+        loss_scale: LossScale,
+        max_norm: float | None,
+    ) -> Totals:
+        microbatches = self._scatter(inputs, num_samples, dims)
+        shares = self._exchange_shares(microbatches)
+        jobs = self._jobs(microbatches, training, shares.first_sample)
+        buffers = self._changing_buffers(jobs)
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        self.reducer.begin()
+        self._run(jobs, shares.total_weight, loss_scale)
+        self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+        totals = self.reducer.finish(
+            nominal_weight=shares.total_weight,
+            loss_scale=loss_scale.value,
+            checks_overflow=loss_scale.checks_overflow,
+            max_norm=max_norm,
+        )
+        self._even_out(before, buffers, shares)
+        loss_scale.update(overflow=totals.overflow)
+        self.iteration += 1
+        return totals
+
+    def evaluate(self, inputs: Mapping[str, object], *, num_samples: int, dims: Mapping[str, int]) -> float:
+        jobs = self._jobs(self._scatter(inputs, num_samples, dims), False, 0)
+        loss = self.engine.evaluate(jobs)
+        self.reducer.announce(loss, self._weight_of_losses(jobs))
+        return self.reducer.announced_loss()
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _scatter(
+        self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
+    ) -> list[MicroBatch]:
+        return scatter(
+            move_inputs(inputs, self.engine.device),
+            num_samples=num_samples,
+            dims=dims,
+            microbatch_size=self.plan.microbatch_size,
+            weigh=self.weigh,
+        )
+
+    def _jobs(self, microbatches: Sequence[MicroBatch], training: bool, first_sample: int) -> list[Job]:
+        programs: dict[int, Program] = {}
+        for microbatch in microbatches:
+            if microbatch.size not in programs:
+                programs[microbatch.size] = self.programs(microbatch.inputs, training)
+        return [
+            Job(mb, programs[mb.size], Work(self.seed, self.iteration, first_sample + mb.first_sample))
+            for mb in microbatches
+        ]
+
+    def _exchange_shares(self, microbatches: Sequence[MicroBatch]) -> Shares:
+        """One small gather over the replicas, where anything depends on what it tells."""
+        samples = sum(mb.size for mb in microbatches)
+        weight = sum(mb.weight for mb in microbatches)
+        if self.plan.width == 1:
+            return Shares(0, weight or 1.0, [len(microbatches)])
+        if self.weigh is None and not self.traits.random and not self.traits.momentum:
+            return Shares(0, float(self.plan.batch_size), [])
+        everyone = self.session.gather_over_replicas((samples, weight, len(microbatches)))
+        return Shares(
+            sum(theirs for theirs, _, _ in everyone[: self.session.replica]),
+            sum(theirs for _, theirs, _ in everyone) or 1.0,
+            [count for _, _, count in everyone],
+        )
+
+    def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
+        def before_last_backward(loss: float) -> Callable[[], None]:
+            self.reducer.announce(loss, self._weight_of_losses(jobs))
+            return self.reducer.expect_last_backward()
+
+        if not jobs:  # a replica without samples takes part in the reductions alone
+            self.reducer.announce(0.0, 0.0)
+            return
+        name, stage, stages = self.plan.schedule, self.session.stage, self.plan.depth
+        recompute = self.plan.stages[stage].recompute
+        self.engine.train(
+            jobs,
+            row=row(name, stage=stage, stages=stages, microbatches=len(jobs), recompute=recompute),
+            limit=limit(name, stage=stage, stages=stages, microbatches=len(jobs)),
+            opportunistic=opportunistic(name),
+            seed_gradients=[job.microbatch.weight / total_weight * loss_scale.value for job in jobs],
+            before_last_backward=before_last_backward,
+        )
+
+    def _weight_of_losses(self, jobs: Sequence[Job]) -> float:
+        """Zero where this stage has no loss, so that each sample is counted by one rank."""
+        is_last = self.session.stage == self.plan.depth - 1
+        return sum(job.microbatch.weight for job in jobs) if is_last else 0.0
+
+    def _changing_buffers(self, jobs: Sequence[Job]) -> dict[str, Tensor]:
+        if self.plan.width == 1:
+            return {}
+        return {name: self.state.tensor(name) for job in jobs[:1] for name in job.program.mutated}
+
+    @torch.no_grad()
+    def _even_out(self, before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], shares: Shares) -> None:
+        if buffers:
+            average_buffers(
+                before,
+                buffers,
+                momentum=self.traits.momentum,
+                counts=shares.num_microbatches,
+                replica=self.session.replica,
+                reduce=self.reducer.sum_over_replicas,
+            )

@@ -1,0 +1,87 @@
+"""Waiting for others without hanging: every wait ends with what was waited for, or with a culprit.
+
+A rank waits for its neighbours' tensors and for reductions. It is woken by an arrival, by the end
+of a reduction, by another rank's error on the board, or by the timeout, and then knows whom to name.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from varuna.errors import PeerHangs, PeerLost, VarunaError, WorkerError
+
+
+class Bell(Protocol):
+    """Where the main thread sleeps: arrivals ring it, and so may any thread."""
+
+    def wait(self, timeout: float | None) -> bool: ...
+    def wake(self) -> None: ...
+
+
+class Board(Protocol):
+    """Where ranks tell each other of errors and of what they wait for."""
+
+    def read(self, wait_seconds: float = 0) -> WorkerError | None: ...
+    def waiting(self, what: str | None) -> None: ...
+    def culprit(self) -> PeerHangs: ...
+
+
+class Waiter:
+    """Waits on behalf of one rank; raises the error that explains why there is no use in waiting on."""
+
+    def __init__(self, bell: Bell, board: Board, *, timeout_seconds: float) -> None:
+        self.bell = bell
+        self.board = board
+        self.timeout_seconds = timeout_seconds
+        self.failure: WorkerError | None = None  # set by the board's watcher
+
+    def fail(self, error: WorkerError) -> None:
+        """Called from another thread: some rank has posted an error."""
+        self.failure = error
+        self.bell.wake()
+
+    def until(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Returns when `ready()`; `what` puts the wait into words, should it last."""
+        deadline = time.monotonic() + self.timeout_seconds
+        noted = False
+        try:
+            while not ready():
+                if self.failure is not None:
+                    raise self.failure
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self.board.culprit()
+                # After a third of the time the wait is put on the board, where a culprit is one who does not wait.
+                if not noted and left <= self.timeout_seconds * 2 / 3:
+                    self.board.waiting(what())
+                    noted = True
+                self.bell.wait(min(left, self.timeout_seconds / 3))
+        except (PeerLost, OSError, RuntimeError) as error:
+            raise self._explain(error) from error
+        finally:
+            if noted and self.failure is None:
+                self.board.waiting(None)
+
+    def for_work(self, work: dist.Work, what: Callable[[], str]) -> None:
+        """Waits for a collective that was started with `async_op=True`."""
+        future = work.get_future()
+        if not future.done():
+            future.add_done_callback(lambda _: self.bell.wake())
+            self.until(future.done, what)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> Exception:
+        """A broken connection is a symptom: the posted error, if one comes soon, is the cause."""
+        if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
+            return error
+        posted = self.failure or self.board.read(wait_seconds=3.0)
+        if posted is not None:
+            return posted
+        return (
+            error if isinstance(error, VarunaError) else PeerLost(f"a peer is gone in a reduction: {error}")
+        )

@@ -1,0 +1,532 @@
+"""The door to training: class `Varuna`, which wraps a model and runs its steps over all ranks."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna.cache import read_spans, write_spans
+from varuna.capture import Captured, Program, Source, check_capture, stage_state
+from varuna.capture.batch import Batch, find_batch
+from varuna.execute.address import address_facing
+from varuna.execute.engine import Engine
+from varuna.execute.groups import stages_of_ties
+from varuna.execute.precision import LossScale, make_loss_scale
+from varuna.execute.reduce import Reducer, Tie
+from varuna.execute.scatter import WeightFunction
+from varuna.execute.session import open_session, tie_groups
+from varuna.execute.shard import shard_optimizer as shard
+from varuna.execute.stage import Stage
+from varuna.execute.trainer import Trainer
+from varuna.observe.record import merge
+from varuna.plan import balance, spread_evenly
+from varuna.types import (
+    Op,
+    Plan,
+    PrecisionName,
+    ScheduleName,
+    StageMap,
+    StagePlan,
+    Timeline,
+    format_stage_map,
+    parse_stage_map,
+    place_in_map,
+)
+
+log = logging.getLogger("varuna")
+
+CHECKED_PARAMETERS = 200_000_000
+"""Up to this size the captured model is compared with the user's before it is trusted."""
+
+
+def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
+    """(pipeline depth, number of replicas) of a map."""
+    stage_map = parse_stage_map(stage_to_rank_map)
+    return len(stage_map), len(stage_map[0])
+
+
+def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
+    """(stage, replica) of a rank."""
+    return place_in_map(parse_stage_map(stage_to_rank_map), rank)
+
+
+class Varuna(nn.Module):
+    """A model, cut into pipeline stages and replicated, of which this process holds one stage.
+
+        model = Varuna(model, args.stage_to_rank_map, sample_inputs, batch_size, chunk_size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.set_optimizer(optimizer)
+        loss, overflow = model.step(inputs)
+        if not overflow:
+            optimizer.step()
+        model.zero_grad()
+
+    `batch_size` is the whole job's, `chunk_size` the micro-batch's; `step` takes this replica's share
+    of the batch, the same on all stages of the replica. The parameters keep their names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_to_rank_map: str,
+        dummy_inputs: Mapping[str, object] | Callable[..., Mapping[str, object]],
+        batch_size: int,
+        chunk_size: int,
+        fp16: bool = False,
+        local_rank: int = -1,
+        device: int | str | torch.device = -1,
+        shared_weights: Sequence[tuple[str, str]] | None = None,
+        from_cache: bool = True,
+        *,
+        precision: PrecisionName | None = None,
+        schedule: ScheduleName = "varuna",
+        recompute: bool | Sequence[bool] = False,
+        spans: Sequence[tuple[int, int]] | None = None,
+        batch_dims: Mapping[str, int | None] | None = None,
+        loss_weight: WeightFunction | None = None,
+        initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None = None,
+        shard_optimizer: bool = False,
+        compile: bool = False,
+        seed: int | None = None,
+        timeout_seconds: float = 120.0,
+        link_delay: Callable[[int], float] | None = None,
+        compute_delay: Callable[[Op, int], float] | None = None,
+    ) -> None:
+        super().__init__()
+        stage_map = parse_stage_map(stage_to_rank_map)
+        _check_sizes(batch_size, chunk_size)
+        rank = _join_job(stage_map)
+        self.device = _find_device(device, local_rank, rank)
+        self.grad_norm: float | None = None
+        self._batch_dims = dict(batch_dims or {})
+        self._compiles = compile
+        self._shards_optimizer = shard_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._loss_scale = LossScale()
+        self._programs: dict[object, Program] = {}
+        self._session = open_session(
+            stage_map,
+            rank=rank,
+            device=self.device,
+            timeout_seconds=timeout_seconds,
+            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            link_delay=link_delay,
+        )
+        with self._errors_reach_everyone("wrapping the model"):
+            inputs = dummy_inputs(2, device="cpu") if callable(dummy_inputs) else dummy_inputs
+            self._batch(inputs)
+            precision = precision or ("fp16" if fp16 else "fp32")
+            self._source = Source(
+                model,
+                batch_dims=self._batch_dims,
+                shared_weights=shared_weights,
+                precision=precision,
+                device_type=self.device.type,
+            )
+            captured = self._source.capture(inputs, training=True)
+            self._num_segments = captured.num_segments
+            self.plan = Plan(
+                stages=_plan_stages(stage_map, captured, spans, recompute, from_cache=from_cache),
+                batch_size=batch_size,
+                microbatch_size=chunk_size,
+                schedule=schedule,
+                precision=precision,
+                fingerprint=captured.graph.fingerprint,
+            )
+            seed = self._agree_on(seed)
+            if rank == self.plan.ranks[0]:
+                _check_once(model, captured, inputs, self.plan, from_cache=from_cache)
+            self._names = _all_names(model)
+            self._state = stage_state(
+                self._source,
+                captured,
+                self._own.first,
+                self._own.stop,
+                device=self.device,
+                initialize=initialize,
+                seed=seed,
+            )
+            self._trainer = self._make_trainer(captured, seed, loss_weight, timeout_seconds, compute_delay)
+            self._session.gather(None)  # no rank begins before all are there
+        # A stage without weights still gets an optimizer, and torch refuses one without parameters.
+        self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    # ------------------------------------------------------------ training
+
+    def set_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: float | str = "dynamic",
+        init_loss_scale: float = 2**20,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        """Registers an optimizer made from this model's parameters; the scales matter to fp16 alone."""
+        with self._errors_reach_everyone("set_optimizer"):
+            own = set(self.parameters())
+            foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+            if foreign:
+                raise ValueError(
+                    f"{foreign} of the optimizer's parameters are not this stage's "
+                    "(make the optimizer after wrapping: Optimizer(model.parameters()))"
+                )
+            self._loss_scale = make_loss_scale(
+                self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
+            )
+            if self._shards_optimizer and self._session.replicas is not None:
+                shard(optimizer, replica=self._session.replica, group=self._session.replicas)
+            self._optimizer = optimizer
+
+    def step(
+        self, inputs: Mapping[str, object], clip_grad_max_norm: float | None = None
+    ) -> tuple[float, bool]:
+        """Forwards and backwards of the whole global batch; leaves the gradients in `.grad`.
+
+        `inputs` is this replica's share. Returns the global batch's loss, and whether an overflow in
+        fp16 asks every rank to skip the update. With `clip_grad_max_norm` the whole model's gradient
+        is clipped, and its norm before clipping is in `grad_norm` (infinity: only measured).
+        """
+        with self._errors_reach_everyone("step"):
+            if self._optimizer is None:
+                raise RuntimeError(
+                    "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
+                )
+            batch = self._batch(inputs)
+            if batch.size > self.batch_size:
+                raise ValueError(
+                    f"step was given {batch.size} samples, but replica {self._session.replica} of "
+                    f"{self.plan.width} takes {self.batch_size} of the global batch of {self.plan.batch_size} "
+                    "(give each replica its own share, e.g. by varuna.SampleOrder)"
+                )
+            totals = self._trainer.step(
+                inputs,
+                num_samples=batch.size,
+                dims=batch.dims,
+                training=self.training,
+                loss_scale=self._loss_scale,
+                max_norm=clip_grad_max_norm,
+            )
+        self.grad_norm = totals.norm
+        return totals.loss, totals.overflow
+
+    def evaluate(self, inputs: Mapping[str, object]) -> float:
+        """The loss on `inputs` (this replica's share) in evaluation mode; changes nothing."""
+        with self._errors_reach_everyone("evaluate"):
+            batch = self._batch(inputs)
+            return self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "a wrapped model is not called: use `loss, overflow = model.step(inputs)` to train and "
+            "`loss = model.evaluate(inputs)` to evaluate"
+        )
+
+    def get_loss_scale(self) -> float | None:
+        return self._loss_scale.value if self._loss_scale.checks_overflow else None
+
+    def timeline(self) -> Timeline:
+        """What every rank did in the last step; all ranks call it, all get the whole."""
+        own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
+        return merge(self._session.gather(own))
+
+    def close(self) -> None:
+        """Says goodbye to the other ranks. Not needed at the end of a script."""
+        self._session.close()
+
+    # ------------------------------------------------------------ the place of this rank
+
+    @property
+    def stage(self) -> int:
+        return self._session.stage
+
+    @property
+    def partitions(self) -> int:
+        return self.plan.depth
+
+    @property
+    def data_depth(self) -> int:
+        return self.plan.width
+
+    @property
+    def rank_within_stage(self) -> int:
+        return self._session.replica
+
+    @property
+    def batch_size(self) -> int:
+        """This replica's samples of a full global batch."""
+        return spread_evenly(self.plan.batch_size, parts=self.plan.width)[self._session.replica]
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.plan.microbatch_size
+
+    @property
+    def iteration(self) -> int:
+        """Steps done so far."""
+        return self._trainer.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self._trainer.iteration = value
+
+    @property
+    def _own(self) -> StagePlan:
+        return self.plan.stages[self._session.stage]
+
+    # ------------------------------------------------------------ as nn.Module users expect
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This stage's parameters, under the names that they have in the unwrapped model."""
+        found = list(self._state.named_parameters(prefix, recurse, remove_duplicate))
+        return iter(found or [("varuna_placeholder", self._placeholder)])
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._state.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This stage's part of the unwrapped model's state, under its names."""
+        return self._state.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Takes this stage's part out of a whole model's state, or of this stage's own."""
+        if assign:
+            raise ValueError(
+                "assign=True would part the optimizer from the parameters; values are copied instead"
+            )
+        unknown = sorted(set(state_dict) - self._names)
+        if strict and unknown:
+            raise RuntimeError(f"the model has no {unknown[:5]} (strict=False ignores them)")
+        own = set(self._state.state_dict())
+        return self._state.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict=strict)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state on every rank, on the CPU; all ranks call it."""
+        own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
+        merged: dict[str, Tensor] = {}
+        for part in self._session.gather(own if self._session.replica == 0 else {}):
+            merged.update(part)
+        return merged
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Varuna":
+        raise RuntimeError(
+            "a wrapped model stays on its device and in its precision (choose them when wrapping: "
+            f"device=..., precision=...; it is on {self.device} in {self.plan.precision})"
+        )
+
+    # ------------------------------------------------------------ inside
+
+    @contextmanager
+    def _errors_reach_everyone(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            trainer = self.__dict__.get("_trainer")
+            where = trainer.engine.where if trainer is not None else ""
+            self._session.explain(error, where or f"stage {self._session.stage}, {what}")
+            raise
+
+    def _batch(self, inputs: object) -> Batch:
+        if not isinstance(inputs, Mapping):
+            raise TypeError(
+                f"inputs must be a dict of the model's keyword arguments, not {type(inputs).__name__} "
+                "(write {'x': x, 'y': y} for a model that is called as model(x=x, y=y))"
+            )
+        return find_batch(inputs, self._batch_dims)
+
+    def _program(self, inputs: Mapping[str, object], training: bool) -> Program:
+        """The program of this stage for inputs of this form, captured when first met."""
+        key = training, self._source.signature(inputs)
+        if key not in self._programs:
+            captured = self._source.capture(inputs, training=training)
+            if captured.num_segments != self._num_segments:
+                raise ValueError(
+                    f"with these inputs the model has {captured.num_segments} segments, but with the sample inputs "
+                    f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
+                )
+            program = captured.carve(self._own.first, self._own.stop).to(self.device)
+            self._programs[key] = program.compiled() if self._compiles else program
+        return self._programs[key]
+
+    def _agree_on(self, seed: int | None) -> int:
+        """One seed for all ranks, who must have captured one and the same model."""
+        own = (self.plan.fingerprint, torch.initial_seed() if seed is None else seed)
+        everyone = self._session.gather(own)
+        differing = [r for r, other in zip(self.plan.ranks, everyone, strict=True) if other[0] != own[0]]
+        if differing:
+            raise ValueError(
+                f"ranks {differing} have wrapped another model than rank {self._session.rank} "
+                "(build the same model, with the same CutPoints and sample inputs, on every rank)"
+            )
+        return everyone[0][1] % 2**63
+
+    def _make_trainer(
+        self,
+        captured: Captured,
+        seed: int,
+        weigh: WeightFunction | None,
+        timeout_seconds: float,
+        delay: Callable[[Op, int], float] | None,
+    ) -> Trainer:
+        session = self._session
+        stage = Stage(self._state, split_backward=not self._compiles)
+        engine = Engine(
+            stage,
+            index=session.stage,
+            stages=self.plan.depth,
+            upstream=session.neighbour(-1),
+            downstream=session.neighbour(+1),
+            waiter=session.waiter,
+            device=self.device,
+            poll=session.network.poll if session.network is not None else lambda: None,
+            delay=delay,
+        )
+        holders: dict[str, list[int]] = {}
+        for segment in captured.graph.segments:
+            for name in segment.parameters:
+                holders.setdefault(name, []).append(segment.index)
+        shared = {
+            name: stages
+            for name, stages in stages_of_ties(self.plan, holders).items()
+            if session.stage in stages and self._state.tensor(name).requires_grad
+        }
+        program = captured.carve(self._own.first, self._own.stop)
+        # A weight that the model never uses has no gradient, here as in one process.
+        used = {self._state.tensor(name) for name in program.state}
+        groups = tie_groups(session, list(shared.values()), timeout_seconds=timeout_seconds)
+        reducer = Reducer(
+            parameters=[p for _, p in self._state.named_parameters() if p.requires_grad and p in used],
+            replicas=session.replicas,
+            everyone=session.everyone if self.plan.depth > 1 else None,
+            counts_norm=session.replica == 0,
+            waiter=session.waiter,
+            ties=[
+                Tie(self._state.tensor(name), group, counts_here=session.stage == stages[0])
+                for (name, stages), group in zip(shared.items(), groups, strict=True)
+                if group is not None
+            ],
+            may_skip_parameters=bool(program.leaves),
+        )
+        return Trainer(
+            plan=self.plan,
+            session=session,
+            engine=engine,
+            reducer=reducer,
+            state=self._state,
+            traits=captured,
+            programs=self._program,
+            seed=seed,
+            weigh=weigh,
+        )
+
+
+# ---------------------------------------------------------------- deciding, before anything is done
+
+
+def _check_sizes(batch_size: int, chunk_size: int) -> None:
+    for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+
+
+def _join_job(stage_map: StageMap) -> int:
+    """This process's rank; joins torch.distributed where the script has not."""
+    ranks = sorted(rank for row in stage_map for rank in row)
+    if not dist.is_initialized():
+        if ranks == [0]:
+            return 0
+        missing = [
+            name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
+        if missing:
+            raise RuntimeError(
+                f"the map {format_stage_map(stage_map)!r} needs {len(ranks)} processes, but this one was not "
+                f"started as one of several: {', '.join(missing)} not set (start it with `python -m "
+                "varuna.run_varuna` or torchrun, or call torch.distributed.init_process_group)"
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    world = dist.get_world_size()
+    if ranks != list(range(world)):
+        lacking, idle = sorted(set(ranks) - set(range(world))), sorted(set(range(world)) - set(ranks))
+        found = [f"it names {lacking}, which are not there"] if lacking else []
+        found += [f"it leaves out {idle}"] if idle else []
+        raise ValueError(
+            f"the map {format_stage_map(stage_map)!r} does not fit the job's {world} ranks: {' and '.join(found)} "
+            "(start as many workers as the map has ranks, or pass the launcher's own map)"
+        )
+    return dist.get_rank()
+
+
+def _find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, str):
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = device if device >= 0 else (local_rank if local_rank >= 0 else rank)
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def _plan_stages(
+    stage_map: StageMap,
+    captured: Captured,
+    spans: Sequence[tuple[int, int]] | None,
+    recompute: bool | Sequence[bool],
+    *,
+    from_cache: bool,
+) -> tuple[StagePlan, ...]:
+    depth = len(stage_map)
+    if spans is None:
+        cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
+        spans = cached or balance([s.flops_per_sample for s in captured.graph.segments], stages=depth)
+    bounds = [first for first, _ in spans] + [captured.num_segments]
+    if [tuple(span) for span in spans] != list(zip(bounds[:-1], bounds[1:], strict=True)) or bounds[0] != 0:
+        raise ValueError(
+            f"spans must part the segments 0 to {captured.num_segments} into {depth} runs without gap or "
+            f"overlap, each at least one long, but are {list(spans)}"
+        )
+    if len(spans) != depth or any(first >= stop for first, stop in spans):
+        raise ValueError(
+            f"spans must give each of the {depth} stages at least one segment, but are {list(spans)}"
+        )
+    flags = [recompute] * depth if isinstance(recompute, bool) else list(recompute)
+    if len(flags) != depth:
+        raise ValueError(f"recompute must be one bool, or one for each of the {depth} stages, not {flags}")
+    return tuple(
+        StagePlan(first, stop, ranks, bool(flag))
+        for (first, stop), ranks, flag in zip(spans, stage_map, flags, strict=True)
+    )
+
+
+def _check_once(
+    model: nn.Module, captured: Captured, inputs: Mapping[str, object], plan: Plan, *, from_cache: bool
+) -> None:
+    """Compares captured and original, unless this very graph was compared before, or it is too large."""
+    if from_cache and read_spans(plan.fingerprint, plan.depth):
+        return
+    parameters = list(model.parameters())
+    if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > CHECKED_PARAMETERS:
+        log.info("the captured model is not compared with the original: it is on meta, or large")
+    else:
+        check_capture(model, captured, inputs)
+    write_spans(plan.fingerprint, [(stage.first, stage.stop) for stage in plan.stages])
+
+
+def _all_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(model.state_dict()) | {
+        name
+        for name, _ in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
