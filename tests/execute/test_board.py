@@ -1,0 +1,193 @@
+"""What the board promises: an error has a name on every rank, and so has whoever hangs."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from varuna.errors import PeerHangs, PeerLost, WorkerError
+from varuna.execute.board import Board
+
+PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
+
+
+def describe(rank: int) -> str:
+    return f"rank {rank} (stage {rank}, replica 0)"
+
+
+@contextlib.contextmanager
+def boards(world: int, store: Store | None = None) -> Iterator[list[Board]]:
+    """All ranks of a small world in this process."""
+    store = PrefixStore("board", store or HashStore())
+    made = [Board(store, rank, world, describe, timeout_seconds=7) for rank in range(world)]
+    del store
+    yield made
+    for board in made:
+        board.close()
+
+
+def broken_model() -> None:
+    raise ArithmeticError("the loss is no number")
+
+
+def post_failure(board: Board, where: str) -> None:
+    try:
+        broken_model()
+    except ArithmeticError as error:
+        board.post(error, where)
+
+
+def test_an_error_reaches_the_others_with_its_place_and_traceback() -> None:
+    """V33, B7"""
+    with boards(2) as (mine, theirs):
+        post_failure(theirs, "micro-batch 3, forward")
+        error = mine.read()
+        assert type(error) is WorkerError
+        assert str(error).startswith(
+            "rank 1 (stage 1, replica 0) failed at micro-batch 3, forward: "
+            "ArithmeticError: the loss is no number"
+        )
+        assert "in broken_model" in str(error)
+        assert theirs.read() is None  # one's own is no news
+
+
+def test_the_first_error_wins() -> None:
+    with boards(3) as (first, second, third):
+        first.post(ValueError("the cause"), "backward")
+        second.post(ConnectionError("a consequence"), "forward")
+        assert "the cause" in str(third.read()) and "the cause" in str(second.read())
+
+
+def test_no_error_is_none() -> None:
+    with boards(2) as (mine, _):
+        assert mine.read() is None
+
+
+def test_a_lost_peer_stays_the_culprit_when_another_rank_reports_it() -> None:
+    """B7: whoever noticed is not to blame."""
+    with boards(3) as (first, _, third):
+        first.post(PeerLost("rank 1 is lost"), "forward")
+        error = third.read()
+        assert type(error) is PeerLost and str(error).startswith("rank 1 is lost")
+
+
+def test_the_watcher_tells_of_an_error_once_and_lingering_sees_it_told() -> None:
+    """V33"""
+    told: list[WorkerError] = []
+    heard = threading.Event()
+
+    def hear(error: WorkerError) -> None:
+        told.append(error)
+        heard.set()
+
+    with boards(2) as (mine, theirs):
+        mine.watch(hear)
+        theirs.watch(hear)  # which is not told of its own
+        post_failure(theirs, "backward")
+        theirs.linger(PATIENCE)
+        assert heard.wait(PATIENCE)
+    assert len(told) == 1 and "backward" in str(told[0])
+
+
+def test_the_culprit_is_the_rank_that_neither_waits_nor_has_finished() -> None:
+    """V33, B7"""
+    with boards(4) as (first, second, third, fourth):
+        second.waiting("rank 2's activation 3")
+        third.waiting("something that came")
+        third.waiting(None)
+        fourth.finished()
+        hang = first.culprit()
+    assert isinstance(hang, PeerHangs) and str(hang).startswith("rank 2 (stage 2, replica 0) hangs")
+    assert "rank 1 (stage 1, replica 0) waits for rank 2's activation 3" in str(hang)
+    assert "rank 3 (stage 3, replica 0) has finished" in str(hang)
+
+
+def test_ranks_that_wait_for_one_another_are_told_so() -> None:
+    with boards(2) as (first, second):
+        second.waiting("rank 0's gradient 1")
+        assert str(first.culprit()).startswith("no rank moves")
+
+
+def test_closing_leaves_no_thread_behind_and_a_dead_store_makes_no_noise(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = threading.active_count()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with boards(2, TCPStore("127.0.0.1", store.port, is_master=False)) as (mine, theirs):
+        mine.watch(lambda error: None)
+        theirs.waiting(None)
+        assert mine.read() is None
+        del store
+        gc.collect()
+        assert mine.read() is None
+        assert "rank 0 (stage 0, replica 0), which hosts the store" in str(theirs.culprit())
+        mine.post(ValueError("nobody hears it"), "forward")
+        mine.linger()
+    assert threading.active_count() == before
+    assert capfd.readouterr().err == ""
+
+
+# ---------------------------------------------------------------- with a real second process
+
+
+def live_as_host(orders: Connection) -> None:
+    """Rank 0, which hosts a store, and rank 1, a guest of the test's: whichever the test asks for."""
+    port = orders.recv()
+    rank = 0 if port == 0 else 1
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    board = Board(store, rank, 2, describe, timeout_seconds=5)
+    board.watch(lambda error: None)
+    board.waiting("rank 0's gradient 2")
+    orders.send(store.port)
+    orders.recv()
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple[BaseProcess, Connection]]:
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    process = context.Process(target=live_as_host, args=(theirs,), daemon=True)
+    process.start()
+    yield process, orders
+    process.kill()
+    process.join()
+
+
+def test_a_stopped_process_is_named_though_its_last_word_was_that_it_waits(
+    peer: tuple[BaseProcess, Connection],
+) -> None:
+    """V33, B7: SIGSTOP leaves connections open and an old note standing."""
+    process, orders = peer
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    orders.send(store.port)
+    orders.recv()
+    board = Board(store, 0, 2, describe, timeout_seconds=5)
+    while store.add("beat/1", 0) == 0:
+        pass
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert str(board.culprit()).startswith("rank 1 (stage 1, replica 0) hangs: its process is stopped")
+    board.close()
+
+
+def test_a_stopped_host_of_the_store_is_named(peer: tuple[BaseProcess, Connection]) -> None:
+    """V33, B7: not even the board answers then."""
+    process, orders = peer
+    orders.send(0)
+    store = TCPStore("127.0.0.1", orders.recv(), is_master=False)
+    board = Board(store, 1, 2, describe, timeout_seconds=5)
+    assert board.read() is None
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    board.waiting("rank 0's activation 1")  # returns, though nobody answers
+    assert str(board.culprit()).startswith("rank 0 (stage 0, replica 0), which hosts the store, hangs")
+    process.kill()
+    board.close()

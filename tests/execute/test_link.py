@@ -1,0 +1,301 @@
+"""What the links between stages promise: order, bits, no deadlock, and a peer's end seen at once."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from varuna import codec
+from varuna.errors import PeerLost
+from varuna.execute import address, pump
+from varuna.execute.address import Contact
+from varuna.execute.link import DTYPES, Delay, Link
+from varuna.execute.pump import Network, connect
+
+PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
+BIG = 64 << 20
+
+
+def in_pairs(work: Callable[[int, Callable[[object], list[object]]], Network]) -> tuple[Network, Network]:
+    """Runs two ranks in two threads, with an exchange between them."""
+    barrier = threading.Barrier(2)
+    told: list[object] = [None, None]
+    made: dict[int, Network] = {}
+
+    def run(rank: int) -> None:
+        def exchange(own: object) -> list[object]:
+            told[rank] = own
+            barrier.wait(PATIENCE)
+            return list(told)
+
+        made[rank] = work(rank, exchange)
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    return made[0], made[1]
+
+
+def linked_pair(*, unix: bool = True, delay: Delay | None = None) -> tuple[Network, Network]:
+    return in_pairs(
+        lambda rank, exchange: connect(
+            rank, {1 - rank: f"rank {1 - rank}"}, exchange, unix=unix, delay=delay, timeout_seconds=PATIENCE
+        )
+    )
+
+
+def await_message(network: Network, link: Link, tag: int = 0) -> list[Tensor]:
+    while not link.ready:
+        assert network.wait(PATIENCE), "nothing arrived"
+    return link.take(tag=tag)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Network, Network]]:
+    first, second = linked_pair(unix=request.param == "unix")
+    yield first, second
+    first.close()
+    second.close()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    dtype = draw(st.sampled_from(sorted(DTYPES.values(), key=str)))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    count = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype).reshape(shape)
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=st.lists(st.lists(tensors(), max_size=4), min_size=1, max_size=4))
+def test_every_message_arrives_in_order_and_bit_for_bit(
+    pair: tuple[Network, Network], messages: list[list[Tensor]]
+) -> None:
+    """V3, V14: any dtype, shape and layout; what arrives is what was sent."""
+    sender, receiver = pair
+    for tag, message in enumerate(messages):
+        sender.links[1].send(message, tag=tag)
+    for tag, message in enumerate(messages):
+        arrived = await_message(receiver, receiver.links[0], tag)
+        assert [(t.dtype, t.shape, bits(t)) for t in arrived] == [
+            (t.dtype, t.shape, bits(t)) for t in message
+        ]
+
+
+def test_lazily_conjugated_values_are_sent_as_they_read(pair: tuple[Network, Network]) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    pair[0].links[1].send([value.conj(), value.conj().imag])
+    conjugated, negated = await_message(pair[1], pair[1].links[0])
+    assert torch.equal(conjugated, value.conj().clone()) and torch.equal(negated, torch.tensor([-2.0, 4.0]))
+
+
+def test_many_tensors_fit_one_message(pair: tuple[Network, Network]) -> None:
+    pair[0].links[1].send([torch.full((2, 2), float(i)) for i in range(1500)])
+    assert [t[1, 1].item() for t in await_message(pair[1], pair[1].links[0])] == list(range(1500))
+
+
+def test_a_message_in_the_wrong_place_is_an_error_that_names_both(pair: tuple[Network, Network]) -> None:
+    """V14: a mismatch is an error, never garbage."""
+    pair[0].links[1].send([torch.ones(2)], tag=4)
+    with pytest.raises(RuntimeError, match="expected message 3 of rank 0, found message 4"):
+        await_message(pair[1], pair[1].links[0], tag=3)
+
+
+def test_a_sparse_tensor_is_refused_before_anything_is_sent(pair: tuple[Network, Network]) -> None:
+    before = pair[0].links[1].sent
+    with pytest.raises(TypeError, match="make it dense"):
+        pair[0].links[1].send([torch.eye(2).to_sparse()])
+    assert pair[0].links[1].sent == before
+
+
+def test_counters_tell_messages_and_bytes() -> None:
+    with linked_pair()[0] as first, pytest.raises(LookupError, match="no message"):
+        first.links[1].send([torch.zeros(3), torch.zeros(2, dtype=torch.bool)])
+        assert (first.links[1].sent, first.links[1].sent_bytes) == (1, 14)
+        first.links[1].take()
+
+
+def test_any_thread_ends_a_wait(pair: tuple[Network, Network]) -> None:
+    waker = threading.Thread(target=pair[0].wake)
+    waker.start()
+    assert pair[0].wait(PATIENCE)
+    waker.join()
+    assert not pair[0].wait(0)
+
+
+def test_what_the_pump_took_in_meanwhile_ends_the_next_wait() -> None:
+    """A big message may be read in the background: the wait that follows must not miss it."""
+    first, second = linked_pair()
+    with first, second:
+        for _ in range(20):
+            first.links[1].send([torch.ones(1 << 18)])
+            await_message(second, second.links[0])
+            second.links[0].send([])
+            await_message(first, first.links[1])
+        assert second.links[0].bulky and second.links[0].received == 20
+
+
+def test_delayed_messages_keep_their_order() -> None:
+    """V20: the jitter that tests and benchmarks put on links never reorders them."""
+    delays = [0.03, 0.0, 0.01, 0.0, 0.02]
+    first, second = linked_pair(delay=lambda index: delays[index] if index < 5 else 0.0)
+    with first, second:
+        for tag in range(5):
+            first.links[1].send([torch.tensor(tag)], tag=tag)
+        assert [await_message(second, second.links[0], tag)[0].item() for tag in range(5)] == list(range(5))
+
+
+def test_a_delayed_message_does_not_hold_up_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V20: the link is slow, not the stage."""
+    monkeypatch.setattr(pump, "GOODBYE_SECONDS", 0.0)
+    first, second = linked_pair(delay=lambda index: 3600.0)
+    with first, second:
+        first.links[1].send([torch.ones(1)])
+        assert first.links[1].unsent and not second.wait(0)
+
+
+def test_an_orderly_end_is_told_from_a_loss() -> None:
+    first, second = linked_pair()
+    first.links[1].send([torch.ones(1)])
+    first.close()
+    assert await_message(second, second.links[0])[0].item() == 1.0  # what came before it still counts
+    while not second.links[0].ended:
+        assert second.wait(PATIENCE)
+    assert second.lost == []
+    with pytest.raises(PeerLost, match="rank 0 has ended"):
+        second.links[0].send([])
+    second.close()
+
+
+@pytest.mark.parametrize("last_words", [b"", b"GET / HTTP/1.1\r\nHost: varuna.example\r\n\r\n"])
+def test_a_peer_that_vanishes_or_talks_nonsense_is_lost(last_words: bytes) -> None:
+    first, second = linked_pair()
+    with first, second:
+        first.links[1].socket.sendall(last_words)
+        first.links[1].socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLost, match="rank 0 is lost: it"):
+            while second.wait(PATIENCE):
+                pass
+        assert second.lost == [0]
+
+
+def test_closing_leaves_no_file_and_no_thread_behind() -> None:
+    def belongings() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = belongings()
+    first, second = linked_pair()
+    for network in (first, second, first):  # twice does no harm
+        network.close()
+    first.wake()  # nor does a late callback
+    assert belongings() == before
+
+
+def test_a_forked_child_does_not_keep_the_connections_open() -> None:
+    """A data loader's worker must not hide its parent's death from the other ranks."""
+    first, second = linked_pair()
+    with first, second:
+        files = [link.socket.fileno() for link in (first.links[1], second.links[0])]
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(os.path.exists(f"/proc/self/fd/{file}") for file in files))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_strangers_are_refused_and_the_peer_still_gets_in() -> None:
+    """V46's spirit on the data links: who does not know the secret is not let in."""
+    strangers: list[socket.socket] = []
+
+    def work(rank: int, exchange: Callable[[object], list[object]]) -> Network:
+        def exchange_after_strangers(own: object) -> list[object]:
+            if rank == 1:  # the one that is dialled: strangers come first, while rank 0 still waits
+                contact = codec.decode(str(own), Contact)
+                guess = address._hello(b"a guess", 0, 1)
+                for words in (guess, b"x" * len(guess), b"short"):
+                    stranger = socket.create_connection((contact.host, contact.port))
+                    stranger.sendall(words)
+                    strangers.append(stranger)
+            return exchange(own)
+
+        return connect(rank, {1 - rank: f"rank {1 - rank}"}, exchange_after_strangers, unix=False)
+
+    first, second = in_pairs(work)
+    with first, second:
+        first.links[1].send([torch.ones(1)])
+        assert await_message(second, second.links[0])[0].item() == 1.0
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE)
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_a_peer_that_never_comes_is_named() -> None:
+    """B7"""
+
+    def exchange(own: object) -> list[object]:
+        contact = codec.decode(str(own), Contact)
+        absent = Contact(rank=0, machine="", host="127.0.0.1", port=1, path="", secret="")
+        return [codec.encode(absent), codec.encode(contact)]
+
+    with pytest.raises(PeerLost, match=r"rank 1 waited in vain for ranks \[0\]"):
+        connect(1, {0: "rank 0"}, exchange, timeout_seconds=0.05)
+
+
+# ---------------------------------------------------------------- with a real second process
+
+
+def store_exchange(store: TCPStore, rank: int, own: object) -> list[object]:
+    store.set(f"address/{rank}", str(own))
+    return [store.get(f"address/{other}").decode() for other in range(2)]
+
+
+def live_as_rank_1(port: int, orders: Connection) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    network = connect(1, {0: "rank 0"}, lambda own: store_exchange(store, 1, own))
+    while True:
+        if orders.recv() == "swap":
+            network.links[0].send([torch.full((BIG,), 1, dtype=torch.uint8)])
+            (arrived,) = await_message(network, network.links[0])
+            orders.send(bool((arrived == 0).all()))
+
+
+def test_two_processes_swap_big_messages_and_a_killed_one_is_seen_at_once() -> None:
+    """V33: no deadlock when both send more than the kernel holds; a kill ends the wait by itself."""
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peer = context.Process(target=live_as_rank_1, args=(store.port, theirs), daemon=True)
+    peer.start()
+    with connect(0, {1: "rank 1 (stage 1)"}, lambda own: store_exchange(store, 0, own)) as network:
+        for _ in range(2):
+            orders.send("swap")
+            network.links[1].send([torch.zeros(BIG, dtype=torch.uint8)])
+            assert sum(torch.ones(64, 64).mm(torch.ones(64, 64)).sum().item() for _ in range(200)) > 0
+            (arrived,) = await_message(network, network.links[1])
+            assert (arrived == 1).all() and orders.recv()
+        assert peer.pid is not None
+        os.kill(peer.pid, signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"rank 1 \(stage 1\) is lost"):
+            while network.wait(PATIENCE):
+                pass
+    peer.join()
