@@ -7,6 +7,8 @@ alive, and its reader sees the end when the last of them is not.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,9 +48,11 @@ def run(command: list[str], folder: Path, script: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True)
 
 
-def start(command: list[str], folder: Path, script: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(command: list[str], folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    """A job that runs meanwhile; a test that fails does not leave it behind."""
     (folder / "script.py").write_text(script)
-    return subprocess.Popen(
+    job = subprocess.Popen(
         command,
         cwd=folder,
         env=environment(folder),
@@ -56,6 +60,11 @@ def start(command: list[str], folder: Path, script: str) -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    try:
+        yield job
+    finally:
+        job.kill()
+        job.communicate()
 
 
 def log(folder: Path, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from tests.launch.jobs import HOLD, SHOW, launcher, log, run, start
+from tests.launch.jobs import HOLD, SHOW, launcher, log, run, started
 
 
 def seen(folder: Path, rank: int) -> tuple[list[str], dict[str, str], str]:
@@ -149,12 +149,12 @@ def test_when_the_launcher_ends_so_do_workers_and_what_they_started(
     tmp_path: Path, pipe: Path, number: signal.Signals
 ) -> None:
     """V33"""
-    job = start(launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, HOLD + READY + "signal.pause()")
-    with pipe.open("rb") as reader:
+    command = launcher(tmp_path, str(pipe), devices=2, stages=2)
+    with started(command, tmp_path, HOLD + READY + "signal.pause()") as job, pipe.open("rb") as reader:
         wait_until_ready(reader, workers=2)
         job.send_signal(number)
         assert reader.read() == b""  # the end: nobody holds the pipe any more
-    job.communicate()
+        job.communicate()
     assert job.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
@@ -164,15 +164,13 @@ def test_when_the_launcher_ends_so_do_workers_and_what_they_started(
 def test_when_a_worker_ends_what_it_started_ends_too(
     tmp_path: Path, pipe: Path, last: str, code: int
 ) -> None:
-    """V33"""
+    """V33, also where a worker does not heed SIGTERM."""
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if code else ""
-    others = f"if rank == '1' or not {code}: {last}\nsignal.pause()"
-    job = start(
-        launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, HOLD + stubborn + READY + others
-    )
-    with pipe.open("rb") as reader:
+    script = HOLD + stubborn + READY + f"if rank == '1' or not {code}: {last}\nsignal.pause()"
+    command = launcher(tmp_path, str(pipe), devices=2, stages=2)
+    with started(command, tmp_path, script) as job, pipe.open("rb") as reader:
         assert reader.read() == b"ready\nready\n"
-    job.communicate()
+        job.communicate()
     assert job.returncode == code
 
 
@@ -186,25 +184,25 @@ signal.signal(signal.SIGUSR1, handler)
 
 def test_usr1_reaches_the_workers_alone(tmp_path: Path, pipe: Path) -> None:
     """V40, the launcher's part: a script's own handler runs; what the worker has started is left alone."""
+    command = launcher(tmp_path, str(pipe), devices=2, stages=2)
     script = HOLD + ON_USR1 + READY + "signal.pause()"
-    job = start(launcher(tmp_path, str(pipe), devices=2, stages=2), tmp_path, script)
-    with pipe.open("rb") as reader:
+    with started(command, tmp_path, script) as job, pipe.open("rb") as reader:
         wait_until_ready(reader, workers=2)
         job.send_signal(signal.SIGUSR1)
         assert reader.read() == b"child lives\n" * 2
-    out, _ = job.communicate()
+        out, _ = job.communicate()
     assert (job.returncode, "finished: every worker" in out) == (0, True)
 
 
 def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, pipe: Path) -> None:
     command = ["nohup", *launcher(tmp_path, str(pipe), devices=1, stages=1)]
-    job = start(command, tmp_path, HOLD + ON_USR1 + READY + "signal.pause()")
-    with pipe.open("rb") as reader:
+    script = HOLD + ON_USR1 + READY + "signal.pause()"
+    with started(command, tmp_path, script) as job, pipe.open("rb") as reader:
         wait_until_ready(reader, workers=1)
         job.send_signal(signal.SIGHUP)  # the lower number is handled first
         job.send_signal(signal.SIGUSR1)
         assert reader.read() == b"child lives\n"
-    job.communicate()
+        job.communicate()
     assert job.returncode == 0
 
 
