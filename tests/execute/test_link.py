@@ -1,12 +1,16 @@
 """What the links between stages promise: order, bits, no deadlock, and a peer's end seen at once."""
 
+import contextlib
 import multiprocessing
 import os
-import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from varuna.execute.address import Contact
 from varuna.execute.link import DTYPES, Delay, Link
 from varuna.execute.pump import Network, connect
 
+ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
 BIG = 64 << 20
 
@@ -187,6 +192,17 @@ def test_an_orderly_end_is_told_from_a_loss() -> None:
     second.close()
 
 
+def test_what_a_peer_sent_before_it_died_still_counts() -> None:
+    first, second = linked_pair()
+    with first, second:
+        first.links[1].send([torch.ones(1)])
+        first.links[1].socket.shutdown(socket.SHUT_RDWR)
+        assert await_message(second, second.links[0])[0].item() == 1.0
+        with pytest.raises(PeerLost, match="rank 0 is lost"):
+            while second.wait(PATIENCE):
+                pass
+
+
 @pytest.mark.parametrize("last_words", [b"", b"GET / HTTP/1.1\r\nHost: varuna.example\r\n\r\n"])
 def test_a_peer_that_vanishes_or_talks_nonsense_is_lost(last_words: bytes) -> None:
     first, second = linked_pair()
@@ -272,30 +288,55 @@ def store_exchange(store: TCPStore, rank: int, own: object) -> list[object]:
 def live_as_rank_1(port: int, orders: Connection) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     network = connect(1, {0: "rank 0"}, lambda own: store_exchange(store, 1, own))
-    while True:
-        if orders.recv() == "swap":
+    while (order := orders.recv()) != "end":
+        if order == "swap":
             network.links[0].send([torch.full((BIG,), 1, dtype=torch.uint8)])
             (arrived,) = await_message(network, network.links[0])
             orders.send(bool((arrived == 0).all()))
 
 
-def test_two_processes_swap_big_messages_and_a_killed_one_is_seen_at_once() -> None:
-    """V33: no deadlock when both send more than the kernel holds; a kill ends the wait by itself."""
+@contextlib.contextmanager
+def two_processes() -> Iterator[tuple[Network, BaseProcess, Connection]]:
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     peer = context.Process(target=live_as_rank_1, args=(store.port, theirs), daemon=True)
     peer.start()
     with connect(0, {1: "rank 1 (stage 1)"}, lambda own: store_exchange(store, 0, own)) as network:
+        yield network, peer, orders
+    peer.kill()
+    peer.join()
+
+
+def test_two_processes_swap_big_messages_and_a_killed_one_is_seen_at_once() -> None:
+    """V33: no deadlock when both send more than the kernel holds; a kill ends the wait by itself."""
+    with two_processes() as (network, peer, orders):
         for _ in range(2):
             orders.send("swap")
             network.links[1].send([torch.zeros(BIG, dtype=torch.uint8)])
             assert sum(torch.ones(64, 64).mm(torch.ones(64, 64)).sum().item() for _ in range(200)) > 0
             (arrived,) = await_message(network, network.links[1])
             assert (arrived == 1).all() and orders.recv()
-        assert peer.pid is not None
-        os.kill(peer.pid, signal.SIGKILL)
+        peer.kill()
         with pytest.raises(PeerLost, match=r"rank 1 \(stage 1\) is lost"):
             while network.wait(PATIENCE):
                 pass
-    peer.join()
+
+
+def test_a_script_that_ends_without_closing_still_says_goodbye() -> None:
+    """V34: the end of a job is no loss."""
+    script = """
+from torch.distributed import TCPStore
+from tests.execute.test_link import connect, store_exchange
+store = TCPStore("127.0.0.1", PORT, is_master=False)
+network = connect(1, {0: "rank 0"}, lambda own: store_exchange(store, 1, own))
+network.links[0].send([])
+"""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = script.replace("PORT", str(store.port))
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as peer:
+        with connect(0, {1: "rank 1"}, lambda own: store_exchange(store, 0, own)) as network:
+            while not network.links[1].ended:
+                assert network.wait(PATIENCE)
+            assert network.links[1].ready == 1
+        assert peer.wait(PATIENCE) == 0

@@ -12,6 +12,7 @@ the pump, stands in for it while it computes:
 While the computing thread waits, the pump keeps its hands off the reading.
 """
 
+import atexit
 import contextlib
 import functools
 import math
@@ -88,6 +89,8 @@ class Network:
         self._closed = False
         # A forked child (a data loader's worker) would keep our connections open after our death.
         os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
+        # A script that just ends, ends in order: ranks that are still at work must not think it killed.
+        atexit.register(self.close)
         self._pump.start()
 
     def poll(self) -> None:
@@ -97,18 +100,19 @@ class Network:
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Sleeps until something has happened since the last `wait`: an arrival, a `wake`, a peer's end.
 
-        False where the time passed without. Raises `PeerLost` where a peer is gone without a goodbye.
+        False where the time passed without. Raises `PeerLost` where a peer is gone without a goodbye;
+        one that said goodbye may be missed by nobody: whoever waits for it looks at its link's `over`.
         """
         if self._count() == self._seen:
             self._take_in(0)
         if self._count() == self._seen:
+            self._raise_if_lost()
             self._sleep(math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds)
-        for link in self.links.values():
-            if link.lost is not None:
-                raise link.error()
         count = self._count()
         happened = count != self._seen
         self._seen = count
+        if not any(link.ready for link in self.links.values()):  # else the last words come first
+            self._raise_if_lost()
         return happened
 
     def wake(self) -> None:
@@ -125,6 +129,7 @@ class Network:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         for link in self.links.values():
             link.say_goodbye()
         self._pump.finish(list(self.links.values()))
@@ -143,7 +148,15 @@ class Network:
 
     def _count(self) -> int:
         """Changes whenever there is news; a sum, so that the two threads need no lock."""
-        return self._wakes + sum(link.received + link.over for link in self.links.values())
+        count = self._wakes
+        for link in self.links.values():
+            count += link.received + link.over
+        return count
+
+    def _raise_if_lost(self) -> None:
+        for link in self.links.values():
+            if link.lost is not None:
+                raise link.error()
 
     def _news_for_waiter(self) -> None:
         if self._waiting:
