@@ -24,7 +24,7 @@ from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.opaque import Leaf
-from varuna.capture.program import Program, build, under_autocast
+from varuna.capture.program import Program, build, laid_out, layout_of, under_autocast
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
 
@@ -197,13 +197,17 @@ class Carver:
             assert whole.work is not None
             copies[whole.work] = graph.placeholder("work")
         changed = {root for node in nodes for root in flow.writes[node]}
+        passed_on = {value: copies[value] for value in received if flow.root[value] not in changed}
         for value in received:
-            if flow.root[value] in changed:
+            order = layout_of(value.meta["val"])
+            if order is not None:
+                copies[value] = graph.call_function(laid_out, (copies[value], order))
+            if value not in passed_on:
                 copies[value] = graph.call_function(torch.ops.aten.clone.default, (copies[value],))
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             self._in_its_precision(copies[node], node)
-        graph.output(tuple(copies[value] for value in outputs))
+        graph.output(tuple(passed_on.get(value, copies[value]) for value in outputs))
         attributes = {
             str(node.target): whole.attributes[str(node.target)]
             for node in nodes

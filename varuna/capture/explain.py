@@ -6,6 +6,7 @@ import contextlib
 import io
 import linecache
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
         )
     if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
         return (
-            f"{_constrained_line(text) or place}: the batch size is fixed here; expected a forward that works for any "
+            f"{_constrained_line(error) or place}: the batch size is fixed here; expected a forward that works for any "
             "batch, since micro-batches have their own (read sizes off the tensors: x.shape[0], x.view(-1, ...)). "
             f"torch.export says: {_short(text)}"
         )
@@ -102,15 +103,26 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
     )
 
 
-def _constrained_line(text: str) -> str:
-    """torch.export names the user's frames of a violated constraint in its message."""
-    lines = [line.strip() for line in text.splitlines()]
-    for line in reversed(lines):
-        if line.startswith('File "') and _is_the_models(line.split('"')[1]):
-            filename, rest = line.split('"')[1], line.split('"')[2]
-            number = "".join(c for c in rest.split("in ")[0] if c.isdigit())
-            return _line(filename, int(number or 0))
-    return ""
+def _constrained_line(error: Exception) -> str:
+    """The line of the model that asked how large the batch is: torch.export keeps it with its guards."""
+    found = ""
+    step = error.__traceback__
+    while step is not None:
+        for value in step.tb_frame.f_locals.values():
+            shapes = getattr(value, "shape_env", None)
+            for guard in getattr(shapes, "guards", ()):
+                place = re.search(r"([^\s()]+):(\d+)", str(guard.sloc))
+                file = _full_path(place[1]) if place is not None and guard.expr.free_symbols else "<nowhere>"
+                if place is not None and _is_the_models(file):
+                    found = _line(file, int(place[2]))
+        step = step.tb_next
+    return found
+
+
+def _full_path(ending: str) -> str:
+    """torch shortens paths to their last parts: find the module that is meant."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return next((file for file in sorted(files) if file.endswith("/" + ending)), ending)
 
 
 def _short(text: str) -> str:

@@ -129,19 +129,22 @@ def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
     leaf: LeafCall = recorder.leaf_calls[call]
     forward = type(leaf.module).forward
     args, kwargs = leaf.arguments(tensors)
+    mode = torch._guards.detect_fake_mode(tensors)
+    pending = mode.shape_env.pending_fresh_unbacked_symbols if mode and mode.shape_env else []
+    before = list(pending)
     with recorder.inside(leaf.name):
         try:
             return leaf.keep_results(forward(leaf.module, *args, **kwargs))
         except CaptureError:
             raise
         except Exception as refused:
+            pending[:] = before  # what the failed attempt asked for is not part of the graph
             return _shapes_by_running(leaf, tensors, refused)
 
 
 def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
     """Where fake values will not do (a branch on data): two real runs on zeros, at two batch sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-    symbol = next(iter(sizes[0].node.expr.free_symbols)) if sizes else None
     runs = []
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         module = emptied(leaf.module, own=False)
@@ -150,7 +153,7 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
             tensor.zero_()
         for batch in (3, 5):
             zeros = [
-                torch.zeros([_size_at(s, symbol, batch) for s in tensor.shape], dtype=tensor.dtype) for tensor in tensors
+                torch.zeros([_size_at(s, batch) for s in tensor.shape], dtype=tensor.dtype) for tensor in tensors
             ]
             args, kwargs = leaf.arguments(zeros)
             try:
@@ -160,22 +163,24 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
                     f"the opaque module {leaf.name!r} runs neither on fake tensors ({refused}) nor on zeros "
                     f"({error}), so the shapes of its outputs cannot be found"
                 ) from error
-    return [_with_shape_of(one, two, sizes, symbol, tensors) for one, two in zip(*runs, strict=True)]
+    return [_with_shape_of(one, two, sizes, tensors) for one, two in zip(*runs, strict=True)]
 
 
-def _size_at(size: Any, symbol: sympy.Symbol | None, batch: int) -> int:
-    return int(size.node.expr.subs(symbol, batch)) if isinstance(size, torch.SymInt) else size
+def _size_at(size: Any, batch: int) -> int:
+    # While a model is traced each input has its own symbol for the batch: they are all the same.
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(batch))))
 
 
-def _with_shape_of(
-    one: Tensor, two: Tensor, sizes: list[Any], symbol: sympy.Symbol | None, tensors: list[Tensor]
-) -> Tensor:
+def _with_shape_of(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Tensor]) -> Tensor:
     shape: list[Any] = []
     for at_three, at_five in zip(one.shape, two.shape, strict=True):
         if at_three == at_five:
             shape.append(at_three)
             continue
-        known, low, high = sizes[0], _size_at(sizes[0], symbol, 3), _size_at(sizes[0], symbol, 5)
+        known, low, high = sizes[0], _size_at(sizes[0], 3), _size_at(sizes[0], 5)
         slope = sympy.Rational(at_five - at_three, high - low)
         shape.append(known * int(slope.p) // int(slope.q) + int(at_three - slope * low))
     return tensors[0].new_empty(shape, dtype=one.dtype)
@@ -204,4 +209,14 @@ class Leaf(nn.Module):
         values: Mapping[str, Tensor] = dict(zip(self.names, state, strict=True))
         with plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal):
             output = torch.func.functional_call(self.module, values, args, kwargs)
-        return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*state, *tensors)):
+            # The graph cannot look inside: every floating-point result counts as one that takes a gradient.
+            return [_open_to_gradients(result) for result in results]
+        return results
+
+
+def _open_to_gradients(result: Tensor) -> Tensor:
+    if result.requires_grad or not result.is_floating_point():
+        return result
+    return result.detach().requires_grad_()

@@ -86,3 +86,28 @@ def under_autocast(
     """One operation in a precision of its own, where the model changes it for a few of its lines."""
     with torch.autocast(device_type, dtype, enabled=enabled):
         return operation(*args, **kwargs)
+
+
+def _hint(size: Any) -> Any:
+    """A size of the example; asking the symbol itself would fix it for good."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def layout_of(value: Tensor) -> list[int] | None:
+    """The order of a tensor's dimensions in memory, None where it is the usual one (or none at all)."""
+    sizes, strides = [_hint(size) for size in value.shape], [_hint(stride) for stride in value.stride()]
+    if None in sizes or None in strides:
+        return None
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    dense = 1
+    for dim in reversed(order):
+        if strides[dim] != dense:
+            return None
+        dense *= sizes[dim]
+    return None if order == list(range(value.dim())) else order
+
+
+def laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
+    """What arrived, in memory as the model had it: sums run in the same order, to the last bit."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return x.permute(*order).contiguous().permute(*back)

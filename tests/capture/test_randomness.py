@@ -1,0 +1,122 @@
+"""Randomness belongs to the sample: not to the depth, nor to the micro-batch, nor to the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.capture.models import Everything, Mlp, batch_of, tokens
+from tests.capture.proof import assert_same, chained, eager
+from torch import Tensor, nn
+
+from varuna.capture import CutPoint, Source, opaque, plain_randomness
+from varuna.types import Work
+
+
+class Draws(nn.Module):
+    """Everything that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+        h = h + torch.rand_like(h) + torch.randn(h.shape[0], 1, 8) + torch.rand(8)
+        h = self.cut(F.dropout2d(h, 0.5))
+        h = self.attention(h, h, h)[0]
+        h = F.alpha_dropout(h, 0.1, training=True)
+        h = self.lstm(h)[0]
+        h = F.dropout(h.flatten(0, 1), 0.5, inplace=True)
+        noise = torch.empty_like(h).uniform_(-1, 1)
+        h = F.rrelu(h + noise, training=True) * torch.bernoulli(torch.full_like(h, 0.7))
+        return F.dropout(h, 1.0).sum() + F.dropout(h, 0.0).square().mean()
+
+
+def test_a_plain_process_draws_the_same() -> None:
+    """V16: bit for bit, in every layout."""
+    torch.manual_seed(0)
+    model = Draws()
+    inputs = {"x": torch.randn(3, 5, 8)}
+    assert_same(model, inputs, batch=3, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_masks_do_not_depend_on_the_microbatch_size(size: int) -> None:
+    """V16"""
+    source = Source(model := Mlp(dropout=0.5))
+    inputs = batch_of(8)
+    loss, grads = eager(model, inputs, 8)
+    losses, sums = [], dict[str, Tensor]()
+    for first in range(0, 8, size):
+        part = {name: value[first : first + size] for name, value in inputs.items()}
+        captured = source.capture(part, training=True)
+        ours, found = chained(source, captured, [0, 2, 4], part, first_sample=first)
+        losses.append(ours)
+        for name, grad in found.items():
+            sums[name] = sums.get(name, torch.zeros_like(grad)) + grad * size / 8
+    torch.testing.assert_close(torch.stack(losses).mean(), loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(sums[name], grad)
+
+
+def run(model: nn.Module, inputs: dict[str, Any], work: Work) -> Tensor:
+    program = Source(model).capture(inputs, training=True).carve(0, 4)
+    state = dict(model.named_parameters())
+    return program([state[name] for name in program.state], (), inputs, work)[0]
+
+
+def test_masks_differ_between_steps_samples_and_seeds() -> None:
+    """V16"""
+    model, inputs = Mlp(dropout=0.5), batch_of(4)
+    works = [Work(0, 0, 0), Work(0, 1, 0), Work(0, 0, 4), Work(1, 0, 0)]
+    assert len({float(run(model, inputs, work)) for work in works}) == 4
+    assert float(run(model, inputs, works[0])) == float(run(model, inputs, works[0]))
+
+
+def test_the_process_generator_is_left_as_it_was() -> None:
+    inputs = {"x": torch.randn(3, 5, 8)}
+    model = Draws()
+    program = Source(model).capture(inputs, training=True).carve(0, 2)
+    before = torch.get_rng_state()
+    program([dict(model.named_parameters())[name] for name in program.state], (), inputs, Work(0, 0, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_keeps_its_share_and_its_mean() -> None:
+    with plain_randomness(seed=0, step=0, batch_size=4):
+        y = F.dropout(torch.ones(4, 10000), 0.25)
+    assert abs(float((y == 0).float().mean()) - 0.25) < 0.01
+    assert torch.equal(y.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert not torch.equal(y[0], y[1])
+
+
+def test_an_opaque_module_draws_by_sample_too() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            return F.dropout(x, 0.5, self.training)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.inner = opaque(Inner())
+            self.cut = CutPoint()
+            self.last = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.cut(self.inner(self.first(x)))
+            return F.mse_loss(self.last(h), y)
+
+    torch.manual_seed(0)
+    assert_same(Outer(), batch_of(4), batch=4)
+    everything = Everything(dropout=0.3)
+    assert_same(everything, tokens(4), batch=4)

@@ -1,0 +1,228 @@
+"""What cannot be captured is refused with the model's own line and the way out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.capture.models import batch_of
+from tests.capture.proof import assert_same
+from torch import Tensor, nn
+
+from varuna.capture import CutPoint, Source, opaque
+from varuna.errors import CaptureError
+
+
+class Layers(nn.Module):
+    """Two layers and something between them."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.between = between
+        self.last = nn.Linear(6, 6)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.cut(self.between(self.first(x)))
+        return F.mse_loss(self.last(h), y)
+
+
+def refusal(model: nn.Module, inputs: dict[str, Any] | None = None) -> str:
+    with pytest.raises(CaptureError) as caught:
+        Source(model).capture(inputs or batch_of(4), training=True)
+    return str(caught.value)
+
+
+def line_of(cls: type, text: str) -> str:
+    lines, start = inspect.getsourcelines(cls)
+    return f"{__file__}:{start + next(i for i, line in enumerate(lines) if text in line)}: "
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x * self.scale
+        return x - self.scale
+
+
+def test_a_branch_on_data_is_named_by_its_line_and_module() -> None:
+    """V7"""
+    text = refusal(Layers(Branches()))
+    assert text.startswith(line_of(Branches, "if x.sum()"))
+    assert 'varuna.opaque(model.get_submodule("between"))' in text
+    assert "torch.where" in text
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+def test_a_custom_function_is_refused_by_name_because_its_backward_would_be_lost() -> None:
+    """V7"""
+    text = refusal(Layers(Custom()))
+    assert text.startswith(line_of(Custom, "Doubled.apply"))
+    assert "Doubled" in text and 'varuna.opaque(model.get_submodule("between"))' in text
+
+
+@pytest.mark.parametrize("between", [Branches, Custom])
+def test_the_way_out_that_the_error_offers_works(between: type[nn.Module]) -> None:
+    model = Layers(between())
+    opaque(model.get_submodule("between"))
+    captured = assert_same(model, batch_of(4), batch=4)
+    assert list(captured.carve(0, 1).leaves) == ["between"]
+    assert_same(model, batch_of(1), batch=1)
+
+
+class Structured(nn.Module):
+    """Takes and gives nested structures, holds a buffer, and branches on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]], *, factor: float) -> dict[str, Any]:
+        self.count.add_(1)
+        x, more = pair
+        if x.sum() > 1e6:
+            x = x + 1
+        return {"a": self.inner(x) * factor, "b": (more["y"].sum(1), "text"), "flat": x.flatten()}
+
+
+def test_an_opaque_module_takes_and_gives_structures() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.body = opaque(Structured())
+            self.cut = CutPoint()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            out = self.body((self.first(x), {"y": y}), factor=2.0)
+            assert out["b"][1] == "text"
+            h = self.cut(out["a"])
+            return (h + out["b"][0][:, None]).square().mean() + out["flat"].mean()
+
+    captured = assert_same(Model(), batch_of(4), batch=4)
+    assert captured.carve(0, 1).mutated == ("body.count",)
+    assert [str(spec.dims[0]) for spec in captured.carve(0, 1).sent] == ["b", "b", "6b"]
+
+
+def test_a_cutpoint_called_twice_never_or_inside_an_opaque_module_is_refused() -> None:
+    """V7"""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.cut = CutPoint()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.cut(self.layer(self.cut(self.layer(x)))), y)
+
+    assert "CutPoint cut is called twice" in refusal(Twice())
+    never = Layers(nn.Identity())
+    never.spare = [CutPoint()]  # type: ignore[assignment]
+    assert "CutPoint spare[0] was never called" in refusal(never)
+    assert "inside the opaque module 'between'" in refusal(Layers(opaque(nn.Sequential(CutPoint()))))
+
+
+def test_a_model_without_a_loss_is_told_what_it_returned() -> None:
+    """V7"""
+
+    class NoLoss(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"logits": x}
+
+    assert "returned a dict of logits; expected its loss" in refusal(NoLoss())
+
+
+def test_a_loss_that_compares_samples_is_refused() -> None:
+    """V7"""
+
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            scores = self.layer(x) @ y.t()
+            return F.cross_entropy(scores, torch.arange(x.shape[0]))
+
+    text = refusal(Contrastive())
+    assert "compares every sample with every other" in text
+    assert line_of(Contrastive, "scores =").split(": ")[0] in text
+
+
+@pytest.mark.parametrize("hard", ["view", "branch"])
+def test_a_batch_size_written_into_the_model_is_refused(hard: str) -> None:
+    """V7"""
+
+    class Hard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.layer(x)
+            h = h.view(4, 2, 3) if hard == "view" else h * 2 if x.shape[0] == 4 else h
+            return F.mse_loss(h.reshape(y.shape), y)
+
+    text = refusal(Hard())
+    assert "batch" in text and line_of(Hard, "h = h.view").split(": ")[0] in text
+
+
+def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
+    """V7"""
+
+    class Dropped(nn.Module):
+        def __init__(self, probability: float) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.probability = probability
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                drawn = torch.rand([])
+                if drawn < self.probability:
+                    return x
+            return self.layer(x)
+
+    assert_same(Layers(Dropped(0.0)), batch_of(3), batch=3)
+    assert_same(Layers(Dropped(1.0)), batch_of(3), batch=3)
+    text = refusal(Layers(Dropped(0.5)))
+    assert text.startswith(line_of(Dropped, "if drawn <"))
+    assert "set layerdrop to 0" in text
+
+
+def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
+    """V12"""
+    assert "input 'y' is a list" in refusal(Layers(nn.Identity()), {"x": torch.randn(4, 6), "y": [1]})
+    assert "no input has a batch" in refusal(Layers(nn.Identity()), {"x": 1})
+
+
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    refusal(Layers(Custom()))
+    x = torch.ones(2, requires_grad=True)
+    Doubled.apply(x).sum().backward()
+    assert x.grad is not None and float(x.grad[0]) == 2
+    assert_same(Layers(nn.Tanh()), batch_of(3), batch=3)
