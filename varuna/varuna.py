@@ -2,8 +2,10 @@
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -117,6 +119,7 @@ class Varuna(nn.Module):
             host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
             link_delay=link_delay,
         )
+        weakref.finalize(self, self._session.close)  # at the latest when the script ends
         with self._errors_reach_everyone("wrapping the model"):
             inputs = dummy_inputs(2, device="cpu") if callable(dummy_inputs) else dummy_inputs
             self._batch(inputs)
@@ -199,7 +202,7 @@ class Varuna(nn.Module):
             if batch.size > self.batch_size:
                 raise ValueError(
                     f"step was given {batch.size} samples, but replica {self._session.replica} of "
-                    f"{self.plan.width} takes {self.batch_size} of the global batch of {self.plan.batch_size} "
+                    f"{self.plan.width} takes {self.batch_size} of the global batch's {self.plan.batch_size} "
                     "(give each replica its own share, e.g. by varuna.SampleOrder)"
                 )
             totals = self._trainer.step(
@@ -291,7 +294,7 @@ class Varuna(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         return self._state.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This stage's part of the unwrapped model's state, under its names."""
         return self._state.state_dict(*args, **kwargs)
 
@@ -350,7 +353,7 @@ class Varuna(nn.Module):
             captured = self._source.capture(inputs, training=training)
             if captured.num_segments != self._num_segments:
                 raise ValueError(
-                    f"with these inputs the model has {captured.num_segments} segments, but with the sample inputs "
+                    f"with these inputs the model has {captured.num_segments} segments, with the sample's "
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
             program = captured.carve(self._own.first, self._own.stop).to(self.device)
@@ -460,7 +463,8 @@ def _join_job(stage_map: StageMap) -> int:
         found = [f"it names {lacking}, which are not there"] if lacking else []
         found += [f"it leaves out {idle}"] if idle else []
         raise ValueError(
-            f"the map {format_stage_map(stage_map)!r} does not fit the job's {world} ranks: {' and '.join(found)} "
+            f"the map {format_stage_map(stage_map)!r} does not fit the job's {world} ranks: "
+            f"{' and '.join(found)} "
             "(start as many workers as the map has ranks, or pass the launcher's own map)"
         )
     return dist.get_rank()
@@ -490,7 +494,7 @@ def _plan_stages(
         cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
         spans = cached or balance([s.flops_per_sample for s in captured.graph.segments], stages=depth)
     bounds = [first for first, _ in spans] + [captured.num_segments]
-    if [tuple(span) for span in spans] != list(zip(bounds[:-1], bounds[1:], strict=True)) or bounds[0] != 0:
+    if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
         raise ValueError(
             f"spans must part the segments 0 to {captured.num_segments} into {depth} runs without gap or "
             f"overlap, each at least one long, but are {list(spans)}"

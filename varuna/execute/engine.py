@@ -232,7 +232,7 @@ def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], ran
     for tensor, spec in zip(tensors, expected, strict=False):
         if str(tensor.dtype)[6:] != spec.dtype or tensor.dim() != len(spec.dims):
             raise VarunaError(
-                f"rank {rank} sent {str(tensor.dtype)[6:]}{list(tensor.shape)} where this stage expects {spec} "
+                f"rank {rank} sent {str(tensor.dtype)[6:]}{list(tensor.shape)}, this stage expects {spec} "
                 "(do both run the same model, precision and micro-batch size?)"
             )
     if len(tensors) != len(expected):

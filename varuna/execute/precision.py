@@ -69,7 +69,7 @@ def make_loss_scale(
     if loss_scale == "dynamic":
         if not 0 < min_loss_scale <= init_loss_scale:
             raise ValueError(
-                f"0 < min_loss_scale <= init_loss_scale must hold, but they are {min_loss_scale} and {init_loss_scale}"
+                f"0 < min_loss_scale <= init_loss_scale must hold, not {min_loss_scale} and {init_loss_scale}"
             )
         return DynamicLossScale(float(init_loss_scale), float(min_loss_scale))
     if isinstance(loss_scale, str) or not loss_scale > 0:

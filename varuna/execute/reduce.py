@@ -96,7 +96,7 @@ class Reducer:
             self._make_buckets()
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
-        hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]  # type: ignore[attr-defined]
+        hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]  # type: ignore[no-untyped-call]
 
         def stop() -> None:
             for hook in hooks:
@@ -149,7 +149,7 @@ class Reducer:
         flat = torch.zeros(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
-        pieces = flat.split([p.numel() for p in parameters])
+        pieces = torch.split(flat, [p.numel() for p in parameters])
         views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         bucket = Bucket(parameters, flat, views)
         self._buckets.append(bucket)

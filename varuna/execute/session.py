@@ -3,6 +3,7 @@
 One rank alone has none of these, and needs no torch.distributed.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from varuna.errors import WorkerError
+from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.board import Board
 from varuna.execute.groups import make_group
 from varuna.execute.link import Link
@@ -37,6 +38,7 @@ class Session:
     replicas: dist.ProcessGroup | None = None
     network: Network | None = None
     waiter: Waiter | None = None
+    closed: bool = False
 
     @property
     def depth(self) -> int:
@@ -50,10 +52,32 @@ class Session:
         """Every rank's value, by rank in the order of the map's ranks."""
         if self.everyone is None:
             return [value]
-        return _gather(value, self.everyone)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather([len(data)], self.everyone)
+        padded = torch.zeros(max(size for (size,) in sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = [torch.empty_like(padded) for _ in sizes]
+        self._wait(dist.all_gather(parts, padded, group=self.everyone, async_op=True))
+        return [
+            pickle.loads(part[:size].numpy().tobytes()) for part, (size,) in zip(parts, sizes, strict=True)
+        ]
 
-    def gather_over_replicas(self, value: Anything) -> list[Anything]:
-        return [value] if self.replicas is None else _gather(value, self.replicas)
+    def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every replica's numbers, by replica: one small message."""
+        return [list(numbers)] if self.replicas is None else self._all_gather(numbers, self.replicas)
+
+    def _all_gather(self, numbers: Sequence[float], group: dist.ProcessGroup) -> list[list[Any]]:
+        own = torch.tensor(numbers, dtype=torch.float64 if isinstance(numbers[0], float) else torch.int64)
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        self._wait(dist.all_gather(parts, own, group=group, async_op=True))
+        return [part.tolist() for part in parts]
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        if self.waiter is None:  # while the session opens
+            work.wait()
+        else:
+            self.waiter.for_work(work, lambda: "a word from all ranks")
 
     def neighbour(self, step: int) -> Link | None:
         """The link to the stage before (-1) or after (+1) this one."""
@@ -64,16 +88,22 @@ class Session:
 
     def explain(self, error: Exception, where: str) -> None:
         """Tells the other ranks of an error of this one, and the error where it happened."""
-        if self.board is not None and not isinstance(error, WorkerError):
+        second_hand = isinstance(error, WorkerError) and not isinstance(error, PeerLost | PeerHangs)
+        if self.board is not None and not second_hand:
             self.board.post(error, where)
             self.board.linger()
-        if where and not isinstance(error, WorkerError):
+        if not isinstance(error, WorkerError):
             error.add_note(f"on rank {self.rank}: {where}")
 
     def close(self) -> None:
+        """Hands over what was sent, and says goodbye, so that an orderly end is told from a loss."""
+        if self.closed:
+            return
+        self.closed = True
         if self.network is not None:
             self.network.close()
         if self.board is not None:
+            self.board.finished()
             self.board.close()
 
 
@@ -99,7 +129,7 @@ def open_session(
         its_stage, its_replica = place_in_map(stage_map, other)
         return f"rank {other} (stage {its_stage}, replica {its_replica})"
 
-    store = dist.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
     session.board = Board(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
     session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
     session.replicas = (
@@ -107,7 +137,10 @@ def open_session(
         if len(stage_map) == 1
         else make_group(stage_map[stage], timeout_seconds=timeout_seconds)
     )
-    others = [stage_map[s][replica] for s in (stage - 1, stage + 1) if 0 <= s < len(stage_map)]
+    others = {stage_map[s][replica] for s in (stage - 1, stage + 1) if 0 <= s < len(stage_map)}
+    # Between replicas nothing is sent; but a link tells at once who is gone, where a reduction only breaks.
+    width = len(stage_map[stage])
+    others |= {stage_map[stage][(replica + step) % width] for step in (-1, 1)} - {rank}
     session.network = connect(
         rank,
         {other: describe(other) for other in others},
@@ -119,12 +152,6 @@ def open_session(
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.board.watch(session.waiter.fail)
     return session
-
-
-def _gather(value: Anything, group: dist.ProcessGroup) -> list[Anything]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def tie_groups(

@@ -118,11 +118,11 @@ class Trainer:
             return Shares(0, weight or 1.0, [len(microbatches)])
         if self.weigh is None and not self.traits.random and not self.traits.momentum:
             return Shares(0, float(self.plan.batch_size), [])
-        everyone = self.session.gather_over_replicas((samples, weight, len(microbatches)))
+        everyone = self.session.gather_over_replicas((weight, samples, len(microbatches)))
         return Shares(
-            sum(theirs for theirs, _, _ in everyone[: self.session.replica]),
-            sum(theirs for _, theirs, _ in everyone) or 1.0,
-            [count for _, _, count in everyone],
+            sum(int(theirs) for _, theirs, _ in everyone[: self.session.replica]),
+            sum(theirs for theirs, _, _ in everyone) or 1.0,
+            [int(count) for _, _, count in everyone],
         )
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:

@@ -6,11 +6,14 @@ of a reduction, by another rank's error on the board, or by the timeout, and the
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from varuna.errors import PeerHangs, PeerLost, VarunaError, WorkerError
+from varuna.errors import PeerHangs, PeerLost, WorkerError
+
+PATIENCE_SECONDS = 2.0
+"""How long a broken connection waits for the error that broke it to be posted."""
 
 
 class Bell(Protocol):
@@ -53,13 +56,13 @@ class Waiter:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self.board.culprit()
-                # After a third of the time the wait is put on the board, where a culprit is one who does not wait.
+                # After a third of the time the wait goes on the board: a culprit is one who does not wait.
                 if not noted and left <= self.timeout_seconds * 2 / 3:
                     self.board.waiting(what())
                     noted = True
                 self.bell.wait(min(left, self.timeout_seconds / 3))
-        except (PeerLost, OSError, RuntimeError) as error:
-            raise self._explain(error) from error
+        except (OSError, RuntimeError) as error:
+            self.reraise(error)
         finally:
             if noted and self.failure is None:
                 self.board.waiting(None)
@@ -73,15 +76,16 @@ class Waiter:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._explain(error) from error
+            self.reraise(error)
 
-    def _explain(self, error: Exception) -> Exception:
+    def reraise(self, error: Exception) -> NoReturn:
         """A broken connection is a symptom: the posted error, if one comes soon, is the cause."""
         if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
-            return error
-        posted = self.failure or self.board.read(wait_seconds=3.0)
+            raise error
+        posted = self.failure or self.board.read(wait_seconds=PATIENCE_SECONDS)
         if posted is not None:
-            return posted
-        return (
-            error if isinstance(error, VarunaError) else PeerLost(f"a peer is gone in a reduction: {error}")
-        )
+            raise posted from error
+        if isinstance(error, PeerLost):
+            raise error
+        self.bell.wait(0)  # raises where a link has seen who is gone
+        raise PeerLost(f"a peer is gone in a reduction: {error}") from error
