@@ -137,7 +137,7 @@ def from_wire(tensor: Tensor, device: torch.device) -> Tensor:
 class Outgoing(NamedTuple):
     buffers: list[memoryview]
     tensors: list[Tensor]  # kept alive until their memory has been read
-    release_seconds: float  # on the monotonic clock; not sent before
+    release_seconds: float  # on the monotonic clock; neither it nor what follows it is sent before
 
 
 class Incoming(NamedTuple):
@@ -173,7 +173,6 @@ class Link:
         self._outbox: deque[Outgoing] = deque()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
-        self._last_release = 0.0
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._stop = 0  # what of the scratch is not yet used
         self._frame: Incoming | None = None  # whose payload is on its way ...
@@ -190,10 +189,7 @@ class Link:
         payload = [memory_of(tensor) for tensor in ready if tensor.numel()]
         num_bytes = sum(map(len, payload))
         header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), num_bytes, tag)
-        release = 0.0
-        if self._delay is not None:
-            release = max(self._last_release, time.monotonic() + self._delay(self.sent))
-            self._last_release = release
+        release = 0.0 if self._delay is None else time.monotonic() + self._delay(self.sent)
         self.sent += 1
         self.sent_bytes += num_bytes
         self._put(Outgoing([memoryview(header + descriptor), *payload], ready, release))
@@ -242,7 +238,7 @@ class Link:
     def say_goodbye(self) -> None:
         if not self.over:
             header = HEADER.pack(MAGIC, BYE, 0, 0, 0, self.sent)
-            self._put(Outgoing([memoryview(header)], [], self._last_release))
+            self._put(Outgoing([memoryview(header)], [], 0.0))
 
     def _put(self, message: Outgoing) -> None:
         self._outbox.append(message)
