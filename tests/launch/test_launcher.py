@@ -94,7 +94,10 @@ def deep():
     raise ValueError("bad sample")
 mine = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 if os.environ["RANK"] == "0":
+    while not Path("rank_1_started").exists():
+        pass
     raise PeerLost("rank 1 is gone")
+Path("rank_1_started").touch()
 while not mine.with_name("rank_0.error.json").exists():
     pass
 deep()
@@ -142,6 +145,11 @@ def wait_until_ready(reader: BinaryIO, workers: int) -> None:
 
 
 READY = "os.write(pipe, b'ready\\n')\n"
+BOTH_READY = """
+open(f"ready_{rank}", "w").close()
+while not os.path.exists("ready_0") or not os.path.exists("ready_1"):
+    pass
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -166,7 +174,8 @@ def test_when_a_worker_ends_what_it_started_ends_too(
 ) -> None:
     """V33, also where a worker does not heed SIGTERM."""
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if code else ""
-    script = HOLD + stubborn + READY + f"if rank == '1' or not {code}: {last}\nsignal.pause()"
+    ends = f"if rank == '1' or not {code}: {last}\nsignal.pause()"
+    script = HOLD + stubborn + READY + BOTH_READY + ends
     command = launcher(tmp_path, str(pipe), devices=2, stages=2)
     with started(command, tmp_path, script) as job, pipe.open("rb") as reader:
         assert reader.read() == b"ready\nready\n"
