@@ -1,0 +1,255 @@
+"""Each benchmark: what it compares, at which sizes, and what is to be reached."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.jitter import Jitter
+from benchmarks.makespan import steps_and_makespans
+from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
+from benchmarks.memory import Held, held
+from benchmarks.models import MEDIUM, TINY, Size, chain
+from benchmarks.report import Row
+from tests.pool import Pool
+from varuna.types import ScheduleName
+
+JITTER = {TINY.name: Jitter(0.003), MEDIUM.name: Jitter(0.01)}
+"""Of the order of what a stage computes for a micro-batch."""
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.008, 0.016
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The processes that measure, and how long they do."""
+
+    pool: Pool
+    settings: Settings
+    quick: bool
+
+    def run(self, task: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        return self.pool.run(task, world, *args, timeout=HOUR)
+
+    def layouts(self) -> Iterator[tuple[Size, int, int]]:
+        """(model, P, M) of the comparisons with torch's pipeline."""
+        if self.quick:
+            yield TINY, 2, 4
+            return
+        for size in (TINY, MEDIUM):
+            for depth in (2, 4):
+                for microbatches in (8, 32):
+                    yield size, depth, microbatches
+
+
+class Turns:
+    """The samples of several contenders, put together over the ranks."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Sequence[Sample]]]) -> None:
+        # A step has ended when its last rank has; CPU seconds add up.
+        self.wall = [
+            [max(sample.wall for sample in ranks) for ranks in zip(*side, strict=True)]
+            for side in zip(*by_rank, strict=True)
+        ]
+        self.cpu = [
+            [sum(sample.cpu for sample in ranks) for ranks in zip(*side, strict=True)]
+            for side in zip(*by_rank, strict=True)
+        ]
+
+    def row(self, benchmark: str, case: str, against: str, index: int = 0, other: int = 1, **targets: Any) -> Row:
+        return Row(
+            benchmark=benchmark,
+            case=case,
+            against=against,
+            unit="ms",
+            ours=in_ms(self.wall[index]),
+            other=in_ms(self.wall[other]),
+            ratio=paired(self.wall[index], self.wall[other]),
+            cpu_ours=in_ms(self.cpu[index]),
+            cpu_other=in_ms(self.cpu[other]),
+            cpu_ratio=paired(self.cpu[index], self.cpu[other]),
+            **targets,
+        )
+
+
+def in_ms(seconds: Sequence[float]) -> Spread:
+    return spread([1000 * value for value in seconds])
+
+
+def paired(ours: Sequence[float], others: Sequence[float]) -> Spread:
+    """Of samples taken side by side, so that what slows the machine for a while slows both."""
+    return spread([a / b for a, b in zip(ours, others, strict=True)])
+
+
+def compare(lab: Lab, world: int, *contenders: Contender, same_batch: bool = True) -> Turns:
+    return Turns(lab.run(take_turns, world, list(contenders), lab.settings, same_batch))
+
+
+def one_process(lab: Lab) -> list[Row]:
+    rows = []
+    for size in (TINY,) if lab.quick else (TINY, MEDIUM):
+        same = {"size": size, "microbatches": 8}
+        turns = compare(lab, 1, Contender("varuna", {**same, "depth": 1}), Contender("bare loop", same))
+        rows.append(turns.row("one-process", f"{size.name}, P=1, D=1, M=8", "the bare PyTorch loop", target=1.02))
+    return rows
+
+
+def pipeline(lab: Lab) -> list[Row]:
+    rows = []
+    for size, depth, microbatches in lab.layouts():
+        same = {"size": size, "depth": depth, "microbatches": microbatches}
+        turns = compare(lab, depth, Contender("varuna", same), Contender("torch 1F1B", same))
+        case = f"{size.name}, P={depth}, M={microbatches}"
+        rows.append(turns.row("pipeline", case, "torch's Schedule1F1B", target=0.95, cpu_target=1.0))
+    return rows
+
+
+def pipeline_jitter(lab: Lab) -> list[Row]:
+    rows = []
+    for size, depth, microbatches in lab.layouts():
+        jitter = JITTER[size.name]
+        same = {"size": size, "depth": depth, "microbatches": microbatches, "jitter": jitter}
+        turns = compare(lab, depth, Contender("varuna", same), Contender("torch 1F1B", same))
+        case = f"{size.name}, P={depth}, M={microbatches}, links late by {1000 * jitter.mean_seconds:.0f} ms"
+        rows.append(turns.row("pipeline-jitter", case, "torch's Schedule1F1B", target=0.80))
+    return rows
+
+
+def data_parallel(lab: Lab) -> list[Row]:
+    rows = []
+    for size in (TINY,) if lab.quick else (TINY, MEDIUM):
+        for microbatches in (2,) if lab.quick else (1, 8):
+            same = {"size": size, "microbatches": microbatches}
+            turns = compare(
+                lab,
+                2,
+                Contender("varuna", {**same, "depth": 1, "width": 2}),
+                Contender("DistributedDataParallel", same),
+            )
+            case = f"{size.name}, P=1, D=2, M={microbatches}"
+            rows.append(turns.row("data-parallel", case, "DistributedDataParallel", target=1.00))
+    return rows
+
+
+def makespan(lab: Lab) -> list[Row]:
+    rows = []
+    for depth, microbatches in [(2, 4)] if lab.quick else [(2, 32), (4, 8), (4, 32)]:
+        seconds = {"F": FORWARD_SECONDS, "B": BACKWARD_SECONDS}
+        found = lab.run(steps_and_makespans, depth, depth, microbatches, seconds, lab.settings)
+        steps = [max(step for step, _ in ranks) for ranks in zip(*found, strict=True)]
+        allowed = [ranks[0][1] for ranks in zip(*found, strict=True)]
+        row = Row(
+            benchmark="makespan",
+            case=f"computing by sleeping, P={depth}, M={microbatches}",
+            against="what its own compute times allow",
+            unit="ms",
+            ours=in_ms(steps),
+            other=in_ms(allowed),
+            ratio=paired(steps, allowed),
+            target=1.10,
+        )
+        rows.append(row)
+    return rows
+
+
+MEMORY_SCHEDULES: list[tuple[ScheduleName, bool]] = [
+    ("varuna", False),
+    ("varuna", True),
+    ("1f1b", False),
+    ("gpipe", False),
+    ("zero-bubble", False),
+]
+
+
+def memory(lab: Lab) -> list[Row]:
+    rows = []
+    size, depth, microbatches = (TINY, 2, 4) if lab.quick else (MEDIUM, 4, 16)
+    for schedule, recompute in MEMORY_SCHEDULES:
+        stages: list[Held] = lab.run(held, depth, size, depth, microbatches, schedule, recompute)
+        for found in stages:
+            name = f"{schedule} recomputing" if recompute else schedule
+            place = f"{size.name}, P={depth}, M={microbatches}, {name}, stage {found.stage}"
+            counted = found.microbatches, found.most_microbatches
+            rows.append(of_memory(place, "micro-batches", *counted))
+            rows.append(of_memory(place, "KiB", found.num_bytes / 1024, found.most_bytes / 1024))
+    return rows
+
+
+def of_memory(place: str, unit: str, ours: float, bound: float) -> Row:
+    return Row(
+        benchmark="memory",
+        case=place,
+        against="the schedule's bound",
+        unit=unit,
+        ours=spread([ours]),
+        other=spread([bound]),
+        ratio=spread([ours / bound]),
+        target=1.0,
+    )
+
+
+def overhead(lab: Lab) -> list[Row]:
+    """CPU time for each micro-batch and stage; growth is the ratio to the layout before."""
+    rows = []
+    found: dict[tuple[int, int], list[float]] = {}
+    depths, counts = ((1, 2), (2, 4)) if lab.quick else ((1, 2, 4), (8, 32, 128))
+    for depth in depths:
+        contenders = [
+            Contender("varuna", {"size": chain(depth), "depth": depth, "microbatches": count}) for count in counts
+        ]
+        turns = compare(lab, depth, *contenders, same_batch=False)
+        for count, cpu in zip(counts, turns.cpu, strict=True):
+            found[depth, count] = [seconds / count / depth for seconds in cpu]
+    for depth in depths:
+        for fewer, more in zip(counts, counts[1:], strict=False):
+            rows.append(_growth(found, (depth, more), (depth, fewer), target=1.05))
+    # A stage between two others has twice the messages of one at the end: 1 sent by each of P=2, 1.5 of P=4.
+    for narrow, deep in zip(depths[1:], depths[2:], strict=False):
+        rows.append(_growth(found, (deep, counts[1]), (narrow, counts[1]), target=1.5))
+    return rows
+
+
+def _growth(
+    found: dict[tuple[int, int], list[float]], ours: tuple[int, int], other: tuple[int, int], *, target: float
+) -> Row:
+    return Row(
+        benchmark="overhead",
+        case=f"CPU per micro-batch and stage, P={ours[0]}, M={ours[1]}",
+        against=f"P={other[0]}, M={other[1]}",
+        unit="ms",
+        ours=in_ms(found[ours]),
+        other=in_ms(found[other]),
+        ratio=paired(found[ours], found[other]),
+        target=target,
+    )
+
+
+def schedules(lab: Lab) -> list[Row]:
+    rows = []
+    cases = [(TINY, 2, 4)] if lab.quick else [(TINY, 4, 32), (MEDIUM, 2, 8), (MEDIUM, 4, 8)]
+    variants: dict[str, dict[str, Any]] = {
+        "varuna": {},
+        "1f1b": {"schedule": "1f1b"},
+        "gpipe": {"schedule": "gpipe"},
+        "zero-bubble": {"schedule": "zero-bubble"},
+        "varuna recomputing": {"recompute": True},
+    }
+    for size, depth, microbatches in cases:
+        same = {"size": size, "depth": depth, "microbatches": microbatches}
+        turns = compare(lab, depth, *(Contender("varuna", {**same, **more}) for more in variants.values()))
+        for index, name in enumerate(variants):
+            if index:
+                case = f"{size.name}, P={depth}, M={microbatches}, {name}"
+                rows.append(turns.row("schedules", case, "the schedule varuna", index, 0))
+    return rows
+
+
+BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
+    "one-process": one_process,
+    "pipeline": pipeline,
+    "pipeline-jitter": pipeline_jitter,
+    "data-parallel": data_parallel,
+    "makespan": makespan,
+    "memory": memory,
+    "overhead": overhead,
+    "schedules": schedules,
+}

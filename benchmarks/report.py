@@ -1,0 +1,151 @@
+"""What was measured, as one table on the screen, as Markdown and as JSON."""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.table import Table
+
+from benchmarks.measure import Spread
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison: medians and quartiles of both sides, and of their ratio."""
+
+    benchmark: str
+    case: str
+    against: str
+    unit: str
+    ours: Spread
+    other: Spread
+    ratio: Spread
+    cpu_ours: Spread | None = None
+    cpu_other: Spread | None = None
+    cpu_ratio: Spread | None = None
+    target: float | None = None
+    cpu_target: float | None = None
+
+    @property
+    def reached(self) -> bool | None:
+        """None where nothing is to be reached. Judged by the medians, to the two digits that are printed."""
+        if self.target is None:
+            return None
+        fast = round(self.ratio.median, 2) <= self.target
+        if self.cpu_target is None or self.cpu_ratio is None:
+            return fast
+        return fast and round(self.cpu_ratio.median, 2) <= self.cpu_target
+
+
+COLUMNS = (
+    "benchmark",
+    "case",
+    "against",
+    "ours",
+    "other",
+    "ratio (quartiles)",
+    "CPU ours",
+    "CPU other",
+    "CPU ratio (quartiles)",
+    "to reach",
+    "reached",
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    reach = [] if row.target is None else [f"≤ {row.target:.2f}"]
+    reach += [] if row.cpu_target is None else [f"CPU ≤ {row.cpu_target:.2f}"]
+    return (
+        row.benchmark,
+        row.case,
+        row.against,
+        _amount(row.ours, row.unit),
+        _amount(row.other, row.unit),
+        _ratio(row.ratio),
+        _amount(row.cpu_ours, "ms"),
+        _amount(row.cpu_other, "ms"),
+        _ratio(row.cpu_ratio),
+        ", ".join(reach),
+        {True: "yes", False: "NO", None: ""}[row.reached],
+    )
+
+
+def _amount(value: Spread | None, unit: str) -> str:
+    if value is None:
+        return ""
+    text = f"{value.median:.3g}" if value.median < 1000 else f"{value.median:.0f}"
+    return f"{text} {unit}"
+
+
+def _ratio(value: Spread | None) -> str:
+    if value is None:
+        return ""
+    if value.low == value.high:
+        return f"{value.median:.2f}"
+    return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    made = Table(title=machine())
+    for column in COLUMNS:
+        made.add_column(column, overflow="fold")
+    before = ""
+    for row in rows:
+        if before and row.benchmark != before:
+            made.add_section()
+        before = row.benchmark
+        made.add_row(*cells(row), style="red" if row.reached is False else "")
+    return made
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Measured on {machine()}. What each line means: docs/benchmarks.md.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{cores} cores of {_processor()}, one thread per worker, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def save(rows: Sequence[Row], folder: Path) -> None:
+    """One JSON file for each benchmark, and a table of all that were ever saved there."""
+    folder.mkdir(exist_ok=True)
+    for name in dict.fromkeys(row.benchmark for row in rows):
+        own = [row for row in rows if row.benchmark == name]
+        text = msgspec.json.format(msgspec.json.encode({"machine": machine(), "rows": own}), indent=1)
+        (folder / f"{name}.json").write_bytes(text + b"\n")
+
+
+def load(folder: Path, names: Sequence[str]) -> Iterator[Row]:
+    for name in names:
+        path = folder / f"{name}.json"
+        if path.exists():
+            yield from msgspec.json.decode(path.read_bytes(), type=Saved).rows
+
+
+class Saved(msgspec.Struct, frozen=True):
+    machine: str
+    rows: list[Row]
