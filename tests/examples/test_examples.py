@@ -1,0 +1,123 @@
+"""The examples do what they say, in real processes, and their losses are those of one plain process."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+TOLERANCE = {"rel": 1e-5, "abs": 0}
+
+
+def script(name: str) -> str:
+    return str(ROOT / "examples" / f"{name}.py")
+
+
+def module(name: str) -> ModuleType:
+    if str(ROOT / "examples") not in sys.path:
+        sys.path.append(str(ROOT / "examples"))
+    return importlib.import_module(name)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """What the first rank printed; the job must end well."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VARUNA_")}
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "VARUNA_HOME": str(folder),
+        "VARUNA_CACHE": str(folder / "cache"),
+    }
+    job = subprocess.run(
+        command, cwd=folder, env={**kept, **own, **environment}, capture_output=True, text=True
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def run_varuna(folder: Path, *command: str, workers: int, stages: int, batch: int, chunk: int) -> str:
+    (folder / "machines").write_text("127.0.0.1\n")
+    return run(
+        [
+            *[sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"],
+            *["--gpus_per_node", str(workers), "--nstages", str(stages)],
+            *["--batch_size", str(batch), "--chunk_size", str(chunk), *command],
+        ],
+        folder,
+    )
+
+
+def losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r" loss (\S+)", output)]
+
+
+def plain_gpt(batch: int) -> list[float]:
+    gpt = module("gpt")
+    return [loss for _, loss in gpt.train_plainly(gpt.make_model(), batch_size=batch, steps=3)]
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_ends_with_losses_equal_to_one_process(tmp_path: Path) -> None:
+    """V10, V16: 2 stages x 2 replicas under the launcher."""
+    output = run([sys.executable, script("demo"), "--steps", "5"], tmp_path)
+    assert "losses of all 5 steps over 4 workers equal the single process's" in output
+    assert float(re.search(r"largest difference: (\S+) relative", output)[1]) <= 1e-5  # type: ignore[index]
+
+
+@pytest.mark.timeout(300)
+def test_the_gpt_reads_the_flags_of_run_varuna(tmp_path: Path) -> None:
+    """V10, V13, V15, V16, V18, V30"""
+    output = run_varuna(tmp_path, script("gpt"), "--steps", "3", workers=2, stages=2, batch=5, chunk=2)
+    assert losses(output) == pytest.approx(plain_gpt(5), **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_the_gpt_runs_under_torchrun(tmp_path: Path) -> None:
+    """V16, V30: two replicas."""
+    flags = ["--steps", "3", "--stage_to_rank_map", "0,1;", "--batch-size", "3"]
+    output = run([*TORCHRUN, "2", script("gpt"), *flags], tmp_path)
+    assert losses(output) == pytest.approx(plain_gpt(6), **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_the_cnn_reads_the_environment_of_run_varuna(tmp_path: Path) -> None:
+    """V17, V18, V30: the running statistics, and so the evaluation, are those of one process."""
+    output = run_varuna(tmp_path, script("cnn"), "--steps", "3", workers=4, stages=2, batch=8, chunk=2)
+    plain = module("cnn").train_plainly(batch_size=8, chunk_size=2, steps=3)
+    assert losses(output) == pytest.approx(losses("\n".join(plain)), **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_the_cnn_runs_under_torchrun_as_a_pipeline(tmp_path: Path) -> None:
+    """V17, V30"""
+    command = [*TORCHRUN, "2", script("cnn"), "--steps", "3"]
+    output = run(command, tmp_path, VARUNA_STAGE_TO_RANK_MAP="0;1;")
+    plain = module("cnn").train_plainly(batch_size=12, chunk_size=4, steps=3)
+    assert losses(output) == pytest.approx(losses("\n".join(plain)), **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "stages"), [("gpt2", 1), ("gpt2", 2), ("gpt2", 3), ("gpt2", 4), ("bert", 4), ("llama", 4)]
+)
+def test_hugging_face_models_train_as_they_are(tmp_path: Path, name: str, stages: int) -> None:
+    """B8, V2, V6: unedited, tied weights and RoPE included, dropout on."""
+    given = [script("huggingface"), "--model", name, "--steps", "2"]
+    output = run_varuna(tmp_path, *given, workers=stages, stages=stages, batch=5, chunk=2)
+    plain = list(module("huggingface").train_plainly(name, batch_size=5, steps=2))
+    assert losses(output) == pytest.approx(plain, **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_a_hugging_face_model_is_compared_with_one_process_on_request(tmp_path: Path) -> None:
+    """B8: two replicas under torchrun, a token-weighted loss."""
+    command = [*TORCHRUN, "2", script("huggingface"), "--model", "bert", "--steps", "2", "--compare"]
+    output = run(command, tmp_path)
+    found = re.search(r"largest relative difference from one plain process: (\S+)", output)
+    assert found is not None and float(found[1]) <= 1e-5
