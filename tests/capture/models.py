@@ -50,6 +50,9 @@ class Everything(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
+
     def forward(self, ids: Tensor, labels: Tensor, scale: float = 1.0, nothing: None = None) -> dict[str, Tensor]:
         with torch.no_grad():
             mask = (ids > 2).float()

@@ -47,6 +47,9 @@ class Captured:
         self.num_segments = whole.num_segments
         self.random = whole.work is not None and bool(whole.work.users)
         self.momentum = momentum
+        self.precision: PrecisionName = precision
+        self.device = device
+        self.batch_dims = dict(batch.dims)
         self._carver = Carver(whole, flow, symbol=symbol, precision=precision, device=device)
         self._programs: dict[tuple[int, int], Program] = {}
 

@@ -120,9 +120,9 @@ def _constrained_line(error: Exception) -> str:
 
 
 def _full_path(ending: str) -> str:
-    """torch shortens paths to their last parts: find the module that is meant."""
+    """torch cuts paths short: find the module that is meant."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return next((file for file in sorted(files) if file.endswith("/" + ending)), ending)
+    return next((file for file in sorted(files) if file.endswith(ending)), ending)
 
 
 def _short(text: str) -> str:

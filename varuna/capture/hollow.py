@@ -43,7 +43,6 @@ def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def emptied(module: nn.Module, *, own: bool) -> nn.Module:
-    """A copy of one module with memory on CPU for its own tensors; those of its children stay on `meta`."""
-    mine = {id(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None}
-    return _copy_with(module, lambda t: torch.empty_like(t, device="cpu" if not own or id(t) in mine else "meta"))
+def emptied(module: nn.Module) -> nn.Module:
+    """A copy of one module with memory of its own on CPU, not yet written to."""
+    return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))

@@ -1,7 +1,10 @@
 """Values for a model on `meta`, made module by module, so that no process ever holds more than its stage.
 
 Each module draws from a generator that is seeded by its own name: the values do not depend on which
-stage, rank or layout asks for them.
+stage, rank or layout asks for them. A module's tensors are made by whoever knows how:
+
+    its own reset_parameters(), that of a module around it, or the model's _init_weights(module)
+    (as Hugging Face has it), called on the module and on those around it
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.hollow import emptied
+from varuna.capture.hollow import hollow
 from varuna.errors import CaptureError
 
 
@@ -23,45 +26,81 @@ def initialized(model: nn.Module, names: Sequence[str], *, device: torch.device,
         path, _, leaf = name.rpartition(".")
         by_owner.setdefault(path, []).append(leaf)
     values: dict[str, Tensor] = {}
+    working = hollow(model) if names else model
     for path, leaves in by_owner.items():
-        made = _make(model, path, leaves, seed)
+        made = _make(working, path, leaves, seed)
         for leaf in leaves:
             values[f"{path}.{leaf}" if path else leaf] = made[leaf].to(device)
     return values
 
 
 def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """One module's own tensors (not its children's), on CPU, as its initialisation makes them."""
-    module = emptied(model.get_submodule(path), own=True)
+    """One module's own tensors, on CPU, while all others of the model stay on `meta`."""
+    module = model.get_submodule(path)
+    before = (dict(module._parameters), dict(module._buffers))
+    for leaf, parameter in before[0].items():
+        if parameter is not None:
+            real = _poisoned(parameter)
+            module._parameters[leaf] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+    for leaf, buffer in before[1].items():
+        if buffer is not None:
+            module._buffers[leaf] = _poisoned(buffer)
+    parts = path.split(".") if path else []
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
-    own = {**module._parameters, **module._buffers}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest, "little"))
-        reset = getattr(module, "reset_parameters", None)
-        root_init = getattr(model, "_init_weights", None)
-        if not callable(root_init) and not callable(reset):
-            what = f"{path}.{leaves[0]}" if path else leaves[0]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest, "little"))
+            for candidate in [module, *around]:
+                if any(_is_poisoned(_own(module, leaf)) for leaf in leaves):
+                    _reset(candidate)
+            root_init = getattr(model, "_init_weights", None)
+            if callable(root_init):
+                for candidate in [module, *around]:
+                    root_init(candidate)
+        made = {leaf: _own(module, leaf).detach() for leaf in leaves}
+    finally:
+        module._parameters.update(before[0])
+        module._buffers.update(before[1])
+    for leaf, tensor in made.items():
+        if _is_poisoned(tensor):
             raise CaptureError(
-                f"the model is on `meta` and nothing tells the values of {what!r}: {type(module).__name__} has no "
-                "reset_parameters(), and the model no _init_weights(module) (pass initialize=, a mapping of "
-                "names to tensors or a function that fills a tensor)"
+                f"the model is on `meta` and nothing tells the values of {f'{path}.{leaf}' if path else leaf!r}: "
+                f"expected {type(module).__name__}.reset_parameters(), or _init_weights(module) of the model, to make "
+                "them (or pass initialize=, a mapping of names to tensors or a function that fills a tensor)"
             )
-        for tensor in own.values():
-            if tensor is not None:
-                _poison(tensor)
-        if callable(reset):
-            reset()
-        if callable(root_init):
-            root_init(module)
-    own = {**module._parameters, **module._buffers}
-    made = {}
-    for leaf in leaves:
-        tensor = own[leaf]
-        assert tensor is not None
-        made[leaf] = tensor.detach()
     return made
 
 
-def _poison(tensor: Tensor) -> None:
-    """Memory that no initialisation touches must not pass for values."""
-    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+def _reset(module: nn.Module) -> None:
+    for method in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, method, None)
+        if callable(reset):
+            reset()
+            return
+
+
+def _own(module: nn.Module, leaf: str) -> Tensor:
+    found = module._parameters.get(leaf)
+    found = found if found is not None else module._buffers[leaf]
+    assert found is not None
+    return found
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    """A value that no initialisation gives: memory that none touches must not pass for values."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max - 6
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    return torch.full(tensor.shape, _poison(tensor.dtype), dtype=tensor.dtype, device="cpu")
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool or tensor.numel() == 0:
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return bool((tensor == _poison(tensor.dtype)).any())

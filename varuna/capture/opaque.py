@@ -147,7 +147,7 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     runs = []
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module = emptied(leaf.module, own=False)
+        module = emptied(leaf.module)
         del module.__dict__["forward"]
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()

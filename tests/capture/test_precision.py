@@ -1,0 +1,51 @@
+"""Captured under autocast, a program computes what autocast computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.capture.models import batch_of
+from tests.capture.proof import assert_same
+from torch import Tensor, nn
+
+from varuna.capture import CutPoint, Source
+
+
+class Mixed(nn.Module):
+    """Some lines in low precision, some that insist on fp32, and a dtype read off an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 6)
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.cuts[0](self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            exact = h.float() @ self.first.weight
+            exact = self.cuts[1](exact)
+            exact = torch.cos(exact @ self.first.weight)
+        h = self.dropout(self.norm(h) * exact.to(h.dtype))
+        h = self.cuts[2](h)
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.last(h)
+        return F.mse_loss(h.float(), y)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_every_layout_computes_what_autocast_computes(precision: str, dtype: torch.dtype | None) -> None:
+    """V14: the same casts at the same places, bit for bit where the layout is one stage."""
+    torch.manual_seed(0)
+    model = Mixed()
+    source = Source(model, precision=precision)  # type: ignore[arg-type]
+    assert_same(model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 4]], rtol=0, atol=0)
+    captured = assert_same(
+        model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 1, 2, 3, 4]], rtol=1e-2, atol=1e-2
+    )
+    low = str(dtype or torch.float32).removeprefix("torch.")
+    assert [spec.dtype for spec in captured.carve(1, 2).received] == [low]
+    assert sorted(spec.dtype for spec in captured.carve(2, 3).received) == sorted(["float32", low])
