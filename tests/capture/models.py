@@ -53,7 +53,9 @@ class Everything(nn.Module):
     def reset_parameters(self) -> None:
         self.seen.zero_()
 
-    def forward(self, ids: Tensor, labels: Tensor, scale: float = 1.0, nothing: None = None) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, labels: Tensor, scale: float = 1.0, nothing: None = None
+    ) -> dict[str, Tensor]:
         with torch.no_grad():
             mask = (ids > 2).float()
             self.seen.add_(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def chained(
     found: dict[str, Tensor] = {}
     stages = []
     arrived: tuple[Tensor, ...] = ()
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in pairwise(cuts):
         program = captured.carve(first, stop)
         state = stage_state(source, captured, first, stop, device="cpu")
         received = [
@@ -46,7 +47,9 @@ def chained(
         ]
         for value, spec in zip(received, program.received, strict=True):
             assert str(value.dtype) == f"torch.{spec.dtype}", spec
-        arrived = program([state.tensor(n) for n in program.state], received, inputs, Work(7, 2, first_sample))
+        arrived = program(
+            [state.tensor(n) for n in program.state], received, inputs, Work(7, 2, first_sample)
+        )
         stages.append((program, state, received, arrived))
     loss = arrived[0]
     grads: list[Tensor | None] = [torch.ones_like(loss)]
@@ -58,7 +61,9 @@ def chained(
             if spec is None or spec.needs_grad
         ]
         assert all(value.requires_grad for value, _ in pairs), program.sent
-        torch.autograd.backward([v for v, _ in pairs], [torch.zeros_like(v) if g is None else g for v, g in pairs])
+        torch.autograd.backward(
+            [v for v, _ in pairs], [torch.zeros_like(v) if g is None else g for v, g in pairs]
+        )
         grads = [value.grad for value in received]
         for name in state.canonical:
             grad = state.tensor(name).grad
@@ -90,6 +95,10 @@ def assert_same(
         torch.testing.assert_close(ours, loss, rtol=rtol, atol=atol)
         for name, grad in grads.items():
             torch.testing.assert_close(
-                found[name], grad, rtol=rtol, atol=atol, msg=lambda m, name=name, cuts=cuts: f"{name} at {cuts}: {m}"
+                found[name],
+                grad,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda m, name=name, cuts=cuts: f"{name} at {cuts}: {m}",
             )
     return captured

@@ -8,20 +8,18 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.models import Everything, Mlp, batch_of, tokens
-from tests.capture.proof import assert_same, chained, eager
 from torch import Tensor, nn
 
-from varuna.capture import CutPoint, Source, cut_after, plain_randomness, stage_state
+from tests.capture.models import Everything, Mlp, batch_of, tokens
+from tests.capture.proof import assert_same, chained
+from varuna.capture import CutPoint, Source, cut_after, stage_state
 from varuna.errors import CaptureError
 from varuna.types import Work
 
 
 def layouts(n: int) -> list[list[int]]:
     """Every way to cut n segments into stages."""
-    return [
-        [0, *cuts, n] for depth in range(n) for cuts in itertools.combinations(range(1, n), depth)
-    ]
+    return [[0, *cuts, n] for depth in range(n) for cuts in itertools.combinations(range(1, n), depth)]
 
 
 def test_a_model_with_cutpoints_runs_bit_identical() -> None:
@@ -71,7 +69,11 @@ def test_values_that_follow_from_the_inputs_are_made_again_and_not_sent() -> Non
     """V3"""
     captured = Source(Everything()).capture(tokens(2), training=True)
     kinds = [[spec.needs_grad for spec in captured.carve(i, 4).received] for i in (1, 2, 3)]
-    assert kinds == [[True] * 3, [True] * 3, [True] * 2]  # h, late, skip; late ends before the last cut; no mask
+    assert kinds == [
+        [True] * 3,
+        [True] * 3,
+        [True] * 2,
+    ]  # h, late, skip; late ends before the last cut; no mask
     assert "ids" in captured.carve(2, 3).inputs
 
 
@@ -177,7 +179,12 @@ def test_inputs_may_be_shared_by_all_samples_or_have_their_batch_elsewhere() -> 
             h = self.cut(self.layer(x) + bias)
             return (h @ table + turned.t()).square().mean()
 
-    inputs = {"x": torch.randn(4, 6), "bias": torch.randn(1, 6), "table": torch.randn(6, 6), "turned": torch.randn(6, 4)}
+    inputs = {
+        "x": torch.randn(4, 6),
+        "bias": torch.randn(1, 6),
+        "table": torch.randn(6, 6),
+        "turned": torch.randn(6, 4),
+    }
     model = Shared()
     assert_same(model, inputs, batch=4, source=Source(model, batch_dims={"table": None, "turned": 1}))
     with pytest.raises(CaptureError, match=r"'table' has 6 along dimension 0, but the batch is 4"):

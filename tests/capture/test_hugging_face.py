@@ -1,15 +1,16 @@
-"""Hugging Face models as they are: built from a config, trained with their own dropout, cut after their layers."""
+"""Hugging Face models as they are: from a config, with their own dropout, cut after their layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from tests.capture.proof import assert_same
 from torch import Tensor, nn
 
+from tests.capture.proof import assert_same
 from varuna.capture import Source, check_capture, cut_after, stage_state
 from varuna.types import Work
 
@@ -20,14 +21,21 @@ MASK = torch.ones(4, 12, dtype=torch.long)
 MASK[1, 8:] = 0
 PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 TEXT = {"input_ids": IDS, "labels": IDS, "attention_mask": MASK}
-PAIR = {"input_ids": IDS, "labels": IDS[:, :7]}
+PAIR = {"input_ids": IDS, "labels": IDS[:, :7].contiguous()}
 IMAGE = {"pixel_values": PIXELS, "labels": torch.tensor([0, 1, 2, 3])}
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 LLAMA = {**SMALL, "num_key_value_heads": 1, "max_position_embeddings": 32}
 BART = {
-    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-    "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64, "max_position_embeddings": 32,
-}  # fmt: skip
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "d_model": 16,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Tensor]]] = {
     "gpt2": (
@@ -61,7 +69,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Tens
     "t5": (
         lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(
-                num_layers=2, num_heads=2, d_model=16, d_kv=8, d_ff=32, vocab_size=64, decoder_start_token_id=0
+                num_layers=2,
+                num_heads=2,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                vocab_size=64,
+                decoder_start_token_id=0,
             )
         ),
         ("encoder.block.*", "decoder.block.*"),
@@ -70,9 +84,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Tens
     "opt": (
         lambda: transformers.OPTForCausalLM(
             transformers.OPTConfig(
-                num_hidden_layers=3, num_attention_heads=2, hidden_size=16, ffn_dim=32, vocab_size=64,
-                max_position_embeddings=32, word_embed_proj_dim=16,
-            )  # fmt: skip
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                hidden_size=16,
+                ffn_dim=32,
+                vocab_size=64,
+                max_position_embeddings=32,
+                word_embed_proj_dim=16,
+            )
         ),
         ("model.decoder.layers.*",),
         TEXT,
@@ -85,9 +104,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Tens
     "vit": (
         lambda: transformers.ViTForImageClassification(
             transformers.ViTConfig(
-                num_hidden_layers=3, num_attention_heads=2, hidden_size=16, intermediate_size=32,
-                image_size=32, patch_size=8, hidden_dropout_prob=0.1, num_labels=5,
-            )  # fmt: skip
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                hidden_size=16,
+                intermediate_size=32,
+                image_size=32,
+                patch_size=8,
+                hidden_dropout_prob=0.1,
+                num_labels=5,
+            )
         ),
         ("vit.*.layer.*|vit.layers.*",),
         IMAGE,
@@ -155,7 +180,7 @@ def test_a_hugging_face_model_on_meta_starts_by_its_own_initialisation() -> None
         losses = []
         for cuts in ([0, captured.num_segments], [0, 1, captured.num_segments]):
             values: tuple[Tensor, ...] = ()
-            for first, stop in zip(cuts, cuts[1:], strict=False):
+            for first, stop in pairwise(cuts):
                 program = captured.carve(first, stop)
                 state = stage_state(source, captured, first, stop, device="cpu", seed=3)
                 values = program([state.tensor(n) for n in program.state], values, inputs, Work(0, 0, 0))

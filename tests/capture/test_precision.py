@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.models import batch_of
-from tests.capture.proof import assert_same
 from torch import Tensor, nn
 
+from tests.capture.models import batch_of
+from tests.capture.proof import assert_same
 from varuna.capture import CutPoint, Source
 
 
@@ -36,7 +36,9 @@ class Mixed(nn.Module):
         return F.mse_loss(h.float(), y)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_every_layout_computes_what_autocast_computes(precision: str, dtype: torch.dtype | None) -> None:
     """V14: the same casts at the same places, bit for bit where the layout is one stage."""
     torch.manual_seed(0)
@@ -44,7 +46,14 @@ def test_every_layout_computes_what_autocast_computes(precision: str, dtype: tor
     source = Source(model, precision=precision)  # type: ignore[arg-type]
     assert_same(model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 4]], rtol=0, atol=0)
     captured = assert_same(
-        model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 1, 2, 3, 4]], rtol=1e-2, atol=1e-2
+        model,
+        batch_of(4),
+        batch=4,
+        source=source,
+        autocast=dtype,
+        layouts=[[0, 1, 2, 3, 4]],
+        rtol=1e-2,
+        atol=1e-2,
     )
     low = str(dtype or torch.float32).removeprefix("torch.")
     assert [spec.dtype for spec in captured.carve(1, 2).received] == [low]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.models import Everything, Mlp, batch_of, tokens
-from tests.capture.proof import assert_same, chained, eager
 from torch import Tensor, nn
 
+from tests.capture.models import Everything, Mlp, batch_of, tokens
+from tests.capture.proof import assert_same, chained, eager
 from varuna.capture import CutPoint, Source, opaque, plain_randomness
 from varuna.types import Work
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.models import batch_of
-from tests.capture.proof import assert_same
 from torch import Tensor, nn
 
+from tests.capture.models import batch_of
+from tests.capture.proof import assert_same
 from varuna.capture import CutPoint, Source, opaque
 from varuna.errors import CaptureError
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.models import Everything, Mlp, batch_of, tokens
 from torch import Tensor, nn
 
+from tests.capture.models import Everything, Mlp, batch_of, tokens
 from varuna.capture import CutPoint, Source, stage_state
 from varuna.errors import CaptureError
 from varuna.types import Work
@@ -53,21 +55,24 @@ def test_ties_are_found_by_object_by_storage_and_by_declaration() -> None:
     model = Tied()
     found = Source(model).capture(batch_of(2), training=True)
     assert found.graph.ties == (("a.weight", "b.weight", "c.weight"),)
-    assert [segment.parameters for segment in found.graph.segments] == [("a.weight",), ("a.weight", "d.weight")]
+    assert [segment.parameters for segment in found.graph.segments] == [
+        ("a.weight",),
+        ("a.weight", "d.weight"),
+    ]
     source = Source(model, shared_weights=[("a.weight", "d.weight")])
     captured = source.capture(batch_of(2), training=True)
     assert captured.graph.ties == (("a.weight", "b.weight", "c.weight", "d.weight"),)
     state = stage_state(source, captured, 0, 1, device="cpu")
     assert state.a.weight is state.d.weight is state.tensor("a.weight")
     assert Source(Mlp()).capture(batch_of(2), training=True).graph.ties == ()
-    with pytest.raises(CaptureError, match="names 'z.weight', which is no parameter"):
+    with pytest.raises(CaptureError, match=r"names 'z\.weight', which is no parameter"):
         Source(model, shared_weights=[("a.weight", "z.weight")])
 
 
 def run(source: Source, inputs: dict[str, Tensor], cuts: list[int], **how: object) -> Tensor:
     captured = source.capture(inputs, training=True)
     values: tuple[Tensor, ...] = ()
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in pairwise(cuts):
         program = captured.carve(first, stop)
         state = stage_state(source, captured, first, stop, device="cpu", **how)  # type: ignore[arg-type]
         values = program([state.tensor(name) for name in program.state], values, inputs, Work(0, 0, 0))

@@ -9,4 +9,15 @@ from varuna.capture.program import Program
 from varuna.capture.source import Source
 from varuna.capture.state import StageState, stage_state
 
-__all__ = ["Captured", "CutPoint", "Program", "Source", "StageState", "check_capture", "cut_after", "opaque", "plain_randomness", "stage_state"]
+__all__ = [
+    "Captured",
+    "CutPoint",
+    "Program",
+    "Source",
+    "StageState",
+    "check_capture",
+    "cut_after",
+    "opaque",
+    "plain_randomness",
+    "stage_state",
+]

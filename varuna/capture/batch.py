@@ -53,7 +53,8 @@ def find_batch(inputs: Mapping[str, object], batch_dims: Mapping[str, int | None
         if sizes[name] not in (1, size) or (name in declared and sizes[name] != size):
             raise CaptureError(
                 f"the input {name!r} has {sizes[name]} along dimension {dims[name]}, but the batch is {size} "
-                f"(as in {next(n for n in ordered if sizes[n] == size)!r}); expected {size}, or 1 for an input "
+                f"(as in {next(n for n in ordered if sizes[n] == size)!r}); expected {size}, or 1 "
+                "for an input "
                 f"that all samples share (name its batch dimension, or None: batch_dims={{{name!r}: ...}})"
             )
     return Batch(size, {name: dims[name] for name in inputs if name in dims and sizes[name] == size})
@@ -72,7 +73,8 @@ def describe(inputs: Mapping[str, object], batch: Batch) -> Hashable:
             items.append((name, type(value).__name__, value))
         else:
             raise CaptureError(
-                f"the input {name!r} is a {type(value).__name__}; expected a tensor, or a constant that is None, "
+                f"the input {name!r} is a {type(value).__name__}; expected a tensor, or a constant "
+                "that is None, "
                 "bool, int, float or str (pass the tensors of a structure as inputs of their own)"
             )
     return tuple(items)
@@ -81,7 +83,9 @@ def describe(inputs: Mapping[str, object], batch: Batch) -> Hashable:
 def hint_size(inputs: Mapping[str, object]) -> int:
     """A batch size that is no other size of the example, so that no two sizes are equal by accident."""
     taken = {size for value in inputs.values() if isinstance(value, Tensor) for size in value.shape}
-    return next(prime for prime in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if prime not in taken)
+    return next(
+        prime for prime in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if prime not in taken
+    )
 
 
 def dim_of(size: Any, symbol: sympy.Symbol | None) -> Dim | None:

@@ -33,7 +33,13 @@ _MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
 
 class Carver:
     def __init__(
-        self, whole: Whole, flow: Flow, *, symbol: sympy.Symbol | None, precision: PrecisionName, device: torch.device
+        self,
+        whole: Whole,
+        flow: Flow,
+        *,
+        symbol: sympy.Symbol | None,
+        precision: PrecisionName,
+        device: torch.device,
     ) -> None:
         self.whole = whole
         self.flow = flow
@@ -60,7 +66,9 @@ class Carver:
             return ()
         if cut not in self._crossing:
             found: set[fx.Node] = set()
-            pending = [arg for segment in self._by_segment[cut:] for node in segment for arg in node.all_input_nodes]
+            pending = [
+                arg for segment in self._by_segment[cut:] for node in segment for arg in node.all_input_nodes
+            ]
             if self.whole.loss.meta["segment"] < cut:
                 pending.append(self.whole.loss)
             seen: set[fx.Node] = set()
@@ -100,7 +108,11 @@ class Carver:
             if node in closure:
                 continue
             if node.op == "placeholder":
-                if node is self.whole.work or node in self._changed or (node in self._parameters and not of_state):
+                if (
+                    node is self.whole.work
+                    or node in self._changed
+                    or (node in self._parameters and not of_state)
+                ):
                     return None
                 continue
             if node.op == "call_module" or "random" in node.meta:
@@ -160,7 +172,9 @@ class Carver:
         nodes = self._alive(sorted(chosen, key=flow.order.__getitem__), received, outputs)
         return self._build(nodes, received, outputs, last)
 
-    def _alive(self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node]) -> list[fx.Node]:
+    def _alive(
+        self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node]
+    ) -> list[fx.Node]:
         """Without what only other stages need: they make it again."""
         roots = {self.flow.root[value] for value in (*received, *outputs)} | self._state
         needed = set(outputs)
@@ -179,11 +193,14 @@ class Carver:
             views = [value for value in received if self.flow.root[value] is root]
             if len(views) > 1:
                 raise CaptureError(
-                    f"{', '.join(view.name for view in views)} share memory, cross a cut, and are changed in place "
+                    f"{', '.join(view.name for view in views)} share memory, cross a cut, and are "
+                    "changed in place "
                     "after it (put the CutPoint elsewhere, or change a copy)"
                 )
 
-    def _build(self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node], last: bool) -> Program:
+    def _build(
+        self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node], last: bool
+    ) -> Program:
         whole, flow = self.whole, self.flow
         used = {arg for node in nodes for arg in node.all_input_nodes} | set(outputs)
         state = [(name, node) for name, node in whole.state.items() if node in used]
@@ -228,12 +245,17 @@ class Carver:
 
     def _in_its_precision(self, copy: fx.Node, node: fx.Node) -> None:
         autocast = node.meta.get("autocast")
-        if autocast is None or node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor | tuple | list):
+        if (
+            autocast is None
+            or node.op != "call_function"
+            or not isinstance(node.meta.get("val"), Tensor | tuple | list)
+        ):
             return
         device_type, dtype, enabled = autocast
         if not enabled and self.precision == "fp32":
             return
-        copy.args = (copy.target, device_type, dtype, enabled, *copy.args)
+        target: Any = copy.target
+        copy.args = (target, device_type, dtype, enabled, *copy.args)
         copy.target = under_autocast
 
 

@@ -1,9 +1,10 @@
-"""Trust, after checking: the captured model against the model itself, on the example, before anything is trained."""
+"""Trust, after checking: the captured model against the model itself, before anything is trained."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 Results = tuple[Tensor, dict[str, Tensor]]
 
 
-def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any], names: Mapping[str, str]) -> Results:
+def _eager(
+    model: nn.Module, captured: Captured, inputs: Mapping[str, Any], names: Mapping[str, str]
+) -> Results:
     name, dim = next(iter(captured.batch_dims.items()))
     batch = inputs[name].shape[dim]
     config = getattr(model, "config", None)
@@ -80,7 +83,7 @@ def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any], name
         canonical = names.get(name, name)
         if grad is None:
             continue
-        # Two names of one Parameter give its gradient twice; two that are tied by declaration give two halves.
+        # Two names of one Parameter give its gradient twice; two tied by declaration give two halves.
         same = canonical in found and trained[name] is trained[canonical]
         found[canonical] = grad if canonical not in found or same else found[canonical] + grad
     return loss.detach(), found
@@ -91,7 +94,7 @@ def _carved(
 ) -> Results:
     stages: list[tuple[Program, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
     sent: tuple[Tensor, ...] = ()
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in pairwise(cuts):
         program = captured.carve(first, stop).to(next(iter(tensors.values())).device if tensors else "cpu")
         received = [
             value.detach().contiguous().requires_grad_(spec.needs_grad)
@@ -127,14 +130,20 @@ def _compare(expected: Results, found: Results, captured: Captured, cuts: Sequen
         other = found[1].get(name)
         difference = float(grad.abs().max()) if other is None else _difference(other, grad)
         # Gradients that cancel to nearly nothing are held to what is usual in this model.
-        differences[name] = (difference, max(float(grad.detach().abs().max()) if grad.numel() else 0.0, 0.01 * largest))
+        differences[name] = (
+            difference,
+            max(float(grad.detach().abs().max()) if grad.numel() else 0.0, 0.01 * largest),
+        )
     worst = max(differences, key=lambda name: differences[name][0] / (differences[name][1] + 1e-12))
     difference, scale = differences[worst]
     if not difference <= tolerance * scale + 1e-9:
         raise CaptureError(
-            f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model itself: {worst} by "
-            f"{difference:.3g} where its largest value is {scale:.3g} (expected at most {tolerance:g} of it; does the "
-            "forward depend on anything but its inputs and parameters, such as a Python counter or numpy's randomness?)"
+            f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model "
+            f"itself: {worst} by "
+            f"{difference:.3g} where its largest value is {scale:.3g} (expected at most "
+            f"{tolerance:g} of it; does the "
+            "forward depend on anything but its inputs and parameters, such as a Python counter or "
+            "numpy's randomness?)"
         )
 
 
@@ -142,5 +151,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
     difference = (a.detach() - b.detach()).abs()
-    difference = torch.where(a.isnan() & b.isnan(), torch.zeros_like(difference), difference)  # both overflowed
+    difference = torch.where(
+        a.isnan() & b.isnan(), torch.zeros_like(difference), difference
+    )  # both overflowed
     return float(difference.nan_to_num(nan=float("inf")).max())

@@ -44,7 +44,8 @@ class _CutAfter:
         marked, found = _replace_first(output, lambda x: self._mark(recorder, module, x))
         if not found:
             raise CaptureError(
-                f"cut_after: {recorder.name_of(module)!r} returns no tensor ({type(output).__name__}), so there "
+                f"cut_after: {recorder.name_of(module)!r} returns no tensor "
+                f"({type(output).__name__}), so there "
                 "is nothing to cut after it (name a module that returns its activations)"
             )
         return marked

@@ -1,4 +1,4 @@
-"""Turns what torch.export says about a model that it cannot trace into an error that names the model's own line."""
+"""Turns what torch.export says of a model that it cannot trace into an error with the model's own line."""
 
 from __future__ import annotations
 
@@ -84,21 +84,28 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
     if "DataDependent" in kind or "data-dependent" in text.lower() or "data dependent" in text.lower():
         switch = ""
         if "experts" in place.lower() or "moe" in place.lower() or "expert" in recorder.running.lower():
-            switch = ', set config._experts_implementation = "grouped_mm" or "batched_mm" for Hugging Face experts'
+            switch = (
+                ', set config._experts_implementation = "grouped_mm" or "batched_mm" for Hugging Face experts'
+            )
         return (
-            f"{place}: this line depends on the values of a tensor, which only a run can know; expected one path "
+            f"{place}: this line depends on the values of a tensor, which only a run can know; "
+            "expected one path "
             f"for all data (rewrite it with torch.where{switch}, or keep the module whole and eager with "
             f"{way_out(recorder)})"
         )
     if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
         return (
-            f"{_constrained_line(error) or place}: the batch size is fixed here; expected a forward that works for any "
-            "batch, since micro-batches have their own (read sizes off the tensors: x.shape[0], x.view(-1, ...)). "
+            f"{_constrained_line(error) or place}: the batch size is fixed here; expected a "
+            "forward that works for any "
+            "batch, since micro-batches have their own (read sizes off the tensors: x.shape[0], "
+            "x.view(-1, ...)). "
             f"torch.export says: {_short(text)}"
         )
     return (
-        f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} without values; if it "
-        f"runs as it is with that batch size, keep the module whole and eager with {way_out(recorder)}; if it does not, "
+        f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} "
+        "without values; if it "
+        "runs as it is with that batch size, keep the module whole and eager with "
+        f"{way_out(recorder)}; if it does not, "
         "look for a batch size that is written into it)"
     )
 
@@ -149,8 +156,10 @@ def _without_custom_functions(recorder: Recorder) -> Iterator[None]:
         if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
             return original.__func__(cls, *args, **kwargs)
         raise CaptureError(
-            f"{current_line()}: the custom autograd.Function {cls.__qualname__} would lose its own backward in a "
-            f"captured graph; expected ordinary operations (keep the module whole and eager with {way_out(recorder)})"
+            f"{current_line()}: the custom autograd.Function {cls.__qualname__} would lose its own "
+            "backward in a "
+            "captured graph; expected ordinary operations (keep the module whole and eager with "
+            f"{way_out(recorder)})"
         )
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -175,7 +184,8 @@ class _LayerDrop(TorchFunctionMode):
             if isinstance(limit, int | float) and not 0 < limit < 1:
                 return limit >= 1
             raise CaptureError(
-                f"{current_line()}: a layer is skipped at random with probability {limit}: a branch on data, which a "
+                f"{current_line()}: a layer is skipped at random with probability {limit}: a "
+                "branch on data, which a "
                 "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
                 f"{way_out(self._recorder)})"
             )

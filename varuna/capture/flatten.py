@@ -69,7 +69,9 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
     whole = Whole(fx.Graph())
     flattener = _Flattener(whole, trace.leaf_calls, canonical)
     values: dict[fx.Node, Any] = {}
-    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    specs = {
+        spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")
+    }
     body = exported.graph_module
     for node in body.graph.nodes:
         if node.op != "placeholder":
@@ -99,7 +101,8 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
     if whole.num_segments != trace.num_cuts + 1:
         raise CaptureError(
             f"{trace.num_cuts} CutPoints were called but {flattener.segment} are in the graph "
-            "(a CutPoint inside a region that is traced apart, such as torch.cond, cannot be cut: move it out)"
+            "(a CutPoint inside a region that is traced apart, such as torch.cond, cannot be cut: "
+            "move it out)"
         )
     return whole
 
@@ -124,7 +127,8 @@ class _Flattener:
     def constant(self, value: Any, node: fx.Node) -> fx.Node:
         if isinstance(value, Tensor) and value.device.type == "meta":
             raise CaptureError(
-                f"the model holds a tensor of shape {list(value.shape)} on `meta` that is neither a parameter nor "
+                f"the model holds a tensor of shape {list(value.shape)} on `meta` that is neither "
+                "a parameter nor "
                 "a buffer, so its values cannot be known (register it as a buffer, or make it in forward)"
             )
         new = self.attribute("constant", value)
@@ -174,11 +178,17 @@ class _Flattener:
         if name == "getitem" and not isinstance(values := mapped(node.args[0]), fx.Node):
             return values[node.args[1]]
         if node.target is OPAQUE:
-            return self._leaf(node, mapped(node.args[0]), self._leaf_calls[node.args[1]])
+            return self._leaf(node, mapped(node.args[0]), self._leaf_calls[int(str(node.args[1]))])
         new = self.whole.graph.create_node(
-            node.op, node.target, self._nested(mapped(node.args)), self._nested(mapped(node.kwargs)), name=node.name
+            node.op,
+            node.target,
+            self._nested(mapped(node.args)),
+            self._nested(mapped(node.kwargs)),
+            name=node.name,
         )
-        new.meta = {key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta}
+        new.meta = {
+            key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
+        }
         new.meta["segment"] = self.segment
         new.meta["no_grad"] = no_grad
         if autocast is not None:
@@ -200,9 +210,13 @@ class _Flattener:
             new.meta["stack_trace"] = node.meta["stack_trace"]
         return new
 
-    def _region(self, region: fx.GraphModule, operands: list[Any], autocast: Autocast | None, no_grad: bool) -> Any:
+    def _region(
+        self, region: fx.GraphModule, operands: list[Any], autocast: Autocast | None, no_grad: bool
+    ) -> Any:
         inputs = [node for node in region.graph.nodes if node.op == "placeholder"]
-        return self.inline(region, dict(zip(inputs, operands, strict=True)), autocast=autocast, no_grad=no_grad)
+        return self.inline(
+            region, dict(zip(inputs, operands, strict=True)), autocast=autocast, no_grad=no_grad
+        )
 
     def _detached(self, operand: Any) -> Any:
         value = operand.meta.get("val") if isinstance(operand, fx.Node) else None

@@ -1,4 +1,4 @@
-"""How values flow through the whole graph: who shares memory with whom, who changes it, what needs a gradient."""
+"""How values flow through the graph: who shares memory with whom, who changes it, what needs a gradient."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from varuna.capture.flatten import Whole
 
 aten = torch.ops.aten
 
-# Their schemas do not say that they advance the running statistics: (which arguments, the flag that makes them).
+# Their schemas do not say that they advance the running statistics: which arguments, and by which flag.
 _STATISTICS: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
 }
-_WITHOUT_GRADIENT = {
-    name
-    for name in (
-        "detach detach_ zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "
-        "new_ones new_full new_empty new_empty_strided bernoulli multinomial"
-    ).split()
-}
+_WITHOUT_GRADIENT = frozenset(
+    {"detach", "detach_", "bernoulli", "multinomial"}
+    | {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
+    | {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
+)
 
 
 class Flow:
@@ -106,7 +104,9 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     schema = node.target._schema
-    returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
+    returned = {
+        name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
+    }
     for i, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is None or not (info.before_set & returned or (info.is_write and "*" in info.after_set)):

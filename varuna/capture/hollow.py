@@ -1,6 +1,6 @@
 """A model without its values: the code and the shapes that every later capture needs, at no cost in memory.
 
-    user's model ──hollow──► the same modules on `meta` ──fake──► the same modules on fake tensors, to be traced
+user's model ──hollow──► the same modules on `meta` ──fake──► the same modules on fake tensors, to be traced
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ from varuna.capture.hollow import hollow
 from varuna.errors import CaptureError
 
 
-def initialized(model: nn.Module, names: Sequence[str], *, device: torch.device, seed: int) -> dict[str, Tensor]:
+def initialized(
+    model: nn.Module, names: Sequence[str], *, device: torch.device, seed: int
+) -> dict[str, Tensor]:
     """The named tensors of a hollow model, each made by its own module's initialisation."""
     by_owner: dict[str, list[str]] = {}
     for name in names:
@@ -65,8 +67,10 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
     for leaf, tensor in made.items():
         if _is_poisoned(tensor):
             raise CaptureError(
-                f"the model is on `meta` and nothing tells the values of {f'{path}.{leaf}' if path else leaf!r}: "
-                f"expected {type(module).__name__}.reset_parameters(), or _init_weights(module) of the model, to make "
+                "the model is on `meta` and nothing tells the values of "
+                f"{f'{path}.{leaf}' if path else leaf!r}: "
+                f"expected {type(module).__name__}.reset_parameters(), or _init_weights(module) of "
+                "the model, to make "
                 "them (or pass initialize=, a mapping of names to tensors or a function that fills a tensor)"
             )
     return made
@@ -81,7 +85,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _own(module: nn.Module, leaf: str) -> Tensor:
-    found = module._parameters.get(leaf)
+    found: Tensor | None = module._parameters.get(leaf)
     found = found if found is not None else module._buffers[leaf]
     assert found is not None
     return found

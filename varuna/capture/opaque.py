@@ -6,7 +6,7 @@ stage's own parameters. It cannot be cut, and its draws belong to the samples as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from varuna.capture.hollow import emptied
 from varuna.capture.plain import plain_randomness
-from varuna.capture.recorder import Recorder, active, library
+from varuna.capture.recorder import active, library
 from varuna.errors import CaptureError
 from varuna.types import Work
 
@@ -91,7 +91,9 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
     """While a model is traced, each of its opaque modules leaves one operation in the graph."""
     marked: list[nn.Module] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other, m in model.named_modules() if is_opaque(m) and other)
+        inside = any(
+            name.startswith(f"{other}.") for other, m in model.named_modules() if is_opaque(m) and other
+        )
         if is_opaque(module) and not inside:
             module.__dict__["forward"] = _Stand(name, module)
             marked.append(module)
@@ -122,7 +124,7 @@ class _Stand:
         return pytree.tree_unflatten(results, call.results)
 
 
-@torch.library.register_fake("varuna::opaque", lib=library)
+@torch.library.register_fake("varuna::opaque", lib=library)  # type: ignore[untyped-decorator]
 def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
     recorder = active()
     assert recorder is not None
@@ -146,14 +148,19 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
     """Where fake values will not do (a branch on data): two real runs on zeros, at two batch sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     runs = []
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with (
+        torch._subclasses.fake_tensor.unset_fake_temporarily(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
         module = emptied(leaf.module)
         del module.__dict__["forward"]
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
         for batch in (3, 5):
             zeros = [
-                torch.zeros([_size_at(s, batch) for s in tensor.shape], dtype=tensor.dtype) for tensor in tensors
+                torch.zeros([_size_at(s, batch) for s in tensor.shape], dtype=tensor.dtype)
+                for tensor in tensors
             ]
             args, kwargs = leaf.arguments(zeros)
             try:
@@ -204,9 +211,11 @@ class Leaf(nn.Module):
     def module(self) -> nn.Module:
         return self._module[0]
 
-    def forward(self, state: Sequence[Tensor], tensors: Sequence[Tensor], work: Work, num_samples: int) -> list[Tensor]:
+    def forward(
+        self, state: Sequence[Tensor], tensors: Sequence[Tensor], work: Work, num_samples: int
+    ) -> list[Tensor]:
         args, kwargs = self._call.arguments(tensors)
-        values: Mapping[str, Tensor] = dict(zip(self.names, state, strict=True))
+        values = dict(zip(self.names, state, strict=True))
         with plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal):
             output = torch.func.functional_call(self.module, values, args, kwargs)
         results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""The same draws in one plain process: an unwrapped model under `plain_randomness` drops what the pipeline drops."""
+"""The same draws in one plain process: under `plain_randomness` a model drops what the pipeline drops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from varuna.capture import random
 from varuna.types import Work
 
-_GONE_THROUGH = {
+_GONE_THROUGH: set[Any] = {
     functional.dropout,
     functional.alpha_dropout,
     functional.dropout1d,
@@ -29,7 +29,7 @@ _GONE_THROUGH = {
 _FACTORIES = ("rand", "randn", "randint", "normal")
 
 
-class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: with plain_randomness(...):)
+class plain_randomness(TorchFunctionMode):
     """Seeds every random operation by (seed, step, sample, its place in the order of calls).
 
         with plain_randomness(seed=0, step=3, batch_size=len(x)):
@@ -59,14 +59,14 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
             plain_randomness.running.append(self)
             self._depth = 0
         self._depth += 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if not self._depth:
             plain_randomness.running.remove(self)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def enter_leaf(self) -> None:
         """An opaque module takes one ordinal; what it draws inside is numbered apart from the rest."""
@@ -83,7 +83,7 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
         self, func: Callable[..., Any], types_: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, types.FunctionType) and func in _GONE_THROUGH:
+        if func in _GONE_THROUGH:
             # These are written in Python: the operation that they draw by is further in.
             with self:
                 return _unguarded(func)(*args, **kwargs)
@@ -107,7 +107,11 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
         batched = any(part is not None for part in parts)
         results = self._results(func, args, kwargs) if batched else []
         apart = None if any(part is None for part in results) else results
-        how: dict[str, Any] = {"parts": parts, "results": apart, "num_samples": self._batch_size if batched else None}
+        how: dict[str, Any] = {
+            "parts": parts,
+            "results": apart,
+            "num_samples": self._batch_size if batched else None,
+        }
         if name.endswith("_"):
             return args[0].copy_(random.draw_in_place(func, args, kwargs, self._work, ordinal, **how))
         return random.draw(func, args, kwargs, self._work, ordinal, **how)
@@ -160,8 +164,8 @@ class plain_randomness(TorchFunctionMode):  # noqa: N801  (used as a function: w
 
 def _random_operation(func: Any) -> Any:
     """The operation of the graph that a function of torch stands for, where it may draw."""
-    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not hasattr(packet, "overloads"):
         return None
     name = "input" if "input" in packet.overloads() and func.__name__ != "dropout" else packet.overloads()[0]
     operation = getattr(packet, name)
@@ -171,10 +175,12 @@ def _random_operation(func: Any) -> Any:
 _unguarded_functions: dict[types.FunctionType, types.FunctionType] = {}
 
 
-def _unguarded(function: types.FunctionType) -> types.FunctionType:
+def _unguarded(function: Any) -> types.FunctionType:
     """A function of torch.nn.functional that does not ask for overrides first: we are the override."""
     if function not in _unguarded_functions:
-        blind = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+        blind = {
+            name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")
+        }
         copy = types.FunctionType(
             function.__code__,
             {**function.__globals__, **blind},

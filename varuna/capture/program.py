@@ -17,7 +17,9 @@ from varuna.types import PrecisionName, TensorSpec, Work
 class Program:
     """state + received + inputs → what is sent on, or the loss."""
 
-    graph_module: fx.GraphModule  # placeholders: the state, then received, inputs, and last the work where it draws
+    graph_module: (
+        fx.GraphModule
+    )  # placeholders: the state, then received, inputs, and last the work where it draws
     state: tuple[str, ...]  # canonical names of the parameters and buffers that it reads, in call order
     received: tuple[TensorSpec, ...]  # what comes in over the cut before it
     sent: tuple[TensorSpec, ...]  # what goes out over the cut after it; () where it ends in the loss
@@ -38,6 +40,10 @@ class Program:
             return self.graph_module(*arguments)  # type: ignore[no-any-return]
         with autocast(self.precision, self.device):
             return self.graph_module(*arguments)  # type: ignore[no-any-return]
+
+    def compiled(self) -> Program:
+        """The same program, compiled when it first runs; draws stay as they are."""
+        return replace(self, graph_module=torch.compile(self.graph_module, dynamic=True))  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Program:
         """The same program with what it makes by itself on another device."""

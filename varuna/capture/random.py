@@ -36,6 +36,7 @@ def seed_of(work: Work, sample: int, ordinal: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dropout(x: Tensor, p: float, work: Work, ordinal: int, dim: int | None, per_sample: int) -> Tensor:
     """Dropout whose mask is drawn for each sample by itself; `dim` None: one mask that all share."""
     if p >= 1.0:
@@ -59,6 +60,7 @@ def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per
     return masks.movedim(0, dim).reshape(x.shape)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def draw(
     operation: Callable[..., Any],
     args: Sequence[Any],
@@ -162,4 +164,4 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return False
     if "dropout" in operation._schema.name and values.get("p") == 0:
         return False
-    return values.get("dropout_p", 1) != 0 and values.get("dropout", 1) != 0
+    return not (values.get("dropout_p", 1) == 0 or values.get("dropout", 1) == 0)

@@ -16,18 +16,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from varuna.errors import CaptureError
 
-library = torch.library.Library("varuna", "DEF")
+library: Any = torch.library.Library("varuna", "DEF")  # type: ignore[no-untyped-call]
 library.define("cut(Tensor x, int index) -> Tensor")
 library.impl("cut", lambda x, index: x.view_as(x), "CompositeImplicitAutograd")
 
-CUT = torch.ops.varuna.cut.default
+CUT: Any = torch.ops.varuna.cut.default
 
 
 class Recorder:
     """What happened so far in the forward pass that is being traced."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
         self._inside = ""  # the opaque module whose own code is running
@@ -46,8 +46,10 @@ class Recorder:
         """Leaves a mark in the graph: whatever comes after it belongs to the next segment."""
         if any(met is cutpoint for met in self._cuts):
             raise CaptureError(
-                f"the CutPoint {path or 'in ' + (self.running or 'the model')} is called twice in one forward "
-                "pass, expected once: one cut is one place (use a CutPoint of its own for each place, and none "
+                f"the CutPoint {path or 'in ' + (self.running or 'the model')} is called twice in "
+                "one forward "
+                "pass, expected once: one cut is one place (use a CutPoint of its own for each "
+                "place, and none "
                 "in a module that runs several times)"
             )
         if self._inside:

@@ -1,4 +1,4 @@
-"""A model to be captured, perhaps several times: train and eval, and every shape of inputs that comes along."""
+"""A model to be captured, perhaps several times: train and eval, and every shape of inputs that comes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.hollow = hollow(model)
-        # Weakly: whoever made the model may let go of it, and its values with it, once the stages have theirs.
+        # Weakly: its maker may let go of the model, and its values with it, once the stages have theirs.
         self._model = weakref.ref(model)
         self.precision: PrecisionName = precision
         self.device = torch.device(device_type)
@@ -42,12 +42,19 @@ class Source:
         self._captured: dict[Hashable, Captured] = {}
         self._shared_draws: dict[Hashable, frozenset[int]] = {}
 
-    def signature(self, inputs: Mapping[str, object]) -> Hashable:
-        """All of the inputs that a capture depends on: another signature needs another capture."""
-        return describe(inputs, find_batch(inputs, self._batch_dims))
+    def batch(self, inputs: Mapping[str, object]) -> Batch:
+        """Which of the inputs are batched, and how many samples they hold."""
+        return find_batch(inputs, self._batch_dims)
 
-    def capture(self, inputs: Mapping[str, object], *, training: bool) -> Captured:
-        batch = find_batch(inputs, self._batch_dims)
+    def signature(self, inputs: Mapping[str, object], batch: Batch | None = None) -> Hashable:
+        """All of the inputs that a capture depends on: another signature needs another capture."""
+        return describe(inputs, batch or self.batch(inputs))
+
+    def capture(
+        self, inputs: Mapping[str, object], *, training: bool, batch: Batch | None = None
+    ) -> Captured:
+        """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
+        batch = batch or self.batch(inputs)
         key = (describe(inputs, batch), training)
         if key not in self._captured:
             self._captured[key] = self._capture(inputs, batch, training)
@@ -56,8 +63,10 @@ class Source:
     def _capture(self, inputs: Mapping[str, object], batch: Batch, training: bool) -> Captured:
         shared: frozenset[int] = frozenset()
         if batch.size == 1 and training:
-            # With one sample no shape tells which draws belong to it: that is known from the capture with several.
-            shared = self.capture(_doubled(inputs, batch), training=True).shared_draws
+            # With one sample no shape tells which draws are its own: the capture with several knows.
+            shared = self.capture(
+                _doubled(inputs, batch), training=True, batch=Batch(2, batch.dims)
+            ).shared_draws
         self._set_mode(training)
         traced = trace(self.hollow, inputs, batch, precision=self.precision, device=self.device)
         whole = flatten(traced, self.canonical)
@@ -94,7 +103,7 @@ class Source:
         return _look_up(model, name)
 
     def _set_mode(self, training: bool) -> None:
-        """Training is as the model was when it came, frozen parts included; a model that came in eval mode trains whole."""
+        """Trains what trained when the model came; a model that came in eval mode trains whole."""
         for name, module in self.hollow.named_modules():
             module.training = training and (self._flags[name] or not self._flags[""])
 

@@ -40,9 +40,9 @@ class StageState(nn.Module):
                 self._places[name] = (owner, leaf)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a canonical name, as it is registered now (`to()` or an optimizer may have replaced it)."""
+        """The tensor of a canonical name, as it is registered now (`to()` may have replaced it)."""
         owner, leaf = self._places[name]
-        found = owner._parameters.get(leaf)
+        found: Tensor | None = owner._parameters.get(leaf)
         found = found if found is not None else owner._buffers[leaf]
         assert found is not None
         return found
@@ -62,13 +62,13 @@ def stage_state(
     initialize: Initialize | None = None,
     seed: int = 0,
 ) -> StageState:
-    """The state of the segments `first..stop-1`, copied from the model, or made where the model is on `meta`."""
+    """The state of the segments `first..stop-1`, copied from the model, or made where that is on `meta`."""
     segments = captured.graph.segments[first:stop]
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
     # Values that are made again after a cut read buffers of segments before it.
     wanted.update(captured.carve(first, stop).state)
     aliases = {group[0]: group for group in source.ties}
-    shells = dict(source.hollow.named_parameters(remove_duplicate=False))
+    shells: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
     shells.update(source.hollow.named_buffers(remove_duplicate=False))
     names = [name for name in shells if name in wanted]
     values = _values(source, names, torch.device(device), initialize, seed)

@@ -16,12 +16,22 @@ from varuna.capture.flatten import Whole
 from varuna.types import ModelGraph, Segment
 
 aten = torch.ops.aten
-_VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "detach", "t"}
+_VIEWS = {
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "slice",
+    "select",
+    "detach",
+    "t",
+}
 
 
-def summarize(
-    whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
-) -> ModelGraph:
+def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> ModelGraph:
     """State that nothing reads belongs to the first segment, so that none is lost."""
     unused = [name for name, node in whole.state.items() if not node.users]
     names = {node: name for name, node in whole.state.items()}
@@ -59,15 +69,25 @@ def _sizes(value: Tensor, symbol: sympy.Symbol | None) -> list[int]:
 def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
     target = node.target
     name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
-    values = [value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    values = [
+        value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)
+    ]
     elements = sum(math.prod(_sizes(value, symbol)) for value in values)
     operands = [
-        _sizes(arg.meta["val"], symbol) for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), Tensor)
+        _sizes(arg.meta["val"], symbol)
+        for arg in node.all_input_nodes
+        if isinstance(arg.meta.get("val"), Tensor)
     ]
     if name in _VIEWS:
         return 0.0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
-        inner = operands[1][-1] if name == "linear" else operands[-1][-2] if len(operands[-1]) > 1 else operands[-1][-1]
+        inner = (
+            operands[1][-1]
+            if name == "linear"
+            else operands[-1][-2]
+            if len(operands[-1]) > 1
+            else operands[-1][-1]
+        )
         return 2.0 * elements * inner
     if name.startswith("conv") and len(operands) >= 2:
         return 2.0 * elements * math.prod(operands[1][1:])
@@ -78,7 +98,7 @@ def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
 
 
 def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
-    """Who a model is: its operations, shapes, names, ties and cuts; neither its values nor the stages chosen."""
+    """Who a model is: its operations, shapes, names, ties and cuts; not its values, nor the stages chosen."""
     index = {node: i for i, node in enumerate(whole.graph.nodes)}
 
     def shape(value: Any) -> str:
@@ -102,7 +122,9 @@ def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Sym
     named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
     lines = [f"ties {ties}", f"loss %{index[whole.loss]}"]
     for node in whole.graph.nodes:
-        what = named.get(node) or (_constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target))
+        what = named.get(node) or (
+            _constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target)
+        )
         lines.append(
             f"%{index[node]} @{node.meta['segment']} {node.op} {what} "
             f"{argument(node.args)} {argument(node.kwargs)} {shape(node.meta.get('val'))}"

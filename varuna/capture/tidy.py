@@ -82,9 +82,11 @@ def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
             count = count * (size.node.expr if isinstance(size, torch.SymInt) else size)
         if symbol in count.free_symbols and sympy.degree(sympy.expand(count), symbol) >= 2:
             raise CaptureError(
-                f"{where(node)}: the value {node.name} has the shape {[str(s) for s in value.shape]} with the batch "
+                f"{where(node)}: the value {node.name} has the shape "
+                f"{[str(s) for s in value.shape]} with the batch "
                 f"{symbol} in it twice: it compares every sample with every other, so the loss would mean "
-                "something else in every micro-batch (compute such a loss outside the pipeline, or train with "
+                "something else in every micro-batch (compute such a loss outside the pipeline, or "
+                "train with "
                 "micro-batches as large as the batch)"
             )
 
@@ -101,7 +103,7 @@ def where(node: fx.Node) -> str:
 
 
 def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
-    """Every operation that draws is numbered and seeded by its work; gives the ordinals that all samples share.
+    """Every operation that draws is numbered and seeded by its work; gives the ordinals that samples share.
 
     `shared` brings those in from the capture with a symbolic batch, where the batch here is fixed at one.
     """
@@ -109,7 +111,7 @@ def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset
     for node in whole.nodes:
         if node.target in _DROPOUTS and not _draws(node):
             # Dropout that drops nothing gives its input back.
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node.all_input_nodes[0])
             whole.graph.erase_node(node)
     if not draws:
         return frozenset()
@@ -117,7 +119,9 @@ def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset
         whole.work = whole.graph.placeholder("work")
     whole.work.meta = {"val": None, "segment": 0}
     return frozenset(
-        ordinal for ordinal, node in enumerate(draws) if _bind(whole, node, ordinal, symbol, ordinal in shared)
+        ordinal
+        for ordinal, node in enumerate(draws)
+        if _bind(whole, node, ordinal, symbol, ordinal in shared)
     )
 
 
@@ -133,13 +137,14 @@ def _draws(node: fx.Node) -> bool:
 def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
     """Replaces one node that draws; True where all samples share the draw."""
     graph, work = whole.graph, whole.work
+    target: Any = node.target
     if "leaf" in node.meta:
         # An opaque module may draw or not; it numbers its draws by itself.
         node.meta["leaf"].ordinal = ordinal
         node.meta["random"] = ordinal
         node.args = (*node.args, work, 1 if whole.batch is None else whole.batch)
         return False
-    in_place = node.target._schema.name.endswith("_")  # type: ignore[union-attr]
+    in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
     results = [_part(value, symbol) for value in values]
     leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
@@ -160,7 +165,7 @@ def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None
                 num_samples = 1 if symbol is None else whole.batch
             new = graph.call_function(
                 random.draw_in_place if in_place else random.draw,
-                (node.target, list(node.args), dict(node.kwargs), work, ordinal),
+                (target, list(node.args), dict(node.kwargs), work, ordinal),
                 {"parts": parts, "results": results if apart else None, "num_samples": num_samples},
             )
     new.meta = {**node.meta, "random": ordinal}
@@ -188,7 +193,7 @@ def _part(value: Any, symbol: sympy.Symbol | None) -> random.Part | None:
 def drop_needless_detaches(whole: Whole, flow: Flow) -> None:
     for node in whole.nodes:
         if node.target is DETACH and node.args[0] not in flow.needs_grad:
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node.all_input_nodes[0])
             whole.graph.erase_node(node)
 
 
@@ -225,7 +230,8 @@ def refuse_torn_buffers(whole: Whole, flow: Flow) -> None:
         segments = sorted({node.meta["segment"] for node in users})
         if len(segments) > 1:
             raise CaptureError(
-                f"{where(flow.writers[root][0])}: the buffer {name!r} is changed in place and used in the segments "
+                f"{where(flow.writers[root][0])}: the buffer {name!r} is changed in place and used "
+                "in the segments "
                 f"{', '.join(map(str, segments))}; expected in one (put the CutPoints so that all its uses "
                 "lie between two of them)"
             )

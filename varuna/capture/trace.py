@@ -48,7 +48,7 @@ def trace(
     precision: PrecisionName,
     device: torch.device,
 ) -> Trace:
-    """Traces a hollow model; with a batch of one the size is fixed, since torch.export fixes 0 and 1 anyway."""
+    """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake(model, mode, device)
     size = 1 if batch.size == 1 else hint_size(inputs)
@@ -89,7 +89,8 @@ def autocast(precision: PrecisionName, device: torch.device) -> Any:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Hugging Face models keep keys and values for generation unless told otherwise."""
-    configs = {id(config): config for m in model.modules() if hasattr(config := getattr(m, "config", None), "use_cache")}
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "use_cache")}
     before = {key: config.use_cache for key, config in configs.items()}
     for config in configs.values():
         config.use_cache = False
@@ -121,9 +122,11 @@ def find_loss(output: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss
     raise CaptureError(
-        f"the model's forward returned {_in_words(output)}; expected its loss, a floating-point tensor with no "
+        f"the model's forward returned {_in_words(output)}; expected its loss, a floating-point "
+        "tensor with no "
         "dimension that is the mean over the batch: as the output itself, as its first element, or as "
-        '`.loss` / `["loss"]` (compute the loss inside forward; Hugging Face models do so when given `labels`)'
+        '`.loss` / `["loss"]` (compute the loss inside forward; Hugging Face models do so when '
+        "given `labels`)"
     )
 
 
