@@ -120,7 +120,7 @@ def train_plainly(
     random: bool = False,
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """One process, the unwrapped model, the whole global batch; in pieces of `chunk` if BatchNorm asks for it."""
+    """One process, the unwrapped model, the whole batch; in pieces of `chunk` where BatchNorm asks for it."""
     model = make_model(name, dtype=dtype, **(model_options or {}))
     opt = make_optimizer(optimizer, model.parameters())
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}

@@ -42,7 +42,7 @@ class SampleOrder:
             )
         if drop_last and batch_size > self.num_samples:
             raise ValueError(
-                f"batch_size {batch_size} is above the {self.num_samples} samples, and drop_last leaves no step"
+                f"batch_size {batch_size} is above the {self.num_samples} samples: drop_last leaves no step"
             )
         self.batch_size = batch_size
         self.seed = seed

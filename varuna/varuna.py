@@ -111,6 +111,7 @@ class Varuna(nn.Module):
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
         self._programs: dict[object, Program] = {}
+        self._sample = Batch(1, {})
         self._session = open_session(
             stage_map,
             rank=rank,
@@ -122,7 +123,7 @@ class Varuna(nn.Module):
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         with self._errors_reach_everyone("wrapping the model"):
             inputs = dummy_inputs(2, device="cpu") if callable(dummy_inputs) else dummy_inputs
-            self._batch(inputs)
+            self._sample = self._batch(inputs)
             precision = precision or ("fp16" if fp16 else "fp32")
             self._source = Source(
                 model,
@@ -344,13 +345,20 @@ class Varuna(nn.Module):
                 f"inputs must be a dict of the model's keyword arguments, not {type(inputs).__name__} "
                 "(write {'x': x, 'y': y} for a model that is called as model(x=x, y=y))"
             )
-        return find_batch(inputs, self._batch_dims)
+        batch = find_batch(inputs, self._batch_dims)
+        if batch.size == 1 and self._sample.size > 1:
+            # One sample does not show which leading 1 is its batch; the sample inputs did.
+            batch = Batch(1, {name: dim for name, dim in batch.dims.items() if name in self._sample.dims})
+        return batch
 
-    def _program(self, inputs: Mapping[str, object], training: bool) -> Program:
+    def _program(
+        self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
+    ) -> Program:
         """The program of this stage for inputs of this form, captured when first met."""
-        key = training, self._source.signature(inputs)
+        batch = Batch(size, dims)
+        key = training, self._source.signature(inputs, batch)
         if key not in self._programs:
-            captured = self._source.capture(inputs, training=training)
+            captured = self._source.capture(inputs, training=training, batch=batch)
             if captured.num_segments != self._num_segments:
                 raise ValueError(
                     f"with these inputs the model has {captured.num_segments} segments, with the sample's "

@@ -43,6 +43,8 @@ class Neighbour(Protocol):
 
     @property
     def ready(self) -> int: ...
+    @property
+    def over(self) -> bool: ...
     def send(self, tensors: Sequence[Tensor]) -> None: ...
     def take(self) -> list[Tensor]: ...
 
@@ -193,7 +195,9 @@ class Engine:
         if neighbour.ready == 0:
             assert self.waiter is not None
             peer = neighbour
-            self.waiter.until(lambda: peer.ready > 0, lambda: f"{self.where}: a message of rank {peer.peer}")
+            self.waiter.until(
+                lambda: peer.ready > 0 or peer.over, lambda: f"{self.where}: a message of rank {peer.peer}"
+            )
         tensors = neighbour.take()
         check_arrival(tensors, expected, neighbour.peer)
         return tensors
@@ -205,8 +209,8 @@ class Engine:
         upstream, downstream = self.upstream, self.downstream
 
         def something_new() -> bool:
-            return (upstream is not None and upstream.ready > activations) or (
-                downstream is not None and downstream.ready > gradients
+            return (upstream is not None and (upstream.ready > activations or upstream.over)) or (
+                downstream is not None and (downstream.ready > gradients or downstream.over)
             )
 
         def in_words() -> str:
@@ -215,6 +219,9 @@ class Engine:
             return f"stage {self.index} waits for {kind} {number} of rank {peer.peer if peer else '?'}"
 
         self.waiter.until(something_new, in_words)
+        for peer, known in ((upstream, activations), (downstream, gradients)):
+            if peer is not None and peer.over and peer.ready <= known:
+                peer.take()  # raises: it has ended, though more was expected of it
         self.recorder.add("wait", -1, started, time.perf_counter())
 
     @contextmanager

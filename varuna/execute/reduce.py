@@ -6,9 +6,9 @@
                                                           │
                       ties: sum over the stages that hold one tensor
                                                           │
-                      where asked for: the norm, a sum over all stages
+                      scaling: weights of the samples, loss scale
                                                           ▼
-                      one scaling: weights of the samples × loss scale × clip
+                      where asked for: the norm, a sum over all stages, and the clip
 
 Every gradient arrives here as the sum of weight_i / nominal weight over this replica's
 micro-batches; the sum over replicas is then the global batch's mean, whatever the spread of samples,
@@ -119,15 +119,12 @@ class Reducer:
         loss, weight = self._announced_totals()
         if not weight > 0:
             raise ValueError("the weights of all micro-batches of this step sum to zero, so it has no loss")
-        factor = nominal_weight / weight / loss_scale
-        norm = self._norm() * factor if checks_overflow or max_norm is not None else None
+        self._scale(nominal_weight / weight / loss_scale)
+        self._take_back()
+        norm = self._norm() if checks_overflow or max_norm is not None else None
         overflow = checks_overflow and norm is not None and not norm < float("inf")
         if norm is not None and max_norm is not None and not overflow:
-            factor *= min(1.0, max_norm / (norm + 1e-6))
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        self._take_back()
+            self._scale(min(1.0, max_norm / (norm + 1e-6)))
         return Totals(loss / weight, overflow, norm)
 
     # ------------------------------------------------------------ over the replicas
@@ -245,6 +242,11 @@ class Reducer:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         self.waiter.for_work(work, lambda: what)
+
+    def _scale(self, factor: float) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _take_back(self) -> None:
         for parameter, earlier in self._set_aside.items():

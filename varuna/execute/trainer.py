@@ -21,6 +21,14 @@ from varuna.schedule import limit, opportunistic, row
 from varuna.types import Plan, Work
 
 
+class Programs(Protocol):
+    """Gives the program for micro-batches of a size and form."""
+
+    def __call__(
+        self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
+    ) -> Program: ...
+
+
 class Traits(Protocol):
     """What of a captured model makes a replica's step depend on the other replicas'."""
 
@@ -47,7 +55,7 @@ class Trainer:
     reducer: Reducer
     state: State
     traits: Traits
-    programs: Callable[[Mapping[str, object], bool], Program]  # (inputs of a micro-batch, training)
+    programs: Programs
     seed: int
     weigh: WeightFunction | None = None
     iteration: int = 0
@@ -64,7 +72,7 @@ class Trainer:
     ) -> Totals:
         microbatches = self._scatter(inputs, num_samples, dims)
         shares = self._exchange_shares(microbatches)
-        jobs = self._jobs(microbatches, training, shares.first_sample)
+        jobs = self._jobs(microbatches, dims, training, shares.first_sample)
         buffers = self._changing_buffers(jobs)
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
@@ -82,7 +90,7 @@ class Trainer:
         return totals
 
     def evaluate(self, inputs: Mapping[str, object], *, num_samples: int, dims: Mapping[str, int]) -> float:
-        jobs = self._jobs(self._scatter(inputs, num_samples, dims), False, 0)
+        jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
         loss = self.engine.evaluate(jobs)
         self.reducer.announce(loss, self._weight_of_losses(jobs))
         return self.reducer.announced_loss()
@@ -100,11 +108,13 @@ class Trainer:
             weigh=self.weigh,
         )
 
-    def _jobs(self, microbatches: Sequence[MicroBatch], training: bool, first_sample: int) -> list[Job]:
+    def _jobs(
+        self, microbatches: Sequence[MicroBatch], dims: Mapping[str, int], training: bool, first_sample: int
+    ) -> list[Job]:
         programs: dict[int, Program] = {}
         for microbatch in microbatches:
             if microbatch.size not in programs:
-                programs[microbatch.size] = self.programs(microbatch.inputs, training)
+                programs[microbatch.size] = self.programs(microbatch.inputs, microbatch.size, dims, training)
         return [
             Job(mb, programs[mb.size], Work(self.seed, self.iteration, first_sample + mb.first_sample))
             for mb in microbatches
