@@ -15,14 +15,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 import varuna
 
@@ -35,16 +27,21 @@ BLOCKS = {"gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*", "llama": "m
 
 
 def make_model(name: str) -> nn.Module:
+    import transformers as hf  # its models are imported when they are named, each for some seconds
+
     torch.manual_seed(SEED)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}  # inside the small vocabulary
     if name == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=32, n_layer=4, n_head=4)
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=32, n_layer=4, n_head=4, **ends)
         )
     small = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
     if name == "bert":
-        return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **small))
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, num_key_value_heads=2, **small)
+        return hf.BertForMaskedLM(
+            hf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **small)
+        )
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, num_key_value_heads=2, **small)
     )
 
 
