@@ -39,6 +39,7 @@ class Captured:
         tidy.sizes_from_the_batch(whole, batch.dims, symbol)
         self.shared_draws = tidy.bind_randomness(whole, symbol, shared_draws)
         tidy.parts_beside_their_whole(whole)
+        tidy.changes_where_their_values_are(whole)
         tidy.drop_needless_detaches(whole, Flow(whole))
         tidy.drop_dead(whole, Flow(whole))
         flow = Flow(whole)

@@ -40,7 +40,30 @@ def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
         keep_alive.append(buffer)
-    return copy.deepcopy(model, memo)
+    for module in model.modules():
+        for value in vars(module).values():
+            # Old weight_norm keeps a computed weight beside its parameters: it is computed anew at each call.
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach()
+                keep_alive.append(value)
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:
+        return copy.deepcopy(model, {**memo, **_shared(model, memo)})
+
+
+def _shared(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
+    """Attributes that cannot be copied (locks, open files, process groups): both models have the same ones."""
+    shared: dict[int, object] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") or isinstance(value, nn.Module):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                shared[id(value)] = value
+    return shared
 
 
 def emptied(module: nn.Module) -> nn.Module:

@@ -59,6 +59,9 @@ class Program:
         for node in graph.nodes:
             node.args = _on(node.args, device)
             node.kwargs = _on(node.kwargs, device)
+            if node.target is under_autocast:
+                operation, _device_type, *rest = node.args
+                node.args = (operation, device.type, *rest)
         return replace(self, graph_module=build(graph, attributes), device=device)
 
 

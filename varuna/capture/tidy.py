@@ -207,6 +207,24 @@ def parts_beside_their_whole(whole: Whole) -> None:
                 source.append(node)
 
 
+def changes_where_their_values_are(whole: Whole) -> None:
+    """`self.buffer = ...` is written down at the very end: it belongs to the segment that made the value."""
+    for name, buffer in whole.state.items():
+        if name in whole.parameters:
+            continue
+        for node in list(buffer.users):
+            if node.target is not aten.copy_.default or node.args[0] is not buffer:
+                continue
+            others = [user for user in buffer.users if user is not node] + node.all_input_nodes
+            order = {other: i for i, other in enumerate(whole.graph.nodes)}
+            last = max(
+                (other for other in others if other.op != "placeholder"), key=order.__getitem__, default=None
+            )
+            if last is not None and last.meta["segment"] < node.meta["segment"] and order[last] < order[node]:
+                node.meta["segment"] = last.meta["segment"]
+                last.append(node)
+
+
 def drop_dead(whole: Whole, flow: Flow) -> None:
     """Keeps what the loss needs, and what changes a buffer."""
     state = set(whole.state.values())
