@@ -53,7 +53,7 @@ def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def _shared(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
-    """Attributes that cannot be copied (locks, open files, process groups): both models have the same ones."""
+    """Attributes that cannot be copied (locks, files, process groups): both models have the same ones."""
     shared: dict[int, object] = {}
     for module in model.modules():
         for name, value in vars(module).items():

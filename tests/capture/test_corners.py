@@ -1,0 +1,173 @@
+"""Corners of ordinary models: checkpointing, buffers that are replaced, sizes that follow from the data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.capture.models import Mlp, batch_of
+from tests.capture.proof import assert_same, chained
+from varuna.capture import CutPoint, Source, check_capture
+from varuna.errors import CaptureError
+from varuna.types import Work
+
+Body = Callable[["Model", Tensor], Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.cut = CutPoint()
+        self.body = body
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.body(self, x), y)
+
+
+def reentrant(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    return model.b(model.cut(checkpoint(lambda z: torch.relu(model.b(z)), h, use_reentrant=True)))
+
+
+def not_reentrant(model: Model, x: Tensor) -> Tensor:
+    return model.b(model.cut(checkpoint(lambda z: torch.relu(model.a(z)), x, use_reentrant=False)))
+
+
+def cut_without_gradient(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    with torch.no_grad():
+        gate = model.cut(torch.sin(h)) * 2
+    return model.b(h * gate)
+
+
+def chosen_rows(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    rows = (x.sum(1) > 0).nonzero()[:, 0]
+    chosen = h[rows]
+    h = model.cut(h)
+    return model.b(h.index_add(0, rows, chosen))
+
+
+def written_by_mask(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    z = torch.zeros_like(h)
+    z[x.sum(1) > 0] = 2.0
+    return model.b(model.cut(h) * z)
+
+
+def sizes(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    n = h.shape[0]
+    h = model.cut(h)
+    return model.b(h / n + torch.arange(2 * n, device=x.device).view(n, 2).sum(1)[:, None])
+
+
+def replaced_buffer(model: Model, x: Tensor) -> Tensor:
+    h = model.a(x)
+    model.average = 0.9 * model.average + 0.1 * h.detach().mean(0)
+    return model.b(model.cut(h))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [reentrant, not_reentrant, cut_without_gradient, chosen_rows, written_by_mask, sizes, replaced_buffer],
+)
+def test_a_corner_is_cut_exactly(body: Body) -> None:
+    """V3"""
+    torch.manual_seed(0)
+    assert_same(Model(body), batch_of(5), batch=5)
+
+
+def test_a_buffer_changed_on_one_side_of_a_cut_and_read_on_the_other_is_refused() -> None:
+    """V7"""
+
+    def torn(model: Model, x: Tensor) -> Tensor:
+        model.average.add_(1.0)
+        return model.cut(model.a(x)) + model.average
+
+    with pytest.raises(CaptureError, match=r"'average' is changed in place and used in the segments 0, 1"):
+        Source(Model(torn)).capture(batch_of(2), training=True)
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    model = Model(lambda model, x: model.b(model.cut(model.a(x))))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    model.b = torch.nn.utils.weight_norm(model.b)
+    source = Source(model)
+    captured = source.capture(batch_of(3), training=True)
+    check_capture(model, captured, batch_of(3))
+    loss, _ = chained(source, captured, [0, 1, 2], batch_of(3))
+    torch.testing.assert_close(loss, model(**batch_of(3)).detach())
+
+
+def test_the_check_names_what_differs() -> None:
+    """V7"""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.calls = 0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return F.mse_loss(self.layer(x) * self.calls, y)
+
+    model = Counts()
+    captured = Source(model).capture(batch_of(3), training=True)
+    check_capture(model, captured, batch_of(3))
+    with pytest.raises(CaptureError, match=r"differs from the model itself: .* by"):
+        check_capture(model, captured, batch_of(3))
+
+
+def fingerprint(model: nn.Module, size: int = 3) -> str:
+    return Source(model).capture(batch_of(size), training=True).graph.fingerprint
+
+
+def test_the_fingerprint_is_the_models_and_not_its_values() -> None:
+    """V8"""
+    ours = fingerprint(Mlp())
+    assert fingerprint(Mlp(), size=7) == ours
+    assert len({ours, fingerprint(Mlp(layers=3)), fingerprint(Mlp(dropout=0.1))}) == 3
+    fewer = Mlp()
+    fewer.cuts = nn.ModuleList(list(fewer.cuts)[:2])
+    assert fingerprint(fewer) != ours
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    """V8"""
+    script = (
+        "from tests.capture.models import Mlp; from tests.capture.test_corners import fingerprint; "
+        "print(fingerprint(Mlp()))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == fingerprint(Mlp())
+
+
+def test_what_a_program_makes_by_itself_goes_to_its_device() -> None:
+    def made(model: Model, x: Tensor) -> Tensor:
+        return model.b(model.cut(model.a(x)) + torch.tensor([1.0] * 6) + torch.arange(6, device=x.device))
+
+    model = Model(made)
+    program = Source(model).capture(batch_of(3), training=True).carve(0, 2).to("meta")
+    inputs = {name: value.to("meta") for name, value in batch_of(3).items()}
+    state = {name: value.to("meta") for name, value in model.state_dict().items()}
+    (loss,) = program([state[name] for name in program.state], (), inputs, Work(0, 0, 0))
+    assert loss.is_meta
