@@ -12,6 +12,7 @@ sample of a micro-batch draws on its own, from a generator that is seeded for it
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,17 +48,27 @@ def dropout(x: Tensor, p: float, work: Work, ordinal: int, dim: int | None, per_
 
 
 def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per_sample: int) -> Tensor:
-    generator = _generator(x.device)
     if dim is None:
-        generator.manual_seed(seed_of(work, SHARED, ordinal))
-        return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(keep, generator=generator)
+        return _kept([seed_of(work, SHARED, ordinal)], x.numel(), keep, x.device).view(x.shape)
     samples = x.shape[dim] // per_sample
     inner = (*x.shape[:dim], per_sample, *x.shape[dim + 1 :])
-    masks = torch.empty((samples, *inner), dtype=torch.bool, device=x.device)
-    for i, mask in enumerate(masks.unbind(0)):
-        generator.manual_seed(seed_of(work, work.first_sample + i, ordinal))
-        mask.bernoulli_(keep, generator=generator)
-    return masks.movedim(0, dim).reshape(x.shape)
+    seeds = [seed_of(work, work.first_sample + i, ordinal) for i in range(samples)]
+    kept = _kept(seeds, math.prod(inner), keep, x.device)
+    return kept.view(samples, *inner).movedim(0, dim).reshape(x.shape)
+
+
+def _kept(seeds: Sequence[int], count: int, keep: float, device: torch.device) -> Tensor:
+    """For each seed a row of bools, true with the probability `keep` (to the nearest 1/65536).
+
+    Sixteen bits decide on one element, so each number drawn decides on four: faster than bernoulli_.
+    """
+    generator = _generator(device)
+    words = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
+    for seed, row in zip(seeds, words.unbind(0), strict=True):
+        generator.manual_seed(seed)
+        row.random_(-(2**63), None, generator=generator)
+    limit = max(round(keep * 65536) - 32769, -32768)
+    return (words.view(torch.int16)[:, :count] <= limit).contiguous()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
