@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from tests.capture.proof import assert_same, chained, eager
 from varuna.capture import CutPoint, Source, opaque, plain_randomness
+from varuna.capture.attention import attention
 from varuna.types import Work
 
 
@@ -120,3 +121,20 @@ def test_an_opaque_module_draws_by_sample_too() -> None:
     assert_same(Outer(), batch_of(4), batch=4)
     everything = Everything(dropout=0.3)
     assert_same(everything, tokens(4), batch=4)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"is_causal": True},
+        {"attn_mask": torch.rand(3, 1, 5, 5) > 0.5},
+        {"attn_mask": torch.randn(5, 5)},
+        {"scale": 0.3},
+    ],
+)
+def test_our_attention_is_torchs_but_for_what_it_drops(how: dict[str, Any]) -> None:
+    query, key, value = (torch.randn(3, 2, 5, 4) for _ in range(3))
+    asked = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **how}
+    ours = attention(query, key, value, **asked, drop=lambda weights: weights)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, **how))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from varuna.capture.attention import attention
 from varuna.types import Work
 
 SHARED = -1
@@ -91,6 +92,10 @@ def draw(
     """
     leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
     device = _device_of(leaves)
+    if device.type == "cpu" and getattr(operation, "__name__", "").startswith("scaled_dot_product_attention"):
+        part = parts[0] if results is not None or num_samples is None else (0, leaves[0].shape[0])
+        if num_samples in (None, 1) or results is not None:
+            return _attention(args, kwargs, work, ordinal, None if num_samples is None else part)
     if num_samples is None or results is None:
         sample = SHARED if num_samples is None else work.first_sample
         with seeded(seed_of(work, sample, ordinal), device):
@@ -110,6 +115,15 @@ def draw(
     ]
     assert shape is not None
     return pytree.tree_unflatten(joined, shape)
+
+
+def _attention(
+    args: Sequence[Any], kwargs: Mapping[str, Any], work: Work, ordinal: int, part: Part | None
+) -> Tensor:
+    given = bound(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+    p = given.pop("dropout_p")
+    dim, per_sample = part if part is not None else (None, 0)
+    return attention(**given, drop=lambda weights: dropout(weights, p, work, ordinal, dim, per_sample))
 
 
 def draw_in_place(operation: Callable[..., Any], *args: Any, **how: Any) -> Any:
