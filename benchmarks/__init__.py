@@ -1,1 +1,1 @@
-"""How fast the library is, and how much memory it holds, against PyTorch's own tools: `python -m benchmarks`."""
+"""How fast the library is, and how much memory it holds, against PyTorch's own tools."""

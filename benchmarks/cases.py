@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.jitter import Jitter
@@ -55,7 +56,9 @@ class Turns:
             for side in zip(*by_rank, strict=True)
         ]
 
-    def row(self, benchmark: str, case: str, against: str, index: int = 0, other: int = 1, **targets: Any) -> Row:
+    def row(
+        self, benchmark: str, case: str, against: str, index: int = 0, other: int = 1, **targets: Any
+    ) -> Row:
         return Row(
             benchmark=benchmark,
             case=case,
@@ -89,7 +92,9 @@ def one_process(lab: Lab) -> list[Row]:
     for size in (TINY,) if lab.quick else (TINY, MEDIUM):
         same = {"size": size, "microbatches": 8}
         turns = compare(lab, 1, Contender("varuna", {**same, "depth": 1}), Contender("bare loop", same))
-        rows.append(turns.row("one-process", f"{size.name}, P=1, D=1, M=8", "the bare PyTorch loop", target=1.02))
+        rows.append(
+            turns.row("one-process", f"{size.name}, P=1, D=1, M=8", "the bare PyTorch loop", target=1.02)
+        )
     return rows
 
 
@@ -194,16 +199,17 @@ def overhead(lab: Lab) -> list[Row]:
     depths, counts = ((1, 2), (2, 4)) if lab.quick else ((1, 2, 4), (8, 32, 128))
     for depth in depths:
         contenders = [
-            Contender("varuna", {"size": chain(depth), "depth": depth, "microbatches": count}) for count in counts
+            Contender("varuna", {"size": chain(depth), "depth": depth, "microbatches": count})
+            for count in counts
         ]
         turns = compare(lab, depth, *contenders, same_batch=False)
         for count, cpu in zip(counts, turns.cpu, strict=True):
             found[depth, count] = [seconds / count / depth for seconds in cpu]
     for depth in depths:
-        for fewer, more in zip(counts, counts[1:], strict=False):
+        for fewer, more in pairwise(counts):
             rows.append(_growth(found, (depth, more), (depth, fewer), target=1.05))
     # A stage between two others has twice the messages of one at the end: 1 sent by each of P=2, 1.5 of P=4.
-    for narrow, deep in zip(depths[1:], depths[2:], strict=False):
+    for narrow, deep in pairwise(depths[1:]):
         rows.append(_growth(found, (deep, counts[1]), (narrow, counts[1]), target=1.5))
     return rows
 

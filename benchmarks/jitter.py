@@ -59,7 +59,7 @@ class HeldBack:
         self._thread.start()
 
     def __enter__(self) -> None:
-        schedules._batch_p2p = self._batch
+        schedules._batch_p2p = self._batch  # type: ignore[assignment]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

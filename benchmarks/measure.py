@@ -22,8 +22,8 @@ MOST_STEPS = 200
 class Settings(msgspec.Struct, frozen=True):
     """How long to measure."""
 
-    repeats: int = 7
-    sample_seconds: float = 0.8
+    repeats: int = 9
+    sample_seconds: float = 0.5
     warmup_steps: int = 4
 
 

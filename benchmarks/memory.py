@@ -17,7 +17,8 @@ class Kept:
     """A tensor that autograd saved; it counts for as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor, counter: "SavedBytes") -> None:
-        self.tensor, self.counter = tensor, counter
+        # Detached: an output would hold the very node that holds it, and neither would go.
+        self.tensor, self.counter = tensor.detach(), counter
         counter.add(tensor.untyped_storage(), +1)
 
     def __del__(self) -> None:
@@ -57,7 +58,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def held(size: Size, depth: int, microbatches: int, schedule: ScheduleName, recompute: bool) -> Held:
-    """What this rank's stage holds in a step of `microbatches`; one micro-batch alone is the unit of bytes."""
+    """What this rank's stage holds in a step; a step of one micro-batch gives the unit of bytes."""
     found: list[tuple[int, int]] = []
     for count in (1, microbatches):
         side = Ours(size, depth=depth, microbatches=count, schedule=schedule, recompute=recompute)

@@ -1,6 +1,7 @@
 """The model that all benchmarks train, and the same model in pieces for tools that cannot cut one."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -94,7 +95,7 @@ def make_model(size: Size) -> nn.Module:
 
 
 def make_piece(size: Size, first: int, stop: int) -> nn.Sequential:
-    """The segments `first` to `stop - 1` of the model as plain modules, from tokens or to logits at the ends."""
+    """The segments `first` to `stop - 1` as plain modules; from tokens or to logits at the model's ends."""
     model = make_model(size)
     assert isinstance(model, GPT)
     parts: list[nn.Module] = list(model.blocks[first:stop])
@@ -118,4 +119,4 @@ def make_batch(size: Size, samples: int, *, seed: int = SEED) -> tuple[Tensor, T
 def spans(size: Size, depth: int) -> list[tuple[int, int]]:
     """The cut that both sides use: equal runs of blocks."""
     bounds = [size.blocks * stage // depth for stage in range(depth + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))

@@ -130,22 +130,22 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def save(rows: Sequence[Row], folder: Path) -> None:
-    """One JSON file for each benchmark, and a table of all that were ever saved there."""
-    folder.mkdir(exist_ok=True)
-    for name in dict.fromkeys(row.benchmark for row in rows):
-        own = [row for row in rows if row.benchmark == name]
-        text = msgspec.json.format(msgspec.json.encode({"machine": machine(), "rows": own}), indent=1)
-        (folder / f"{name}.json").write_bytes(text + b"\n")
+class Saved(msgspec.Struct, frozen=True):
+    """The file of one benchmark."""
+
+    machine: str
+    rows: Sequence[Row]
+
+
+def save(name: str, rows: Sequence[Row], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(Saved(machine(), rows)), indent=1)
+    (folder / f"{name}.json").write_bytes(text + b"\n")
 
 
 def load(folder: Path, names: Sequence[str]) -> Iterator[Row]:
+    """What was saved last of each benchmark: a table of all stays whole when some are run again."""
     for name in names:
         path = folder / f"{name}.json"
         if path.exists():
             yield from msgspec.json.decode(path.read_bytes(), type=Saved).rows
-
-
-class Saved(msgspec.Struct, frozen=True):
-    machine: str
-    rows: list[Row]

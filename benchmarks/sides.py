@@ -100,7 +100,7 @@ class BareLoop(Side):
         return float(total)
 
     def _split(self) -> list[tuple[Tensor, Tensor]]:
-        parts = self.tokens.split(self.size.microbatch), self.labels.split(self.size.microbatch)
+        parts = torch.split(self.tokens, self.size.microbatch), torch.split(self.labels, self.size.microbatch)
         return list(zip(*parts, strict=True))
 
 
@@ -115,7 +115,11 @@ class DataParallel(Side):
         tokens, labels = make_batch(size, share * dist.get_world_size())
         own = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
         self.parts = list(
-            zip(tokens[own].split(size.microbatch), labels[own].split(size.microbatch), strict=True)
+            zip(
+                torch.split(tokens[own], size.microbatch),
+                torch.split(labels[own], size.microbatch),
+                strict=True,
+            )
         )
 
     def step(self) -> float:
@@ -130,9 +134,10 @@ class DataParallel(Side):
         return float(total) / dist.get_world_size()
 
     def _run(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, labels) / self.microbatches
+        loss = self.model(tokens, labels) / self.microbatches
         loss.backward()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
 
 class TorchPipeline(Side):
