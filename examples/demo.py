@@ -24,7 +24,7 @@ from rich.text import Text
 BATCH_SIZE = 16
 CHUNK_SIZE = 4
 STAGES, REPLICAS = 2, 2
-LAYOUT = f"{STAGES} stages x {REPLICAS} replicas, batch {BATCH_SIZE} in micro-batches of {CHUNK_SIZE}"
+LAYOUT = f"{STAGES} stages x {REPLICAS} replicas"
 TOLERANCE = 1e-5
 
 
@@ -100,7 +100,8 @@ def main() -> int:
     console = Console()
     workers = STAGES * REPLICAS
     with tempfile.TemporaryDirectory() as log_dir:
-        title = f"A small GPT over {workers} worker processes on this machine (starting takes some seconds)"
+        sizes = f"batch {BATCH_SIZE}, micro-batches of {CHUNK_SIZE}"
+        title = f"A small GPT over {workers} processes on this CPU; {sizes}"
         parallel = run(title, Progress(console, LAYOUT, steps), train_over_workers(steps, log_dir))
     title = "The same model in one plain process, without varuna"
     plain = run(title, Progress(console, "1 process", steps), train_plainly(steps))

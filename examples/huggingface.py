@@ -27,22 +27,20 @@ BLOCKS = {"gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*", "llama": "m
 
 
 def make_model(name: str) -> nn.Module:
-    import transformers as hf  # its models are imported when they are named, each for some seconds
+    # Its models are imported when they are named, which takes seconds and draws from torch's generator.
+    import transformers as hf
 
-    torch.manual_seed(SEED)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}  # inside the small vocabulary
-    if name == "gpt2":
-        return hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=32, n_layer=4, n_head=4, **ends)
-        )
     small = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-    if name == "bert":
-        return hf.BertForMaskedLM(
-            hf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **small)
-        )
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, num_key_value_heads=2, **small)
-    )
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
+    if name == "gpt2":
+        own = {"n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+        kind, config = hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, **own)
+    elif name == "bert":
+        kind, config = hf.BertForMaskedLM, hf.BertConfig(**sizes, **small)
+    else:
+        kind, config = hf.LlamaForCausalLM, hf.LlamaConfig(num_key_value_heads=2, **sizes, **small)
+    torch.manual_seed(SEED)
+    return kind(config)
 
 
 def make_inputs(name: str, count: int) -> dict[str, Tensor]:
