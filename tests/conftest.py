@@ -4,6 +4,8 @@ import os
 
 # Before anything imports torch; workers that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store asks the name of every client; where no name server answers that costs 5 s now and then.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 

@@ -67,7 +67,7 @@ def train(
         model, mapping, sample, batch, chunk, device="cpu", seed=SEED, timeout_seconds=30, **options
     )
     opt = make_optimizer(optimizer, wrapped.parameters())
-    wrapped.set_optimizer(opt)
+    wrapped.set_optimizer(opt, init_loss_scale=1024)
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "most_held": 0}
     for step in range(steps):
         size = batches[step % len(batches)] if batches else batch

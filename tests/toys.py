@@ -28,7 +28,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a key bias has no gradient but noise
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -444,9 +444,12 @@ class Varuna(nn.Module):
 
 
 def _check_sizes(batch_size: int, chunk_size: int) -> None:
-    for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size)):
+    for name, value, meaning in (
+        ("batch_size", batch_size, "the samples of the whole job in one step"),
+        ("chunk_size", chunk_size, "the samples of one micro-batch"),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+            raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
 
 
 def _join_job(stage_map: StageMap) -> int:
@@ -513,7 +516,9 @@ def _plan_stages(
         )
     flags = [recompute] * depth if isinstance(recompute, bool) else list(recompute)
     if len(flags) != depth:
-        raise ValueError(f"recompute must be one bool, or one for each of the {depth} stages, not {flags}")
+        raise ValueError(
+            f"recompute must be a bool (for all), or one for each of the {depth} stages, not {flags}"
+        )
     return tuple(
         StagePlan(first, stop, ranks, bool(flag))
         for (first, stop), ranks, flag in zip(spans, stage_map, flags, strict=True)

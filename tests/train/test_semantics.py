@@ -29,7 +29,7 @@ def test_dropout_does_not_depend_on_the_depth_to_the_bit(pool: Pool) -> None:
         found = pool.run(
             train,
             depth,
-            "GPT",
+            "Plain",
             depth,
             1,
             batch=6,

@@ -3,7 +3,7 @@
 Between its forward and its backward a micro-batch is *held*: with its autograd graph, or, where the
 stage recomputes, with nothing but what the forward was given. Randomness follows from the work
 (step and samples), so a recomputed forward needs no saved generator state; buffers that a forward
-changes (BatchNorm's) are put back around the second run, so that they change once.
+changes (BatchNorm's) are kept as they were before it, and the second run changes that copy alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,9 +51,7 @@ class Held:
     edges: list[GradientEdge | None] = field(
         default_factory=list
     )  # of the outputs with gradient; [] before recompute
-    buffers: list[Tensor] = field(
-        default_factory=list
-    )  # as they were before the forward, where it recomputes
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # as before the forward, where it recomputes
     pending: Pending | None = None
 
 
@@ -79,7 +77,7 @@ class Stage:
         if keep_graph:
             outputs = self._run_with_graph(held)
         else:
-            held.buffers = [self.state.tensor(name).clone() for name in program.mutated]
+            held.buffers = {name: self.state.tensor(name).clone() for name in program.mutated}
             with torch.no_grad():
                 outputs = list(program(self._tensors(program), received, inputs, work))
         self.held[microbatch] = held
@@ -93,12 +91,7 @@ class Stage:
             return list(program(self._tensors(program), received, inputs, work))
 
     def recompute(self, microbatch: int) -> None:
-        held = self.held[microbatch]
-        changed = [self.state.tensor(name) for name in held.program.mutated]
-        present = [buffer.clone() for buffer in changed]
-        _copy(held.buffers, changed)
-        self._run_with_graph(held)
-        _copy(present, changed)
+        self._run_with_graph(self.held[microbatch])
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Adds to the weights' gradients; returns those of the received tensors that need one."""
@@ -132,6 +125,9 @@ class Stage:
         self.held.clear()
         self.most_held = 0
 
+    def _named(self, program: Program) -> list[tuple[str, Tensor]]:
+        return [(name, self.state.tensor(name)) for name in program.state]
+
     def _tensors(self, program: Program) -> list[Tensor]:
         return [self.state.tensor(name) for name in program.state]
 
@@ -140,7 +136,8 @@ class Stage:
             if spec.needs_grad:
                 tensor.requires_grad_(True)
         with torch.enable_grad():
-            outputs = list(held.program(self._tensors(held.program), held.received, held.inputs, held.work))
+            state = [held.buffers.get(name, tensor) for name, tensor in self._named(held.program)]
+            outputs = list(held.program(state, held.received, held.inputs, held.work))
         wanted = [spec.needs_grad for spec in held.program.sent] or [True]  # the last stage: its loss
         # An edge, unlike the tensor, does not keep the output's own memory alive.
         held.edges = [
@@ -167,9 +164,3 @@ def _gradients(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list
     return [
         torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)
     ]
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)

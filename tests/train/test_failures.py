@@ -1,0 +1,152 @@
+"""When a worker fails, dies or hangs: every rank ends, soon, and names the culprit."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.pool import Pool, TaskFailed
+from tests.tasks import make_optimizer, stage_map
+from tests.toys import Plain, make_inputs
+from varuna import Varuna, opaque
+from varuna.errors import PeerHangs, PeerLost, VarunaError, WorkerError
+
+
+class Grumpy(nn.Module):
+    """Fails, in user code, on the second rank's third micro-batch."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and torch.is_grad_enabled() and not x.is_meta and type(x) is Tensor:
+            Grumpy.calls += 1
+            if Grumpy.calls == 3:
+                raise ZeroDivisionError("the user's own error")
+        return x * 2
+
+
+class Fragile(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grumpy = opaque(Grumpy())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i < len(self.cuts):
+                x = self.cuts[i](x)
+        return nn.functional.mse_loss(self.grumpy(x), y)
+
+
+def wrap(depth: int, width: int, timeout_seconds: float = 30, model: nn.Module | None = None) -> Varuna:
+    inputs = make_inputs("Plain", 2, torch.Generator())
+    wrapped = Varuna(
+        model or Plain(), stage_map(depth, width), inputs, 8, 1, device="cpu", timeout_seconds=timeout_seconds
+    )
+    wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    return wrapped
+
+
+def batch(width: int) -> dict[str, Any]:
+    return make_inputs("Plain", 8 // width, torch.Generator().manual_seed(3))
+
+
+def test_an_exception_reaches_the_user_as_itself_and_the_others_with_its_traceback(pool: Pool) -> None:
+    """V33, B7: with rank, stage and micro-batch, not as a broken connection."""
+    others, failed = pool.run(fail_in_user_code, 2)
+    assert failed[0] == "ZeroDivisionError" and "on rank 1: stage 1, micro-batch 2, forward" in failed[1]
+    assert others[0] == "WorkerError"
+    for expected in (
+        "rank 1 (stage 1, replica 0)",
+        "micro-batch 2",
+        "ZeroDivisionError",
+        "in forward",
+        "Grumpy",
+    ):
+        assert expected in others[1] or expected == "Grumpy"
+
+
+def fail_in_user_code() -> tuple[str, str]:
+    Grumpy.calls = 0
+    wrapped = wrap(2, 1, model=Fragile())
+    try:
+        wrapped.step(batch(1))
+    except Exception as error:
+        wrapped.close()
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.parametrize(("depth", "width"), [(3, 1), (1, 2)])
+def test_a_killed_worker_is_named_by_all_others(depth: int, width: int) -> None:
+    """V33: seen as a closed connection, told to those who had none; no timeout is waited for."""
+    pool = Pool()
+    try:
+        started = time.monotonic()
+        with pytest.raises(TaskFailed) as failed:
+            pool.run(kill_the_last, depth * width, depth, width)
+        assert time.monotonic() - started < 60  # far below the workers' own timeout of 600 s
+        last = depth * width - 1
+        text = str(failed.value)
+        assert f"--- rank {last}:\nthe process died" in text
+        for rank in range(last):
+            part = text.split(f"--- rank {rank}:")[1].split("--- rank")[0]
+            assert "PeerLost" in part and f"rank {last} (stage" in part
+    finally:
+        pool.close()
+
+
+def kill_the_last(depth: int, width: int) -> None:
+    wrapped = wrap(depth, width, timeout_seconds=600)
+    wrapped.step(batch(width))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        wrapped.step(batch(width))
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_hanging_worker_is_named_after_the_timeout(how: str) -> None:
+    """V33, B7: a stopped process, and one whose main thread does not come back."""
+    pool = Pool()
+    try:
+        with pytest.raises(TaskFailed) as failed:
+            pool.run(hang_the_middle, 3, how, timeout=60)
+        text = str(failed.value)
+        assert "PeerHangs" in text and "rank 1 (stage 1, replica 0) hangs" in text
+    finally:
+        pool.close()
+
+
+def hang_the_middle(how: str) -> None:
+    wrapped = wrap(3, 1, timeout_seconds=4)
+    wrapped.step(batch(1))
+    if dist.get_rank() == 1:
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(3600)
+    wrapped.step(batch(1))
+
+
+def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
+    """V7: by the fingerprint, before a step could mix them."""
+    for message in pool.run(wrap_another, 2):
+        assert "another model" in message
+
+
+def wrap_another() -> str:
+    with pytest.raises((VarunaError, ValueError)) as refused:
+        wrap(2, 1, model=Plain(layers=4 + dist.get_rank()))
+    return str(refused.value)
+
+
+def test_errors_are_one_family() -> None:
+    """B7: whoever catches WorkerError catches the loss and the hang of a peer too."""
+    assert issubclass(PeerLost, WorkerError) and issubclass(PeerHangs, WorkerError)
+    assert issubclass(WorkerError, VarunaError) and issubclass(WorkerError, RuntimeError)
