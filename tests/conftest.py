@@ -7,7 +7,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's store asks the name of every client; where no name server answers that costs 5 s now and then.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import tempfile
+
 import pytest
+
+# What wrapping remembers is remembered for this run alone.
+os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,6 +54,7 @@ def train(
     model_options: Mapping[str, Any] | None = None,
     evaluate_between: bool = False,
     batches: Sequence[int] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a toy over depth × width ranks; what it returns is the same on every rank."""
@@ -64,7 +65,7 @@ def train(
     model = make_model(name, dtype=dtype, **(model_options or {}))
     sample = make_inputs(name, 2, torch.Generator().manual_seed(1), dtype)
     wrapped = Varuna(
-        model, mapping, sample, batch, chunk, device="cpu", seed=SEED, timeout_seconds=30, **options
+        model, mapping, sample, batch, chunk, device=device, seed=SEED, timeout_seconds=30, **options
     )
     opt = make_optimizer(optimizer, wrapped.parameters())
     wrapped.set_optimizer(opt, init_loss_scale=1024)
@@ -93,7 +94,7 @@ def train(
 
 
 def gather_gradients(wrapped: Varuna) -> dict[str, Tensor]:
-    own = {name: p.grad for name, p in wrapped.named_parameters() if p.grad is not None}
+    own = {name: p.grad.cpu() for name, p in wrapped.named_parameters() if p.grad is not None}
     merged: dict[str, Tensor] = {}
     for part in wrapped._session.gather(own):
         for key, gradient in part.items():

@@ -435,6 +435,7 @@ class Varuna(nn.Module):
             state=self._state,
             traits=captured,
             programs=self._program,
+            mutated=program.mutated,
             seed=seed,
             weigh=weigh,
         )

@@ -267,10 +267,25 @@ def test_a_token_weighted_loss_can_be_asked_for(pool: Pool) -> None:
             torch.testing.assert_close(gradient, model.get_parameter("norm.weight").grad, **F64)
 
 
+def test_an_empty_share_takes_part_and_changes_nothing(pool: Pool) -> None:
+    """V11: a last batch smaller than the number of replicas, with dropout or BatchNorm."""
+    for name, options in (("GPT", DROPOUT), ("Conv", {})):
+        shared = {
+            "batch": 4,
+            "batches": (4, 1),
+            "steps": 4,
+            "dtype": torch.float64,
+            "model_options": options,
+        }
+        found = pool.run(train, 2, name, 1, 2, chunk=2, **shared)[1]
+        expected = train_plainly(name, random=bool(options), chunk=2 if name == "Conv" else None, **shared)
+        compare(found, expected, **F64)
+
+
 def ragged_tokens() -> dict[str, Any]:
     inputs: dict[str, Any] = make_inputs("GPT", 6, torch.Generator().manual_seed(5))
     for i in range(6):
-        inputs["labels"][i, i:] = -100  # sample 0 has no token that counts
+        inputs["labels"][i, max(i - 1, 0) :] = -100  # samples 0 and 1 have no token: a loss of 0 / 0
     return inputs
 
 

@@ -341,3 +341,41 @@ def test_a_stage_without_weights_still_takes_an_optimizer(pool: Pool) -> None:
     found = pool.run(train, 4, "Conv", 4, 1, spans=[(0, 1), (1, 2), (2, 3), (3, 4)], **shared)
     assert found[2]["parameters"] == ["varuna_placeholder"]
     compare(found[0], train_plainly("Conv", **shared), rtol=1e-5, atol=1e-6)
+
+
+class FrozenFront(Plain):
+    """Nothing is learned in the first segment."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.layers[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_frozen_first_stage_trains_the_rest(pool: Pool, depth: int) -> None:
+    """V3: what needs no gradient is sent without a way back."""
+    torch.manual_seed(0)
+    plain = FrozenFront()
+    plain(**sample(4)).backward()
+    for gradients in pool.run(frozen_front, depth, depth):
+        assert gradients.keys() == {n for n, p in plain.named_parameters() if p.requires_grad}
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+def frozen_front(depth: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    wrapped = wrap(FrozenFront(), mapping=stage_map(depth, 1), from_cache=False)
+    wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    wrapped.step(sample(4))
+    parts = wrapped._session.gather({n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None})
+    wrapped.close()
+    return {name: gradient for part in parts for name, gradient in part.items()}
+
+
+def test_an_argument_that_forward_does_not_take_is_named() -> None:
+    """V7."""
+    with pytest.raises(ValueError, match=r"Plain.forward cannot be called.*'z'"):
+        wrap(dummy_inputs={**sample(), "z": torch.ones(2)})
+    with pytest.raises(ValueError, match="missing a required argument: 'y'"):
+        wrap(dummy_inputs={"x": torch.ones(2, 7)})

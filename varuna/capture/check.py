@@ -109,6 +109,10 @@ def _carved(
     for program, state, received, sent in reversed(stages):
         outputs = [(value, grad) for value, grad in zip(sent, grads, strict=True) if grad is not None]
         wanted = [t for t in (*state, *received) if t.requires_grad]
+        outputs = [(value, grad) for value, grad in outputs if value.requires_grad]
+        if not wanted or not outputs:  # a segment that nothing is learned in
+            grads = [None] * len(received)
+            continue
         given = torch.autograd.grad(
             [value for value, _ in outputs], wanted, [grad for _, grad in outputs], allow_unused=True
         )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import linecache
 import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from varuna.capture.recorder import Recorder
@@ -56,6 +57,17 @@ def way_out(recorder: Recorder) -> str:
     """The call that makes the module that was running an opaque one, ready to be pasted."""
     path = recorder.running
     return f'varuna.opaque(model.get_submodule("{path}"))' if path else "varuna.opaque(a submodule)"
+
+
+def check_arguments(model: nn.Module, inputs: Mapping[str, object]) -> None:
+    """The inputs are the forward's keyword arguments: all that it needs, and none that it does not know."""
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:
+        raise CaptureError(
+            f"{type(model).__name__}.forward cannot be called with the inputs {sorted(inputs)}: {error} "
+            f"(its signature is {inspect.signature(model.forward)})"
+        ) from None
 
 
 @contextmanager

@@ -88,7 +88,8 @@ class plain_randomness(TorchFunctionMode):
             with self:
                 return _unguarded(func)(*args, **kwargs)
         operation = _random_operation(func)
-        if operation is None or not random.draws(operation, args, kwargs):
+        own_generator = kwargs.get("generator") is not None  # whoever brings one draws apart from the model
+        if operation is None or own_generator or not random.draws(operation, args, kwargs):
             return func(*args, **kwargs)
         return self._draw(func, operation, list(args), dict(kwargs), self._next())
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from varuna.capture.batch import Batch, describe, find_batch
 from varuna.capture.captured import Captured
+from varuna.capture.explain import check_arguments
 from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
@@ -54,6 +55,7 @@ class Source:
         self, inputs: Mapping[str, object], *, training: bool, batch: Batch | None = None
     ) -> Captured:
         """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
+        check_arguments(self.hollow, inputs)
         batch = batch or self.batch(inputs)
         key = (describe(inputs, batch), training)
         if key not in self._captured:

@@ -12,7 +12,6 @@ WeightFunction = Callable[[Mapping[str, object]], float]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    index: int
     first_sample: int  # within this replica's batch
     size: int
     weight: float
@@ -28,7 +27,7 @@ def scatter(
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
     microbatches = []
-    for index, first in enumerate(range(0, num_samples, microbatch_size)):
+    for first in range(0, num_samples, microbatch_size):
         size = min(microbatch_size, num_samples - first)
         part = {
             name: value.narrow(dims[name], first, size)
@@ -36,9 +35,9 @@ def scatter(
             else value
             for name, value in inputs.items()
         }
-        microbatches.append(
-            MicroBatch(index, first, size, float(size) if weigh is None else _weight(weigh, part), part)
-        )
+        weight = float(size) if weigh is None else _weight(weigh, part)
+        if weight:  # what counts for nothing need not be computed (and may have no finite loss)
+            microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
 
 

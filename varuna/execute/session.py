@@ -6,7 +6,7 @@ One rank alone has none of these, and needs no torch.distributed.
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,21 +53,19 @@ class Session:
         if self.everyone is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._all_gather([len(data)], self.everyone)
-        padded = torch.zeros(max(size for (size,) in sizes), dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self._all_gather([len(data)], self.everyone)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = [torch.empty_like(padded) for _ in sizes]
         self._wait(dist.all_gather(parts, padded, group=self.everyone, async_op=True))
-        return [
-            pickle.loads(part[:size].numpy().tobytes()) for part, (size,) in zip(parts, sizes, strict=True)
-        ]
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every replica's numbers, by replica: one small message."""
         return [list(numbers)] if self.replicas is None else self._all_gather(numbers, self.replicas)
 
-    def _all_gather(self, numbers: Sequence[float], group: dist.ProcessGroup) -> list[list[Any]]:
-        own = torch.tensor(numbers, dtype=torch.float64 if isinstance(numbers[0], float) else torch.int64)
+    def _all_gather(self, numbers: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
+        own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(group.size())]
         self._wait(dist.all_gather(parts, own, group=group, async_op=True))
         return [part.tolist() for part in parts]

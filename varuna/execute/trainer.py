@@ -56,6 +56,7 @@ class Trainer:
     state: State
     traits: Traits
     programs: Programs
+    mutated: Sequence[str]  # the buffers of this stage that its forwards change
     seed: int
     weigh: WeightFunction | None = None
     iteration: int = 0
@@ -71,9 +72,9 @@ class Trainer:
         max_norm: float | None,
     ) -> Totals:
         microbatches = self._scatter(inputs, num_samples, dims)
-        shares = self._exchange_shares(microbatches)
+        shares = self._exchange_shares(microbatches, num_samples)
         jobs = self._jobs(microbatches, dims, training, shares.first_sample)
-        buffers = self._changing_buffers(jobs)
+        buffers = {name: self.state.tensor(name) for name in self.mutated} if self.plan.width > 1 else {}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
@@ -120,15 +121,14 @@ class Trainer:
             for mb in microbatches
         ]
 
-    def _exchange_shares(self, microbatches: Sequence[MicroBatch]) -> Shares:
+    def _exchange_shares(self, microbatches: Sequence[MicroBatch], num_samples: int) -> Shares:
         """One small gather over the replicas, where anything depends on what it tells."""
-        samples = sum(mb.size for mb in microbatches)
         weight = sum(mb.weight for mb in microbatches)
         if self.plan.width == 1:
             return Shares(0, weight or 1.0, [len(microbatches)])
         if self.weigh is None and not self.traits.random and not self.traits.momentum:
             return Shares(0, float(self.plan.batch_size), [])
-        everyone = self.session.gather_over_replicas((weight, samples, len(microbatches)))
+        everyone = self.session.gather_over_replicas((weight, num_samples, len(microbatches)))
         return Shares(
             sum(int(theirs) for _, theirs, _ in everyone[: self.session.replica]),
             sum(theirs for theirs, _, _ in everyone) or 1.0,
@@ -158,11 +158,6 @@ class Trainer:
         """Zero where this stage has no loss, so that each sample is counted by one rank."""
         is_last = self.session.stage == self.plan.depth - 1
         return sum(job.microbatch.weight for job in jobs) if is_last else 0.0
-
-    def _changing_buffers(self, jobs: Sequence[Job]) -> dict[str, Tensor]:
-        if self.plan.width == 1:
-            return {}
-        return {name: self.state.tensor(name) for job in jobs[:1] for name in job.program.mutated}
 
     @torch.no_grad()
     def _even_out(self, before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], shares: Shares) -> None:
