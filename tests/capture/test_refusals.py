@@ -217,7 +217,7 @@ def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
 def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
     """V12"""
     assert "input 'y' is a list" in refusal(Layers(nn.Identity()), {"x": torch.randn(4, 6), "y": [1]})
-    assert "no input has a batch" in refusal(Layers(nn.Identity()), {"x": 1})
+    assert "no input has a batch" in refusal(Layers(nn.Identity()), {"x": 1, "y": 2})
 
 
 def test_a_failed_capture_leaves_nothing_behind() -> None:

@@ -1,4 +1,4 @@
-"""The same guarantees on CUDA. Several stages share the one GPU as processes; all of it runs on any CUDA machine:
+"""The same guarantees on CUDA. Several stages share the one GPU as processes; runs on any CUDA machine:
 
 pytest -m gpu tests/gpu
 """

@@ -26,6 +26,8 @@ from varuna.capture.recorder import recording
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName
 
+LARGEST_BATCH = 1 << 16
+
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,7 +56,8 @@ def trace(
     size = 1 if batch.size == 1 else hint_size(inputs)
     example: dict[str, Any] = {}
     shapes: dict[str, dict[int, Any] | None] = {}
-    symbol = Dim("batch", min=2)
+    # A bound, for some kernels of CUDA are chosen by size, and such a choice would count as a fixed batch.
+    symbol = Dim("batch", min=2, max=max(LARGEST_BATCH, batch.size))
     for name, value in inputs.items():
         shapes[name] = None
         example[name] = value
