@@ -155,6 +155,7 @@ class Varuna(nn.Module):
                 initialize=initialize,
                 seed=seed,
             )
+            self._weights = list(self._state.parameters())
             self._trainer = self._make_trainer(captured, seed, loss_weight, timeout_seconds, compute_delay)
             self._session.gather(None)  # no rank begins before all are there
         # A stage without weights still gets an optimizer, and torch refuses one without parameters.
@@ -294,6 +295,13 @@ class Varuna(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         return self._state.named_buffers(prefix, recurse, remove_duplicate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; walking all modules by name would cost a small model more than its optimizer."""
+        if not set_to_none:
+            return super().zero_grad(set_to_none=False)
+        for parameter in self._weights:
+            parameter.grad = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This stage's part of the unwrapped model's state, under its names."""

@@ -8,8 +8,7 @@ The engine knows nothing of models or optimizers: a job says which program runs 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,7 +83,6 @@ class Engine:
             delay  # seconds of extra time for an instruction: slow machines, for tests and benchmarks
         )
         self.recorder = Recorder()
-        self.loss_dtype = torch.float32
         self.where = ""  # what is being done, in words, for errors
 
     def train(
@@ -103,7 +101,8 @@ class Engine:
         last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
         last = (last_op, len(jobs) - 1)
         activations = gradients = 0  # taken so far
-        loss: Tensor | None = None
+        losses: list[Tensor] = []
+        seeds: dict[float, Tensor] = {}  # micro-batches of one weight share theirs
         self.recorder.clear()
         self.stage.clear()
 
@@ -118,44 +117,43 @@ class Engine:
 
             op, number = instruction.op, instruction.microbatch
             job = jobs[number]
-            with self._recorded(op, number):
-                if op == "F":
-                    received = self._take(self.upstream, job.program.received)
-                    activations += 1
-                    outputs = self.stage.forward(
-                        number,
-                        job.program,
-                        received,
-                        job.microbatch.inputs,
-                        job.work,
-                        keep_graph=number not in recomputed,
-                    )
-                    if self.downstream is not None:
-                        self.downstream.send(outputs)
-                    else:
-                        self.loss_dtype = outputs[0].dtype
-                        part = outputs[0].double() * job.microbatch.weight
-                        loss = part if loss is None else loss + part
-                elif op == "R":
-                    self.stage.recompute(number)
+            started = self._start(op, number)
+            if op == "F":
+                received = self._take(self.upstream, job.program.received)
+                activations += 1
+                outputs = self.stage.forward(
+                    number,
+                    job.program,
+                    received,
+                    job.microbatch.inputs,
+                    job.work,
+                    keep_graph=number not in recomputed,
+                )
+                if self.downstream is not None:
+                    self.downstream.send(outputs)
                 else:
-                    stop = (
-                        before_last_backward(0.0 if loss is None else loss.item())
-                        if (op, number) == last
-                        else None
-                    )
-                    if op == "W":
-                        self.stage.backward_weights(number)
+                    losses.append(outputs[0])
+            elif op == "R":
+                self.stage.recompute(number)
+            else:
+                stop = before_last_backward(_weighted_sum(losses, jobs)) if (op, number) == last else None
+                if op == "W":
+                    self.stage.backward_weights(number)
+                else:
+                    if self.downstream is None:
+                        incoming = [self._seed(seed_gradients[number], losses[number], seeds)]
                     else:
-                        incoming = self._gradients(job, seed_gradients[number])
-                        gradients += 1
-                        whole = op == "B"
-                        run = self.stage.backward if whole else self.stage.backward_inputs
-                        outgoing = run(number, incoming)
-                        if self.upstream is not None:
-                            self.upstream.send(outgoing)
-                    if stop is not None:
-                        stop()
+                        needed = [spec for spec in job.program.sent if spec.needs_grad]
+                        incoming = self._take(self.downstream, needed)
+                    gradients += 1
+                    whole = op == "B"
+                    run = self.stage.backward if whole else self.stage.backward_inputs
+                    outgoing = run(number, incoming)
+                    if self.upstream is not None:
+                        self.upstream.send(outgoing)
+                if stop is not None:
+                    stop()
+            self.recorder.add(op, number, started, time.perf_counter())
 
     def evaluate(self, jobs: Sequence[Job]) -> float:
         """Forwards alone; the sum of weight × loss on the last stage, else 0.
@@ -164,30 +162,27 @@ class Engine:
         """
         total = 0.0
         acknowledged = 0
+        self.stage.clear()
         for number, job in enumerate(jobs):
             while self.downstream is not None and number - acknowledged >= EVALUATION_WINDOW:
                 self._take(self.downstream, ())
                 acknowledged += 1
-            with self._recorded("F", number):
-                received = self._take(self.upstream, job.program.received)
-                if self.upstream is not None:
-                    self.upstream.send([])
-                outputs = self.stage.evaluate(job.program, received, job.microbatch.inputs, job.work)
-                if self.downstream is not None:
-                    self.downstream.send(outputs)
-                else:
-                    total += float(outputs[0]) * job.microbatch.weight
+            started = self._start("F", number)
+            received = self._take(self.upstream, job.program.received)
+            if self.upstream is not None:
+                self.upstream.send([])
+            outputs = self.stage.evaluate(job.program, received, job.microbatch.inputs, job.work)
+            if self.downstream is not None:
+                self.downstream.send(outputs)
+            else:
+                total += float(outputs[0]) * job.microbatch.weight
+            self.recorder.add("F", number, started, time.perf_counter())
         while self.downstream is not None and acknowledged < len(jobs):
             self._take(self.downstream, ())
             acknowledged += 1
         return total
 
     # ------------------------------------------------------------ what arrives
-
-    def _gradients(self, job: Job, seed_gradient: float) -> list[Tensor]:
-        if self.downstream is None:
-            return [torch.tensor(seed_gradient, dtype=self.loss_dtype, device=self.device)]
-        return self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
 
     def _take(self, neighbour: Neighbour | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
         if neighbour is None:
@@ -224,14 +219,27 @@ class Engine:
                 peer.take()  # raises: it has ended, though more was expected of it
         self.recorder.add("wait", -1, started, time.perf_counter())
 
-    @contextmanager
-    def _recorded(self, op: Op, number: int) -> Iterator[None]:
+    def _start(self, op: Op, number: int) -> float:
+        """Says what is done, for errors; returns when it began. A context manager would cost more than it."""
         self.where = f"stage {self.index}, micro-batch {number}, {VERBS[op]}"
         started = time.perf_counter()
         if self.delay is not None:
             time.sleep(self.delay(op, number))
-        yield
-        self.recorder.add(op, number, started, time.perf_counter())
+        return started
+
+    def _seed(self, value: float, loss: Tensor, made: dict[float, Tensor]) -> Tensor:
+        """The gradient that a loss starts its backward with."""
+        if value not in made:
+            made[value] = torch.tensor(value, dtype=loss.dtype, device=self.device)
+        return made[value]
+
+
+def _weighted_sum(losses: list[Tensor], jobs: Sequence[Job]) -> float:
+    """In double precision, and with a single wait for the device; 0 where the stage has no loss."""
+    if not losses:
+        return 0.0
+    values: list[float] = torch.stack(losses).tolist()
+    return sum(value * job.microbatch.weight for value, job in zip(values, jobs, strict=True))
 
 
 def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], rank: int) -> None:

@@ -263,6 +263,9 @@ class Link:
     def _send_some(self) -> bool:
         """Whether all that was due has been sent."""
         while self._outbox:
+            if self.lost is not None:
+                self._outbox.clear()
+                return True
             buffers, _, release = self._outbox[0]
             if release and release > time.monotonic():
                 return False
@@ -376,8 +379,7 @@ class Link:
         self._frame = None
 
     def _lose(self, reason: str) -> None:
-        self.lost = reason
-        self._outbox.clear()
+        self.lost = reason  # what is unsent is dropped by whoever sends: the outbox is theirs alone
 
 
 def _drop_front(buffers: list[memoryview], count: int) -> None:

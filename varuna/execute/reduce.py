@@ -94,6 +94,8 @@ class Reducer:
             return lambda: None
         if not self._buckets:
             self._make_buckets()
+        if len(self._buckets) == 1:  # full with the last gradient of all: nothing to watch for
+            return lambda: None
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self.parameters]  # type: ignore[no-untyped-call]
@@ -160,12 +162,13 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
+            gradients = [p.grad for p in bucket.parameters]
+            if any(gradient is None for gradient in gradients):
+                bucket.flat.zero_()
+            there = [(v, g) for v, g in zip(bucket.views, gradients, strict=True) if g is not None]
+            torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+            # From here on the gradients live in the bucket: nothing is copied back.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad)
-                # From here on the gradient lives in the bucket: nothing is copied back.
                 parameter.grad = view
         self._num_started += 1
         bucket.work = dist.all_reduce(bucket.flat, group=self.replicas, async_op=True)

@@ -26,15 +26,15 @@ def scatter(
     microbatch_size: int,
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
+    pieces = {
+        name: torch.split(value, microbatch_size, dims[name])
+        for name, value in inputs.items()
+        if name in dims and isinstance(value, Tensor)
+    }
     microbatches = []
-    for first in range(0, num_samples, microbatch_size):
+    for index, first in enumerate(range(0, num_samples, microbatch_size)):
         size = min(microbatch_size, num_samples - first)
-        part = {
-            name: value.narrow(dims[name], first, size)
-            if name in dims and isinstance(value, Tensor)
-            else value
-            for name, value in inputs.items()
-        }
+        part = {name: pieces[name][index] if name in pieces else value for name, value in inputs.items()}
         weight = float(size) if weigh is None else _weight(weigh, part)
         if weight:  # what counts for nothing need not be computed (and may have no finite loss)
             microbatches.append(MicroBatch(first, size, weight, part))

@@ -61,6 +61,7 @@ class Stage:
         self.split_backward = split_backward  # False: part I does all (a compiled program cannot be split)
         self.held: dict[int, Held] = {}
         self.most_held = 0
+        self._tensors_of: dict[int, list[Tensor]] = {}  # by program, for one step: the state's tensors stay
 
     def forward(
         self,
@@ -99,7 +100,8 @@ class Stage:
         roots, flowing = _join(held.edges, gradients)
         if roots:
             torch.autograd.backward(roots, flowing)
-        return _gradients([leaf.grad for leaf in _leaves(held)], _leaves(held))
+        leaves = _leaves(held)
+        return _gradients([leaf.grad for leaf in leaves], leaves)
 
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Part I of the backward; the micro-batch stays held until part W."""
@@ -124,19 +126,23 @@ class Stage:
     def clear(self) -> None:
         self.held.clear()
         self.most_held = 0
-
-    def _named(self, program: Program) -> list[tuple[str, Tensor]]:
-        return [(name, self.state.tensor(name)) for name in program.state]
+        self._tensors_of.clear()
 
     def _tensors(self, program: Program) -> list[Tensor]:
-        return [self.state.tensor(name) for name in program.state]
+        found = self._tensors_of.get(id(program))
+        if found is None:
+            found = self._tensors_of[id(program)] = [self.state.tensor(name) for name in program.state]
+        return found
 
     def _run_with_graph(self, held: Held) -> list[Tensor]:
         for spec, tensor in zip(held.program.received, held.received, strict=True):
             if spec.needs_grad:
                 tensor.requires_grad_(True)
         with torch.enable_grad():
-            state = [held.buffers.get(name, tensor) for name, tensor in self._named(held.program)]
+            state = self._tensors(held.program)
+            if held.buffers:
+                named = zip(held.program.state, state, strict=True)
+                state = [held.buffers.get(name, tensor) for name, tensor in named]
             outputs = list(held.program(state, held.received, held.inputs, held.work))
         wanted = [spec.needs_grad for spec in held.program.sent] or [True]  # the last stage: its loss
         # An edge, unlike the tensor, does not keep the output's own memory alive.
