@@ -35,7 +35,13 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
-        self, task: Callable[..., Any], world: int, *args: Any, timeout: float = 90, **kwargs: Any
+        self,
+        task: Callable[..., Any],
+        world: int,
+        *args: Any,
+        timeout: float = 90,
+        grace: float = 20,
+        **kwargs: Any,
     ) -> list[Any]:
         """Runs `task(*args, **kwargs)` on ranks 0 to world - 1; its results by rank."""
         while len(self._workers) < world:
@@ -62,7 +68,7 @@ class Pool:
                     fine, value = False, "the process died"
                 (results if fine else failures)[rank] = value
                 if not fine:
-                    timeout = min(timeout, 20)  # the others have little to wait for
+                    timeout = min(timeout, grace)  # the others have little to wait for
         if failures:
             self.close()
             text = "\n".join(f"--- rank {rank}:\n{failure}" for rank, failure in sorted(failures.items()))

@@ -116,7 +116,7 @@ def test_a_hanging_worker_is_named_after_the_timeout(how: str) -> None:
     pool = Pool()
     try:
         with pytest.raises(TaskFailed) as failed:
-            pool.run(hang_the_middle, 3, how, timeout=60)
+            pool.run(hang_the_middle, 3, how, timeout=60, grace=4)
         text = str(failed.value)
         assert "PeerHangs" in text and "rank 1 (stage 1, replica 0) hangs" in text
     finally:

@@ -95,7 +95,9 @@ class Board:
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
         post = codec.encode(Post(self.rank, where, type(error).__name__, str(error), text))
         with contextlib.suppress(StoreSilent):
-            self._clerk.ask(lambda store: store.compare_set("error", "", post))
+            standing = self._clerk.ask(lambda store: store.compare_set("error", "", post))
+            # Who fails by itself, and second, needs no telling: the first need not linger for it.
+            self._acknowledge(codec.decode(standing, Post, "the board"), self._clerk.ask)
 
     def read(self, wait_seconds: float = 0) -> WorkerError | None:
         """The error that another rank has posted, waiting for one to come up if asked to."""

@@ -166,7 +166,8 @@ class Reducer:
             if any(gradient is None for gradient in gradients):
                 bucket.flat.zero_()
             there = [(v, g) for v, g in zip(bucket.views, gradients, strict=True) if g is not None]
-            torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+            if there:
+                torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
             # From here on the gradients live in the bucket: nothing is copied back.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
