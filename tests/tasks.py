@@ -73,6 +73,7 @@ def train(
     evaluate_between: bool = False,
     batches: Sequence[int] | None = None,
     device: str = "cpu",
+    timeout_seconds: float = 30,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a toy over depth × width ranks; what it returns is the same on every rank."""
@@ -85,7 +86,15 @@ def train(
     RememberingSource.toy = (name, dtype, str(model_options))
     sample = make_inputs(name, 2, torch.Generator().manual_seed(1), dtype)
     wrapped = Varuna(
-        model, mapping, sample, batch, chunk, device=device, seed=SEED, timeout_seconds=30, **options
+        model,
+        mapping,
+        sample,
+        batch,
+        chunk,
+        device=device,
+        seed=SEED,
+        timeout_seconds=timeout_seconds,
+        **options,
     )
     opt = make_optimizer(optimizer, wrapped.parameters())
     wrapped.set_optimizer(opt, init_loss_scale=1024)

@@ -1,12 +1,13 @@
 """The door to training: class `Varuna`, which wraps a model and runs its steps over all ranks."""
 
+import inspect
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,10 @@ class Varuna(nn.Module):
     ) -> None:
         super().__init__()
         stage_map = parse_stage_map(stage_to_rank_map)
+        precision = precision or ("fp16" if fp16 else "fp32")
         _check_sizes(batch_size, chunk_size)
+        _check_name("schedule", schedule, get_args(ScheduleName))
+        _check_name("precision", precision, get_args(PrecisionName))
         rank = _join_job(stage_map)
         self.device = _find_device(device, local_rank, rank)
         self.grad_norm: float | None = None
@@ -122,9 +126,8 @@ class Varuna(nn.Module):
         )
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         with self._errors_reach_everyone("wrapping the model"):
-            inputs = dummy_inputs(2, device="cpu") if callable(dummy_inputs) else dummy_inputs
+            inputs = _call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             self._sample = self._batch(inputs)
-            precision = precision or ("fp16" if fp16 else "fp32")
             self._source = Source(
                 model,
                 batch_dims=self._batch_dims,
@@ -459,6 +462,17 @@ def _check_sizes(batch_size: int, chunk_size: int) -> None:
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
+
+
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, not {name!r}")
+
+
+def _call_for_sample(get_batch: Callable[..., Mapping[str, object]]) -> Mapping[str, object]:
+    """`get_batch(size, device=None)`, or one that knows of no device."""
+    takes_device = "device" in inspect.signature(get_batch).parameters
+    return get_batch(2, device="cpu") if takes_device else get_batch(2)
 
 
 def _join_job(stage_map: StageMap) -> int:

@@ -119,6 +119,15 @@ def test_clipping_is_by_the_whole_models_norm(pool: Pool, depth: int, width: int
     torch.testing.assert_close(found["norms"], expected["norms"], **F64)
 
 
+@pytest.mark.timeout(300)
+def test_compiled_stages_train_the_same(pool: Pool) -> None:
+    """V10, V19: torch.compile of each stage, with dropout, a split backward, ragged micro-batches."""
+    shared = {"batch": 5, "model_options": {"layers": 2, "dropout": 0.3}, "dtype": torch.float64}
+    options = {"compile": True, "schedule": "zero-bubble", "timeout_seconds": 240}
+    found = pool.run(train, 2, "Plain", 2, 1, chunk=2, timeout=280, **options, **shared)[0]
+    compare(found, train_plainly("Plain", random=True, **shared), **F64)
+
+
 # ---------------------------------------------------------------- precision
 
 

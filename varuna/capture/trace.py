@@ -26,7 +26,7 @@ from varuna.capture.recorder import recording
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName
 
-LARGEST_BATCH = 1 << 16
+LARGEST_BATCH = 1 << 15
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
