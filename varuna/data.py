@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from varuna.plan import spread_evenly
+from varuna.types import spread_evenly
 
 
 class SampleOrder:

@@ -143,6 +143,14 @@ def place_in_map(stage_map: StageMap, rank: int) -> tuple[int, int]:
     )
 
 
+def spread_evenly(total: int, *, parts: int) -> tuple[int, ...]:
+    """Splits a count so that no part is more than one larger than another, larger parts first.
+
+    So a global batch lies over the replicas.
+    """
+    return tuple(total // parts + (part < total % parts) for part in range(parts))
+
+
 # ---------------------------------------------------------------- the order
 
 Op = Literal["F", "R", "B", "I", "W"]

@@ -13,18 +13,17 @@ from varuna.morph.placement import (
     lay_out,
     name_idle,
     ranks_of_machine,
-    split_batch,
     worker_environment,
     worker_flags,
 )
-from varuna.types import format_stage_map
+from varuna.types import format_stage_map, spread_evenly
 
 
 @given(batch=st.integers(1, 10_000), replicas=st.integers(1, 64))
 def test_the_replicas_batches_add_up_to_the_global_batch_and_differ_by_at_most_one(
     batch: int, replicas: int
 ) -> None:
-    shares = split_batch(batch, replicas)
+    shares = spread_evenly(batch, parts=replicas)
     assert sum(shares) == batch
     assert max(shares) - min(shares) <= 1
 

@@ -10,7 +10,7 @@ from tests.pool import Pool
 from tests.tasks import SEED, compare, global_batch, stage_map, take, train, train_plainly
 from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna
-from varuna.plan import spread_evenly
+from varuna.types import spread_evenly
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
 DROPOUT = {"dropout": 0.3}

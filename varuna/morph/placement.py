@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from varuna.types import StageMap, format_stage_map, place_in_map
+from varuna.types import StageMap, format_stage_map, place_in_map, spread_evenly
 
 WORKER_FLAGS = (
     "--rank",
@@ -44,7 +44,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def replica_batch(self, rank: int) -> int:
         """How many of the global batch's samples this rank's replica takes."""
-        return split_batch(self.batch_size, self.width)[self.place(rank)[1]]
+        return spread_evenly(self.batch_size, parts=self.width)[self.place(rank)[1]]
 
     def __str__(self) -> str:
         return (
@@ -86,12 +86,6 @@ def lay_out(
         )
     stage_map = tuple(tuple(range(stage, width * num_stages, num_stages)) for stage in range(num_stages))
     return Layout(stage_map, batch_size, microbatch_size, tuple(range(width * num_stages, num_devices)))
-
-
-def split_batch(batch_size: int, num_replicas: int) -> tuple[int, ...]:
-    """As even as it goes, the first ones one more; the sum is the global batch, always."""
-    share, rest = divmod(batch_size, num_replicas)
-    return tuple(share + (replica < rest) for replica in range(num_replicas))
 
 
 def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:

@@ -35,8 +35,3 @@ def balance(costs: Sequence[float], *, stages: int) -> tuple[tuple[int, int], ..
         spans.append((choice[stop], stop))
         stop = choice[stop]
     return tuple(reversed(spans))
-
-
-def spread_evenly(total: int, *, parts: int) -> tuple[int, ...]:
-    """Splits a count so that no part is more than one larger than another, larger parts first."""
-    return tuple(total // parts + (part < total % parts) for part in range(parts))

@@ -1,0 +1,138 @@
+"""Deciding how a model is wrapped, before anything is done: this rank, its device, the cut, the check."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from varuna.cache import read_spans, write_spans
+from varuna.capture import Captured, check_capture
+from varuna.plan import balance
+from varuna.types import Plan, StageMap, StagePlan, format_stage_map
+
+log = logging.getLogger("varuna")
+
+CHECKED_PARAMETERS = 200_000_000
+"""Up to this size the captured model is compared with the user's before it is trusted."""
+
+
+def check_sizes(batch_size: int, chunk_size: int) -> None:
+    for name, value, meaning in (
+        ("batch_size", batch_size, "the samples of the whole job in one step"),
+        ("chunk_size", chunk_size, "the samples of one micro-batch"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
+
+
+def check_name(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, not {name!r}")
+
+
+def call_for_sample(get_batch: Callable[..., Mapping[str, object]]) -> Mapping[str, object]:
+    """`get_batch(size, device=None)`, or one that knows of no device."""
+    takes_device = "device" in inspect.signature(get_batch).parameters
+    return get_batch(2, device="cpu") if takes_device else get_batch(2)
+
+
+def join_job(stage_map: StageMap) -> int:
+    """This process's rank; joins torch.distributed where the script has not."""
+    ranks = sorted(rank for row in stage_map for rank in row)
+    if not dist.is_initialized():
+        if ranks == [0]:
+            return 0
+        missing = [
+            name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
+        if missing:
+            raise RuntimeError(
+                f"the map {format_stage_map(stage_map)!r} needs {len(ranks)} processes, but this one was not "
+                f"started as one of several: {', '.join(missing)} not set (start it with `python -m "
+                "varuna.run_varuna` or torchrun, or call torch.distributed.init_process_group)"
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    world = dist.get_world_size()
+    if ranks != list(range(world)):
+        lacking, idle = sorted(set(ranks) - set(range(world))), sorted(set(range(world)) - set(ranks))
+        found = [f"it names {lacking}, which are not there"] if lacking else []
+        found += [f"it leaves out {idle}"] if idle else []
+        raise ValueError(
+            f"the map {format_stage_map(stage_map)!r} does not fit the job's {world} ranks: "
+            f"{' and '.join(found)} "
+            "(start as many workers as the map has ranks, or pass the launcher's own map)"
+        )
+    return dist.get_rank()
+
+
+def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, str):
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = device if device >= 0 else (local_rank if local_rank >= 0 else rank)
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def plan_stages(
+    stage_map: StageMap,
+    captured: Captured,
+    spans: Sequence[tuple[int, int]] | None,
+    recompute: bool | Sequence[bool],
+    *,
+    from_cache: bool,
+) -> tuple[StagePlan, ...]:
+    depth = len(stage_map)
+    if spans is None:
+        cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
+        spans = cached or balance([s.flops_per_sample for s in captured.graph.segments], stages=depth)
+    bounds = [first for first, _ in spans] + [captured.num_segments]
+    if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
+        raise ValueError(
+            f"spans must part the segments 0 to {captured.num_segments} into {depth} runs without gap or "
+            f"overlap, each at least one long, but are {list(spans)}"
+        )
+    if len(spans) != depth or any(first >= stop for first, stop in spans):
+        raise ValueError(
+            f"spans must give each of the {depth} stages at least one segment, but are {list(spans)}"
+        )
+    flags = [recompute] * depth if isinstance(recompute, bool) else list(recompute)
+    if len(flags) != depth:
+        raise ValueError(
+            f"recompute must be a bool (for all), or one for each of the {depth} stages, not {flags}"
+        )
+    return tuple(
+        StagePlan(first, stop, ranks, bool(flag))
+        for (first, stop), ranks, flag in zip(spans, stage_map, flags, strict=True)
+    )
+
+
+def check_once(
+    model: nn.Module, captured: Captured, inputs: Mapping[str, object], plan: Plan, *, from_cache: bool
+) -> None:
+    """Compares captured and original, unless this very graph was compared before, or it is too large."""
+    if from_cache and read_spans(plan.fingerprint, plan.depth):
+        return
+    parameters = list(model.parameters())
+    if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > CHECKED_PARAMETERS:
+        log.info("the captured model is not compared with the original: it is on meta, or large")
+    else:
+        check_capture(model, captured, inputs)
+    write_spans(plan.fingerprint, [(stage.first, stage.stop) for stage in plan.stages])
+
+
+def all_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(model.state_dict()) | {
+        name
+        for name, _ in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
