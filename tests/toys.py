@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from varuna import CutPoint
+from varuna import CutPoint, opaque
 
 
 class Plain(nn.Module):
@@ -146,6 +146,33 @@ class Reused(nn.Module):
         return F.mse_loss(x, y), x
 
 
+class Fork(nn.Module):
+    """A branch on data: which layer runs depends on the values. One that never runs gets no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.low, self.high, self.never = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = float(x.mean())
+        return self.never(x) if mean > 1e6 else self.high(x) if mean > 0 else self.low(x)
+
+
+class Branching(nn.Module):
+    """Captured but for one opaque module."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.fork = opaque(Fork(width))
+        self.cut1, self.cut2 = CutPoint(), CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.cut1(torch.tanh(self.first(x)))
+        x = self.cut2(self.fork(x))
+        return F.mse_loss(self.last(x), y)
+
+
 def make_inputs(
     name: str, batch: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, object]:
@@ -163,7 +190,7 @@ def make_inputs(
         return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
     if name == "Odd":
         return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
-    if name == "Reused":
+    if name in ("Reused", "Branching"):
         return {"x": rand(batch, 5), "y": rand(batch, 5)}
     raise KeyError(name)
 

@@ -44,6 +44,17 @@ def test_anything_crosses_a_cut(pool: Pool, name: str, depth: int) -> None:
     compare(found, plain(name, batch=6, optimizer="adam"), **F32)
 
 
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+def test_an_opaque_module_branches_on_data_and_trains_exactly(pool: Pool, depth: int, width: int) -> None:
+    """V7's way out: and a weight that no micro-batch used has no gradient, on any replica."""
+    shared = {"batch": 8, "chunk": 1, "dtype": torch.float64, "optimizer": "adam"}
+    found = pool.run(train, depth * width, "Branching", depth, width, **shared)[0]
+    expected = plain("Branching", **shared)
+    assert "fork.low.weight" in expected["gradients"] and "fork.high.weight" in expected["gradients"]
+    assert "fork.never.weight" not in found["gradients"]
+    compare(found, expected, **F64)
+
+
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_schedule_gives_the_same_gradients(pool: Pool, schedule: str, recompute: bool) -> None:
