@@ -44,6 +44,9 @@ from varuna.wrapping import (
     plan_stages,
 )
 
+COMPILING_PATIENCE = 15.0
+"""A step that compiles may keep its neighbours waiting so many times longer than the timeout."""
+
 
 def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
     """(pipeline depth, number of replicas) of a map."""
@@ -208,6 +211,8 @@ class Varuna(nn.Module):
                     f"{self.plan.width} takes {self.batch_size} of the global batch's {self.plan.batch_size} "
                     "(give each replica its own share, e.g. by varuna.SampleOrder)"
                 )
+            if self._session.waiter is not None:
+                self._session.waiter.patience = 1.0
             totals = self._trainer.step(
                 inputs,
                 num_samples=batch.size,
@@ -375,6 +380,8 @@ class Varuna(nn.Module):
                 )
             program = captured.carve(self._own.first, self._own.stop).to(self.device)
             self._programs[key] = program.compiled() if self._compiles else program
+            if self._compiles and self._session.waiter is not None:
+                self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
 
     def _agree_on(self, seed: int | None) -> int:

@@ -57,7 +57,7 @@ def test_a_branch_on_data_is_named_by_its_line_and_module() -> None:
     """V7"""
     text = refusal(Layers(Branches()))
     assert text.startswith(line_of(Branches, "if x.sum()"))
-    assert 'varuna.opaque(model.get_submodule("between"))' in text
+    assert 'varuna.opaque(model, "between")' in text
     assert "torch.where" in text
 
 
@@ -80,13 +80,13 @@ def test_a_custom_function_is_refused_by_name_because_its_backward_would_be_lost
     """V7"""
     text = refusal(Layers(Custom()))
     assert text.startswith(line_of(Custom, "Doubled.apply"))
-    assert "Doubled" in text and 'varuna.opaque(model.get_submodule("between"))' in text
+    assert "Doubled" in text and 'varuna.opaque(model, "between")' in text
 
 
 @pytest.mark.parametrize("between", [Branches, Custom])
 def test_the_way_out_that_the_error_offers_works(between: type[nn.Module]) -> None:
     model = Layers(between())
-    opaque(model.get_submodule("between"))
+    opaque(model, "between")
     captured = assert_same(model, batch_of(4), batch=4)
     assert list(captured.carve(0, 1).leaves) == ["between"]
     assert_same(model, batch_of(1), batch=1)
@@ -212,6 +212,18 @@ def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
     text = refusal(Layers(Dropped(0.5)))
     assert text.startswith(line_of(Dropped, "if drawn <"))
     assert "set layerdrop to 0" in text
+
+
+def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:
+    """V7: one call, not one for each layer."""
+    model = Layers(nn.Sequential(Custom(), nn.Identity(), Custom()))
+    assert 'varuna.opaque(model, "between.*")' in refusal(model)
+    opaque(model, "between.*")
+    assert list(assert_same(model, batch_of(4), batch=4).carve(0, 1).leaves) == [
+        f"between.{i}" for i in range(3)
+    ]
+    with pytest.raises(ValueError, match="no module is named 'betwixt'; near names: between"):
+        opaque(model, "betwixt")
 
 
 def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,18 +83,7 @@ def cut_after(model: nn.Module, *patterns: str) -> list[str]:
     A `*` stands for one part of the dotted name: "transformer.h.*" is every block, and nothing
     inside the blocks. The model keeps its code, its modules and the names of its state.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    matched: list[str] = []
-    for pattern in patterns:
-        found = [name for name in names if _matches(name, pattern)]
-        if not found:
-            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
-            raise CaptureError(
-                f"cut_after: no module is named {pattern!r}; near names: {', '.join(near)} "
-                "(see model.named_modules(); a * stands for one part between dots)"
-            )
-        matched += [name for name in found if name not in matched]
-    matched.sort(key=names.index)
+    matched = modules_named(model, patterns)
     for name in matched:
         module = model.get_submodule(name)
         if not any(isinstance(hook, _CutAfter) for hook in module._forward_hooks.values()):
@@ -107,6 +96,22 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(
         re.fullmatch(fnmatch.translate(want), part) for part, want in zip(parts, wanted, strict=True)
     )
+
+
+def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names that match, in the model's order; a * stands for one part between dots."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched: list[str] = []
+    for pattern in patterns:
+        found = [name for name in names if _matches(name, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            raise CaptureError(
+                f"no module is named {pattern!r}; near names: {', '.join(near)} "
+                "(see model.named_modules(); a * stands for one part between dots)"
+            )
+        matched += [name for name in found if name not in matched]
+    return sorted(matched, key=names.index)
 
 
 def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:

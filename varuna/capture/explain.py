@@ -56,7 +56,10 @@ def current_line() -> str:
 def way_out(recorder: Recorder) -> str:
     """The call that makes the module that was running an opaque one, ready to be pasted."""
     path = recorder.running
-    return f'varuna.opaque(model.get_submodule("{path}"))' if path else "varuna.opaque(a submodule)"
+    if not path:
+        return "varuna.opaque(a submodule)"
+    pattern = re.sub(r"\b\d+\b", "*", path)  # its like in the other layers will want the same
+    return f'varuna.opaque(model, "{pattern}")'
 
 
 def check_arguments(model: nn.Module, inputs: Mapping[str, object]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from varuna.capture.cutpoint import modules_named
 from varuna.capture.hollow import emptied
 from varuna.capture.plain import plain_randomness
 from varuna.capture.recorder import active, library
@@ -40,9 +41,18 @@ class _Mark:
             mode.leave_leaf()
 
 
-def opaque(module: Module) -> Module:
-    """Marks a module to stay eager and whole, and gives it back: `model.gate = opaque(model.gate)`."""
-    if not is_opaque(module):
+def opaque(module: Module, *patterns: str) -> Module:
+    """Marks a module, or with patterns those of its submodules that match, to stay eager and whole.
+
+        opaque(model.gate)
+        opaque(model, "layers.*.gate")      # a * stands for one part of the dotted name
+
+    Gives the module back.
+    """
+    if patterns:
+        for name in modules_named(module, patterns):
+            opaque(module.get_submodule(name))
+    elif not is_opaque(module):
         mark = _Mark()
         module.register_forward_pre_hook(mark.enter)
         module.register_forward_hook(mark.leave, always_call=True)

@@ -7,6 +7,9 @@ import torch.distributed as dist
 
 from varuna.types import Plan
 
+GLOO_PATIENCE = 20
+"""How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
+
 
 def make_group(
     ranks: Sequence[int], *, timeout_seconds: float, backend: str | None = None
@@ -17,7 +20,7 @@ def make_group(
     # Only members take part, so idle ranks of the job need not know of the group.
     group = dist.new_group(
         list(ranks),
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=timeout_seconds * GLOO_PATIENCE),
         backend=backend,
         use_local_synchronization=True,
     )

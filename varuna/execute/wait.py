@@ -38,6 +38,9 @@ class Waiter:
         self.bell = bell
         self.board = board
         self.timeout_seconds = timeout_seconds
+        self.patience = (
+            1.0  # raised for a step in which others may have long work of their own, such as compiling
+        )
         self.failure: WorkerError | None = None  # set by the board's watcher
 
     def fail(self, error: WorkerError) -> None:
@@ -47,7 +50,8 @@ class Waiter:
 
     def until(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Returns when `ready()`; `what` puts the wait into words, should it last."""
-        deadline = time.monotonic() + self.timeout_seconds
+        timeout = self.timeout_seconds * self.patience
+        deadline = time.monotonic() + timeout
         noted = False
         try:
             while not ready():
@@ -57,10 +61,10 @@ class Waiter:
                 if left <= 0:
                     raise self.board.culprit()
                 # After a third of the time the wait goes on the board: a culprit is one who does not wait.
-                if not noted and left <= self.timeout_seconds * 2 / 3:
+                if not noted and left <= timeout * 2 / 3:
                     self.board.waiting(what())
                     noted = True
-                self.bell.wait(min(left, self.timeout_seconds / 3))
+                self.bell.wait(min(left, timeout / 3))
         except (OSError, RuntimeError) as error:
             self.reraise(error)
         finally:
