@@ -211,7 +211,7 @@ class Engine:
         def in_words() -> str:
             kind, number = cursor.waiting_for()
             peer = upstream if kind == "activation" else downstream
-            return f"stage {self.index} waits for {kind} {number} of rank {peer.peer if peer else '?'}"
+            return f"{kind} {number} of rank {peer.peer if peer else '?'}"
 
         self.waiter.until(something_new, in_words)
         for peer, known in ((upstream, activations), (downstream, gradients)):

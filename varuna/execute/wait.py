@@ -66,10 +66,11 @@ class Waiter:
                     noted = True
                 self.bell.wait(min(left, timeout / 3))
         except (OSError, RuntimeError) as error:
-            self.reraise(error)
-        finally:
-            if noted and self.failure is None:
-                self.board.waiting(None)
+            self.reraise(
+                error
+            )  # the note stays: others who give up now must not take this rank for the culprit
+        if noted:
+            self.board.waiting(None)
 
     def for_work(self, work: dist.Work, what: Callable[[], str]) -> None:
         """Waits for a collective that was started with `async_op=True`."""
