@@ -66,9 +66,8 @@ class Waiter:
                     noted = True
                 self.bell.wait(min(left, timeout / 3))
         except (OSError, RuntimeError) as error:
-            self.reraise(
-                error
-            )  # the note stays: others who give up now must not take this rank for the culprit
+            # The note stays: others who give up now must not take this rank for the culprit.
+            self.reraise(error)
         if noted:
             self.board.waiting(None)
 
