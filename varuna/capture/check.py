@@ -155,7 +155,6 @@ def _difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
     difference = (a.detach() - b.detach()).abs()
-    difference = torch.where(
-        a.isnan() & b.isnan(), torch.zeros_like(difference), difference
-    )  # both overflowed
+    both_overflowed = a.isnan() & b.isnan()
+    difference = torch.where(both_overflowed, torch.zeros_like(difference), difference)
     return float(difference.nan_to_num(nan=float("inf")).max())

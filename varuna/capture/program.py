@@ -22,9 +22,8 @@ OPERATION = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 class Program:
     """state + received + inputs → what is sent on, or the loss."""
 
-    graph_module: (
-        fx.GraphModule
-    )  # placeholders: the state, then received, inputs, and last the work where it draws
+    # Its placeholders: the state, then what is received, the inputs, and last the work, where it draws.
+    graph_module: fx.GraphModule
     state: tuple[str, ...]  # canonical names of the parameters and buffers that it reads, in call order
     received: tuple[TensorSpec, ...]  # what comes in over the cut before it
     sent: tuple[TensorSpec, ...]  # what goes out over the cut after it; () where it ends in the loss

@@ -48,9 +48,8 @@ class Held:
     received: list[Tensor]
     inputs: Mapping[str, object]
     work: Work
-    edges: list[GradientEdge | None] = field(
-        default_factory=list
-    )  # of the outputs with gradient; [] before recompute
+    # Of the outputs with gradient; none where the forward has still to be run again.
+    edges: list[GradientEdge | None] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # as before the forward, where it recomputes
     pending: Pending | None = None
 
