@@ -69,7 +69,7 @@ def limit(name: str, *, stage: int, stages: int, microbatches: int) -> int:
         "zero-bubble": to_the_end,
         # Room to run ahead while a gradient is late. Played with links whose delays vary by one
         # forward (P=8, M=64; ideal 192): 1x 416, 1.5x 311, 2x+1 261, 3x 239, no bound 233; with
-        # half that, 2x+1 is within 1% of no bound. The last stage never waits for a gradient.
+        # half that, 2x+1 is within 1% of 3x. The last stage never waits for a gradient.
         "varuna": 2 * to_the_end + 1 if to_the_end > 1 else 1,
     }
     return min(microbatches, bounds[name])
