@@ -74,6 +74,7 @@ def train(
     batches: Sequence[int] | None = None,
     device: str = "cpu",
     timeout_seconds: float = 30,
+    seed: int = SEED,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a toy over depth × width ranks; what it returns is the same on every rank."""
@@ -92,7 +93,7 @@ def train(
         batch,
         chunk,
         device=device,
-        seed=SEED,
+        seed=seed,
         timeout_seconds=timeout_seconds,
         **options,
     )

@@ -173,6 +173,26 @@ class Branching(nn.Module):
         return F.mse_loss(self.last(x), y)
 
 
+class Counting(nn.Module):
+    """Buffers of its own: a running mean that no BatchNorm keeps, and a counter."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(0.5 * x.mean())
+            self.calls.add_(1)
+        return F.mse_loss(self.last(self.cut(torch.tanh(self.first(x)))), y)
+
+
 def make_inputs(
     name: str, batch: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, object]:
@@ -190,7 +210,7 @@ def make_inputs(
         return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
     if name == "Odd":
         return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
-    if name in ("Reused", "Branching"):
+    if name in ("Reused", "Branching", "Counting"):
         return {"x": rand(batch, 5), "y": rand(batch, 5)}
     raise KeyError(name)
 

@@ -102,10 +102,6 @@ class Plan(msgspec.Struct, frozen=True):
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """The (stage, replica) of a rank."""
-        return place_in_map(tuple(stage.ranks for stage in self.stages), rank)
-
 
 StageMap = tuple[tuple[int, ...], ...]
 

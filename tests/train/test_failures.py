@@ -64,11 +64,10 @@ def test_an_exception_reaches_the_user_as_itself_and_the_others_with_its_traceba
     for expected in (
         "rank 1 (stage 1, replica 0)",
         "micro-batch 2",
-        "ZeroDivisionError",
-        "in forward",
-        "Grumpy",
+        "ZeroDivisionError: the user's own error",
+        'raise ZeroDivisionError("the user',
     ):
-        assert expected in others[1] or expected == "Grumpy"
+        assert expected in others[1]
 
 
 def fail_in_user_code() -> tuple[str, str]:

@@ -317,8 +317,26 @@ def token_weighted(depth: int, width: int) -> tuple[float, Tensor]:
 
 def test_the_seed_decides_and_another_seed_draws_other_masks(pool: Pool) -> None:
     """V16: the documented rule starts from the seed."""
-    first = pool.run(train, 1, "GPT", 1, 1, batch=4, chunk=2, model_options=DROPOUT)[0]
-    again = pool.run(train, 1, "GPT", 1, 1, batch=4, chunk=4, model_options=DROPOUT)[0]
-    other = train_plainly("GPT", batch=4, model_options=DROPOUT, random=False)
-    assert SEED == 11 and first["losses"] == pytest.approx(again["losses"], rel=1e-5)
+    shared = {"batch": 4, "model_options": DROPOUT}
+    first = pool.run(train, 1, "GPT", 1, 1, chunk=2, **shared)[0]
+    again = pool.run(train, 1, "GPT", 1, 1, chunk=4, **shared)[0]
+    other = pool.run(train, 1, "GPT", 1, 1, chunk=4, seed=SEED + 1, **shared)[0]
+    assert first["losses"] == pytest.approx(again["losses"], rel=1e-5)
     assert first["losses"] != pytest.approx(other["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_other_buffers_are_averaged_and_counters_added_up_over_replicas(pool: Pool, depth: int) -> None:
+    """V17: of a model without BatchNorm or dropout; a ragged batch included."""
+    shared = {"batch": 4, "batches": (4, 3), "steps": 2, "dtype": torch.float64}
+    found = pool.run(train, 2 * depth, "Counting", depth, 2, chunk=2, **shared)[0]
+    expected = train_plainly("Counting", **shared)
+    means = []
+    for step, size in ((0, 4), (1, 3)):
+        x: Any = global_batch("Counting", step, size, torch.float64)["x"]
+        means.append((x[:2].mean() + x[2:].mean()) / 2)
+    torch.testing.assert_close(found["state"]["mean"], 0.25 * means[0] + 0.5 * means[1], **F64)
+    assert int(found["state"]["calls"]) == 4  # two replicas, one micro-batch each, two steps
+    for buffer in ("mean", "calls"):
+        del found["state"][buffer], expected["state"][buffer]
+    compare(found, expected, **F64)

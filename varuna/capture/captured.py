@@ -54,6 +54,11 @@ class Captured:
         self._carver = Carver(whole, flow, symbol=symbol, precision=precision, device=device)
         self._programs: dict[tuple[int, int], Program] = {}
 
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether a forward changes any buffer, in whatever segment."""
+        return bool(self.carve(0, self.num_segments).mutated)
+
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""
         if (first, stop) not in self._programs:

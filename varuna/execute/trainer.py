@@ -35,6 +35,8 @@ class Traits(Protocol):
     @property
     def random(self) -> bool: ...
     @property
+    def changes_buffers(self) -> bool: ...  # anywhere in the model: all stages must decide alike
+    @property
     def momentum(self) -> Mapping[str, float | None]: ...
 
 
@@ -126,7 +128,7 @@ class Trainer:
         weight = sum(mb.weight for mb in microbatches)
         if self.plan.width == 1:
             return Shares(0, weight or 1.0, [len(microbatches)])
-        if self.weigh is None and not self.traits.random and not self.traits.momentum:
+        if self.weigh is None and not self.traits.random and not self.traits.changes_buffers:
             return Shares(0, float(self.plan.batch_size), [])
         everyone = self.session.gather_over_replicas((weight, num_samples, len(microbatches)))
         return Shares(
