@@ -43,11 +43,12 @@ class Fragile(Plain):
         return nn.functional.mse_loss(self.grumpy(x), y)
 
 
-def wrap(depth: int, width: int, timeout_seconds: float = 30, model: nn.Module | None = None) -> Varuna:
+def wrap(
+    depth: int, width: int, timeout_seconds: float = 30, model: nn.Module | None = None, **options: Any
+) -> Varuna:
     inputs = make_inputs("Plain", 2, torch.Generator())
-    wrapped = Varuna(
-        model or Plain(), stage_map(depth, width), inputs, 8, 1, device="cpu", timeout_seconds=timeout_seconds
-    )
+    options |= {"device": "cpu", "timeout_seconds": timeout_seconds}
+    wrapped = Varuna(model or Plain(), stage_map(depth, width), inputs, 8, 1, **options)
     wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
     return wrapped
 
@@ -56,9 +57,16 @@ def batch(width: int) -> dict[str, Any]:
     return make_inputs("Plain", 8 // width, torch.Generator().manual_seed(3))
 
 
-def test_an_exception_reaches_the_user_as_itself_and_the_others_with_its_traceback(pool: Pool) -> None:
-    """V33, B7: with rank, stage and micro-batch, not as a broken connection."""
-    others, failed = pool.run(fail_in_user_code, 2)
+@pytest.mark.parametrize("slow_seconds", [0.0, 1.0])
+def test_an_exception_reaches_the_user_as_itself_and_the_others_with_its_traceback(
+    pool: Pool, slow_seconds: float
+) -> None:
+    """V33, B7: with rank, stage and micro-batch, not as a broken connection.
+
+    A slow neighbour is still computing when the failed rank has said why and gone: it meets the end
+    of the connection first, when it sends.
+    """
+    others, failed = pool.run(fail_in_user_code, 2, slow_seconds)
     assert failed[0] == "ZeroDivisionError" and "on rank 1: stage 1, micro-batch 2, forward" in failed[1]
     assert others[0] == "WorkerError"
     for expected in (
@@ -70,9 +78,12 @@ def test_an_exception_reaches_the_user_as_itself_and_the_others_with_its_traceba
         assert expected in others[1]
 
 
-def fail_in_user_code() -> tuple[str, str]:
+def fail_in_user_code(slow_seconds: float) -> tuple[str, str]:
     Grumpy.calls = 0
-    wrapped = wrap(2, 1, model=Fragile())
+    slow = dist.get_rank() == 0
+    wrapped = wrap(
+        2, 1, model=Fragile(), compute_delay=lambda op, _: slow_seconds if slow and op == "F" else 0.0
+    )
     try:
         wrapped.step(batch(1))
     except Exception as error:

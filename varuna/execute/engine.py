@@ -10,12 +10,12 @@ The engine knows nothing of models or optimizers: a job says which program runs 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from varuna.errors import VarunaError
+from varuna.errors import PeerLost, VarunaError
 from varuna.execute.scatter import MicroBatch
 from varuna.execute.stage import Program, Stage
 from varuna.execute.wait import Waiter
@@ -130,7 +130,7 @@ class Engine:
                     keep_graph=number not in recomputed,
                 )
                 if self.downstream is not None:
-                    self.downstream.send(outputs)
+                    self._send(self.downstream, outputs)
                 else:
                     losses.append(outputs[0])
             elif op == "R":
@@ -150,7 +150,7 @@ class Engine:
                     run = self.stage.backward if whole else self.stage.backward_inputs
                     outgoing = run(number, incoming)
                     if self.upstream is not None:
-                        self.upstream.send(outgoing)
+                        self._send(self.upstream, outgoing)
                 if stop is not None:
                     stop()
             self.recorder.add(op, number, started, time.perf_counter())
@@ -170,10 +170,10 @@ class Engine:
             started = self._start("F", number)
             received = self._take(self.upstream, job.program.received)
             if self.upstream is not None:
-                self.upstream.send([])
+                self._send(self.upstream, [])
             outputs = self.stage.evaluate(job.program, received, job.microbatch.inputs, job.work)
             if self.downstream is not None:
-                self.downstream.send(outputs)
+                self._send(self.downstream, outputs)
             else:
                 total += float(outputs[0]) * job.microbatch.weight
             self.recorder.add("F", number, started, time.perf_counter())
@@ -182,7 +182,24 @@ class Engine:
             acknowledged += 1
         return total
 
-    # ------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------ what is sent, what arrives
+
+    def _send(self, neighbour: Neighbour, tensors: Sequence[Tensor]) -> None:
+        try:
+            neighbour.send(tensors)
+        except PeerLost as error:
+            self._find_cause(error)
+
+    def _take_from(self, neighbour: Neighbour) -> list[Tensor]:
+        try:
+            return neighbour.take()
+        except PeerLost as error:
+            self._find_cause(error)
+
+    def _find_cause(self, error: PeerLost) -> NoReturn:
+        """A neighbour that has failed says so on the board, and then ends."""
+        assert self.waiter is not None, "a pipeline of one stage has nobody to lose"
+        self.waiter.reraise(error)
 
     def _take(self, neighbour: Neighbour | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
         if neighbour is None:
@@ -193,7 +210,7 @@ class Engine:
             self.waiter.until(
                 lambda: peer.ready > 0 or peer.over, lambda: f"{self.where}: a message of rank {peer.peer}"
             )
-        tensors = neighbour.take()
+        tensors = self._take_from(neighbour)
         check_arrival(tensors, expected, neighbour.peer)
         return tensors
 
@@ -216,7 +233,7 @@ class Engine:
         self.waiter.until(something_new, in_words)
         for peer, known in ((upstream, activations), (downstream, gradients)):
             if peer is not None and peer.over and peer.ready <= known:
-                peer.take()  # raises: it has ended, though more was expected of it
+                self._take_from(peer)  # raises: it has ended, though more was expected of it
         self.recorder.add("wait", -1, started, time.perf_counter())
 
     def _start(self, op: Op, number: int) -> float:
