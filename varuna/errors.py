@@ -23,3 +23,11 @@ class PeerLost(WorkerError):
 
 class PeerHangs(WorkerError):
     """Another rank is there but has not moved for longer than the timeout."""
+
+
+class CheckpointError(VarunaError, RuntimeError):
+    """A checkpoint that cannot be written, or one that is missing, incomplete, broken or foreign."""
+
+
+class StoreTaken(CheckpointError):
+    """Another job writes its checkpoints to the same place."""

@@ -9,7 +9,7 @@ scheduling and drawing run anywhere. Every noun reads and writes JSON through `v
     Timeline     what happened, and when  (execute records it, simulate predicts it)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -145,6 +145,20 @@ def spread_evenly(total: int, *, parts: int) -> tuple[int, ...]:
     So a global batch lies over the replicas.
     """
     return tuple(total // parts + (part < total % parts) for part in range(parts))
+
+
+def spread_by_size(sizes: Sequence[int], *, parts: int) -> tuple[int, ...]:
+    """For each size the part that takes it: largest first, each to the part with least so far.
+
+    Even by bytes, and the same on every rank. So tensors lie over the replicas where each keeps a share.
+    """
+    loads = [0] * parts
+    chosen = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        part = loads.index(min(loads))
+        chosen[index] = part
+        loads[part] += sizes[index]
+    return tuple(chosen)
 
 
 # ---------------------------------------------------------------- the order

@@ -5,23 +5,13 @@ after its step the owners send the new values to the others. Gradients are whole
 the updates are those of the unsharded optimizer.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def assign_owners(sizes: Sequence[int], *, replicas: int) -> list[int]:
-    """Largest first, each to the replica with least so far: even by bytes, the same on every rank."""
-    loads = [0] * replicas
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner = loads.index(min(loads))
-        owners[index] = owner
-        loads[owner] += sizes[index]
-    return owners
+from varuna.types import spread_by_size
 
 
 def shard_optimizer(
@@ -34,7 +24,7 @@ def shard_optimizer(
         )
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     sizes = [p.numel() * p.element_size() for p in parameters]
-    owners = dict(zip(parameters, assign_owners(sizes, replicas=group.size()), strict=True))
+    owners = dict(zip(parameters, spread_by_size(sizes, parts=group.size()), strict=True))
     for param_group in optimizer.param_groups:
         param_group["params"] = [p for p in param_group["params"] if owners[p] == replica]
     ranks = dist.get_process_group_ranks(group)

@@ -1,0 +1,114 @@
+"""Writes a checkpoint: every rank its part, then one of them the manifest; then what is old goes.
+
+The manifest is the commit: before it the checkpoint does not exist, after it all of it does. A
+checkpoint of the same step is replaced in the same way, so that there is no moment without one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import xxhash
+
+from varuna.checkpoint.load import find
+from varuna.checkpoint.manifest import (
+    FOLDER,
+    MANIFEST,
+    Facts,
+    FileEntry,
+    Json,
+    Manifest,
+    Part,
+    TensorEntry,
+    encode_manifest,
+    encode_part,
+    folder_of,
+    hash_of,
+    merge,
+)
+from varuna.checkpoint.part import Layout, Spec
+from varuna.checkpoint.store import Buffer, Store
+
+CHUNK_BYTES = 4 << 20
+"""Hashed and then written, so that the second finds it in the processor's cache."""
+
+
+def part_name(facts: Facts, writer: str) -> str:
+    """`writer` is unique among those that write this checkpoint: "stage-0-replica-1"."""
+    return f"{writer}-{facts.attempt}"
+
+
+def write_part(
+    store: Store,
+    facts: Facts,
+    writer: str,
+    specs: Sequence[Spec],
+    layout: Layout,
+    memory: Callable[[str], memoryview],
+    trees: Mapping[str, Json],
+) -> Part:
+    """One file of tensors, if there are any, and the part's own document after it.
+
+    `memory(key)` is where a tensor's bytes lie; they must not change until this returns.
+    """
+    name = part_name(facts, writer)
+    file = f"{name}.safetensors"
+    hashes: dict[str, str] = {}
+
+    def chunks() -> Iterable[Buffer]:
+        yield layout.header
+        for key in layout.spans:
+            digest = xxhash.xxh3_128()
+            data = memory(key)
+            for first in range(0, len(data), CHUNK_BYTES):
+                piece = data[first : first + CHUNK_BYTES]
+                digest.update(piece)
+                yield piece
+            hashes[key] = digest.hexdigest()
+
+    if specs:
+        store.write(f"{folder_of(facts.step)}/{file}", chunks)
+    part = Part(
+        facts,
+        {file: FileEntry(layout.size, hash_of(layout.header))} if specs else {},
+        {
+            spec.key: TensorEntry(file, spec.dtype, spec.shape, *layout.spans[spec.key], hashes[spec.key])
+            for spec in specs
+        },
+        dict(trees),
+    )
+    store.replace(f"{folder_of(facts.step)}/{name}.json", encode_part(part))
+    return part
+
+
+def commit(store: Store, parts: Sequence[Part]) -> Manifest:
+    """From here on the checkpoint is there. What an earlier try at the same step has left goes."""
+    manifest = merge(parts)
+    folder = folder_of(manifest.facts.step)
+    store.replace(f"{folder}/{MANIFEST}", encode_manifest(manifest))
+    for entry in store.list(folder):
+        if entry.name != MANIFEST and f"-{manifest.facts.attempt}." not in entry.name:
+            store.remove(f"{folder}/{entry.name}")
+    return manifest
+
+
+def tidy(store: Store, *, newest: int, keep_last: int | None) -> list[int]:
+    """Removes interrupted saves, and complete ones beyond the newest `keep_last`; returns their steps.
+
+    `newest` has just been committed, by the one job that writes here: so nothing else is under way.
+    """
+    found = find(store)
+    complete = [one.step for one in found if not one.problem and one.step != newest]
+    surplus = complete[: max(0, len(complete) + 1 - keep_last)] if keep_last is not None else []
+    interrupted = [one.step for one in found if one.manifest is None and one.interrupted]
+    removed = sorted({*surplus, *interrupted} - {newest})
+    for step in removed:
+        store.remove(folder_of(step))
+    return removed
+
+
+def abandon(store: Store, facts: Facts, writer: str) -> None:
+    """Takes away what this rank wrote of a checkpoint that will not be."""
+    folder, name = folder_of(facts.step), part_name(facts, writer)
+    for file in (f"{name}.json", f"{name}.safetensors"):
+        store.remove(f"{folder}/{file}")
+    if FOLDER.fullmatch(folder) and not store.list(folder):
+        store.remove(folder)
