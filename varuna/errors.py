@@ -13,6 +13,10 @@ class ScheduleError(VarunaError, ValueError):
     """An order that would deadlock, lose a micro-batch, or cannot be read."""
 
 
+class PlanError(VarunaError, ValueError):
+    """No layout fits what was asked, or a profile does not hold what a plan needs."""
+
+
 class WorkerError(VarunaError, RuntimeError):
     """Another rank failed; this carries its rank, stage, micro-batch and original traceback."""
 

@@ -4,15 +4,20 @@ Knowing this file is knowing the library. Nothing here imports torch, so that pl
 scheduling and drawing run anywhere. Every noun reads and writes JSON through `varuna.codec`.
 
     ModelGraph   what a model is          (capture makes it)
+    Profile      what its parts cost      (measure makes it)
+    Cluster      what there is to run on  (the user or the manager makes it)
     Plan         who does what            (plan or the user makes it)
+    Forecast     what that will cost      (plan makes it)
     Schedule     in which order           (schedule makes it)
     Timeline     what happened, and when  (execute records it, simulate predicts it)
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 # ---------------------------------------------------------------- the model
 
@@ -159,6 +164,255 @@ def spread_by_size(sizes: Sequence[int], *, parts: int) -> tuple[int, ...]:
         chosen[index] = part
         loads[part] += sizes[index]
     return tuple(chosen)
+
+
+# ---------------------------------------------------------------- the costs
+#
+# Bounds are checked wherever a profile is read, and the error names the key: what took no time was not
+# measured (a part with nothing to do still takes some microseconds), and a day is a wrong unit.
+
+DAY = 86_400.0
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=DAY)]
+Seconds = Annotated[float, Meta(ge=0, le=DAY)]
+
+PROFILE_VERSION = 1
+
+
+class Duration(msgspec.Struct, frozen=True, array_like=True):
+    """How long something takes: the median of several runs, and the standard deviation of a single one.
+
+    Written [median, spread], in seconds.
+    """
+
+    seconds: PositiveSeconds
+    spread: Seconds = 0.0
+
+
+class SizeCost(msgspec.Struct, frozen=True):
+    """One segment at one micro-batch size, run alone."""
+
+    microbatch_size: Count
+    forward: Duration  # keeping the graph for a backward
+    forward_only: Duration  # keeping nothing, as where the stage recomputes
+    backward: Duration
+    backward_inputs: Duration  # the backward in two parts: this one is waited for by the stage before,
+    backward_weights: Duration  # ... this one by nobody
+    activation_bytes: Bytes  # held from its forward to its backward, what it was given included
+    working_bytes: Bytes  # the most in use besides what is held, in forward or backward
+
+
+class SegmentCost(msgspec.Struct, frozen=True):
+    """What a segment costs; segments that are alike share one."""
+
+    sizes: tuple[SizeCost, ...]  # by micro-batch size, ascending
+    parameter_bytes: Bytes  # with buffers
+    gradient_bytes: Bytes  # of the parameters that train
+    num_trained: Annotated[int, Meta(ge=0)]  # elements that the optimizer updates
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            raise ValueError("sizes holds no micro-batch size (measure at least one)")
+        _refuse_disorder("sizes", [size.microbatch_size for size in self.sizes])
+
+
+class CutCost(msgspec.Struct, frozen=True):
+    """What crosses the cut after a segment, in bytes, by micro-batch size."""
+
+    sent: Dim  # with a forward
+    returned: Dim  # with a backward
+
+
+class TieCost(msgspec.Struct, frozen=True):
+    """A tensor that several segments use; a stage holds it once, stages that share it sum its gradient."""
+
+    segments: tuple[int, ...]
+    num_bytes: Bytes
+    num_elements: Count
+
+
+class MessageCost(msgspec.Struct, frozen=True):
+    """One message of one size from a stage to its neighbour."""
+
+    num_bytes: Bytes
+    one_way: Duration  # from `send` until it can be taken
+    both_ways: Duration  # the same while as much goes the other way
+    sender_seconds: Seconds  # of these, those in which the sender cannot compute
+    receiver_seconds: Seconds  # for which the receiver cannot compute, when it takes the message
+
+
+class LinkCost(msgspec.Struct, frozen=True):
+    """The way between two devices, at several message sizes, ascending."""
+
+    messages: tuple[MessageCost, ...]
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError("messages is empty (measure at least one size)")
+        _refuse_disorder("messages", [message.num_bytes for message in self.messages])
+
+
+class ReduceCost(msgspec.Struct, frozen=True):
+    """One all-reduce over a group of ranks, within one machine or over several."""
+
+    group_size: Annotated[int, Meta(ge=2)]
+    num_bytes: Bytes
+    between_machines: bool
+    duration: Duration
+
+
+class OptimizerCost(msgspec.Struct, frozen=True):
+    """An optimizer's step, gradients set to zero included: `fixed + per element`; and what it keeps."""
+
+    name: str
+    fixed_seconds: Seconds
+    seconds_per_element: Seconds
+    state_bytes_per_element: Annotated[float, Meta(ge=0, le=1024)]
+
+
+class Overheads(msgspec.Struct, frozen=True):
+    """What the engine adds to what its segments cost."""
+
+    instruction_seconds: Seconds  # for each F, R, B, I, W
+    step_seconds: Seconds  # once a step: the batch cut up, the gradients scaled
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What one model costs on one kind of device, measured once. Segment i costs `kinds[segments[i]]`."""
+
+    version: int = PROFILE_VERSION
+    fingerprint: str  # of the ModelGraph
+    device: str  # "cpu", or what CUDA calls it
+    device_memory_bytes: Count
+    precision: PrecisionName
+    kinds: tuple[SegmentCost, ...]
+    segments: tuple[int, ...]
+    cuts: tuple[CutCost, ...]  # one fewer than segments
+    ties: tuple[TieCost, ...]
+    sample_bytes: Bytes  # a sample of the inputs, which every stage is given
+    fixed_bytes: Bytes  # in use before any model is there: the device's own, the library's
+    optimizer: OptimizerCost
+    overheads: Overheads
+    within: LinkCost | None  # neighbours on one machine; None: not measured, so none can be planned
+    between: LinkCost | None  # neighbours on two machines
+    reductions: tuple[ReduceCost, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != PROFILE_VERSION:
+            raise ValueError(
+                f"version is {self.version}, this library reads {PROFILE_VERSION} (profile the model again)"
+            )
+        if not self.segments:
+            raise ValueError("segments is empty (a model has at least one)")
+        if len(self.cuts) != len(self.segments) - 1:
+            raise ValueError(
+                f"{len(self.segments)} segments have {len(self.segments) - 1} cuts between them, "
+                f"not {len(self.cuts)}"
+            )
+        for index, kind in enumerate(self.segments):
+            if not 0 <= kind < len(self.kinds):
+                raise ValueError(f"segments[{index}] is {kind}, but there are {len(self.kinds)} kinds")
+        for index, tie in enumerate(self.ties):
+            if len(tie.segments) < 2 or not all(0 <= s < len(self.segments) for s in tie.segments):
+                raise ValueError(f"ties[{index}] must name two or more of the segments, not {tie.segments}")
+
+    def segment(self, index: int) -> SegmentCost:
+        return self.kinds[self.segments[index]]
+
+
+def _refuse_disorder(key: str, sizes: Sequence[int]) -> None:
+    if any(left >= right for left, right in pairwise(sizes)):
+        raise ValueError(f"{key} must ascend without repetition, but are of size {list(sizes)}")
+
+
+# ---------------------------------------------------------------- the machines
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Devices that share one box: near to each other, and alike."""
+
+    name: str
+    devices: Count
+    memory_bytes: Count  # of each device
+    speed: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # against the device that was profiled
+    cards: Count = 1  # ways to other machines that carry the measured bandwidth each, shared by all devices
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """The machines in the order in which their devices are counted."""
+
+    machines: tuple[Machine, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(machine.devices for machine in self.machines)
+
+    def __str__(self) -> str:
+        return f"{self.num_devices} devices on {len(self.machines)} machines"
+
+
+# ---------------------------------------------------------------- the forecast
+
+
+class MemoryForecast(msgspec.Struct, frozen=True):
+    """The bytes of one device at the fullest moment of a step, by what they hold."""
+
+    fixed: int
+    parameters: int
+    gradients: int
+    buckets: int  # gradients on their way over the replicas
+    optimizer: int
+    activations: int  # of the micro-batches held
+    boundaries: int  # received or sent, and not yet used up
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.astuple(self))
+
+
+class StageForecast(msgspec.Struct, frozen=True):
+    """Where the step's time goes on one stage; the parts sum to the step."""
+
+    compute_seconds: float  # recompute included
+    waiting_seconds: float  # for neighbours: the bubble
+    reduce_seconds: float  # for the all-reduce, as far as no backward hides it
+    optimizer_seconds: float
+    idle_seconds: float  # done, while another stage is not
+    memory: MemoryForecast
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.compute_seconds
+            + self.waiting_seconds
+            + self.reduce_seconds
+            + self.optimizer_seconds
+            + self.idle_seconds
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step, 0 to 1, in which the stage does not compute."""
+        return 1.0 - self.compute_seconds / self.seconds if self.seconds else 0.0
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """What a plan will cost, and what of that rests on an estimate rather than a measurement."""
+
+    seconds: float  # of a whole step, optimizer included
+    stages: tuple[StageForecast, ...]
+    estimates: tuple[str, ...] = ()
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """A plan with what it will cost, the devices that it leaves idle, and why it won or lost."""
+
+    plan: Plan
+    forecast: Forecast
+    idle: tuple[str, ...]  # "node3:0"
+    reason: str
 
 
 # ---------------------------------------------------------------- the order
