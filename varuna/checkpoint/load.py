@@ -1,7 +1,7 @@
 """Finds checkpoints and reads from them just the bytes that are asked for, each checked by its hash."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -20,6 +20,9 @@ from varuna.checkpoint.manifest import (
 )
 from varuna.checkpoint.store import Store
 from varuna.errors import CheckpointError
+
+BATCH_BYTES = 16 << 20
+"""Read together where all is read: many small tensors at once, large ones by themselves."""
 
 log = logging.getLogger("varuna")
 
@@ -44,11 +47,10 @@ def steps_in(store: Store) -> list[int]:
     return [int(match[1]) for match in matches if match and folder_of(int(match[1])) == match[0]]
 
 
-def newest(store: Store) -> int | None:
+def newest(store: Store, *, besides: int | None = None) -> int | None:
     """The newest complete one."""
-    return next(
-        (step for step in sorted(steps_in(store), reverse=True) if not look(store, step).problem), None
-    )
+    steps = sorted({*steps_in(store)} - {besides}, reverse=True)
+    return next((step for step in steps if not look(store, step).problem), None)
 
 
 def look(store: Store, step: int) -> Found:
@@ -86,23 +88,46 @@ class Checkpoint:
 
     def read(self, keys: Iterable[str]) -> dict[str, memoryview]:
         """The bytes of these tensors, each compared with its hash; nothing else is read."""
+        found: dict[str, memoryview] = {}
+        for key, data in self.inspect(keys):
+            if isinstance(data, str):
+                raise self.broken(data)
+            found[key] = data
+        return found
+
+    def inspect(self, keys: Iterable[str]) -> Iterator[tuple[str, memoryview | str]]:
+        """Each tensor's bytes, or what is wrong with them; nothing else is read."""
         by_file: dict[str, list[tuple[str, TensorEntry]]] = {}
         for key in keys:
             entry = self.manifest.tensors[key]
             by_file.setdefault(entry.file, []).append((key, entry))
-        found: dict[str, memoryview] = {}
         for file, wanted in by_file.items():
             wanted.sort(key=lambda item: item[1].first)
             path = f"{folder_of(self.manifest.facts.step)}/{file}"
             try:
                 views = self.store.read_spans(path, [(entry.first, entry.stop) for _, entry in wanted])
             except (OSError, EOFError) as error:
-                raise self.broken(f"{file} cannot be read: {error}") from error
+                yield from ((key, f"{file} cannot be read: {error}") for key, _ in wanted)
+                continue
             for (key, entry), view in zip(wanted, views, strict=True):
-                if hash_of(view) != entry.hash:
-                    raise self.broken(f"{key!r} in {file} is damaged: its bytes do not match their hash")
-                found[key] = view
-        return found
+                if hash_of(view) == entry.hash:
+                    yield key, view
+                else:
+                    yield key, f"{key!r} in {file} is damaged: its bytes do not match their hash"
+
+    def batches(self, keys: Iterable[str]) -> Iterator[list[str]]:
+        """The keys in turn, as many at a time as are read together."""
+        batch: list[str] = []
+        num_bytes = 0
+        for key in keys:
+            entry = self.manifest.tensors[key]
+            if batch and num_bytes + entry.stop - entry.first > BATCH_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(key)
+            num_bytes += entry.stop - entry.first
+        if batch:
+            yield batch
 
     def broken(self, what: str) -> CheckpointError:
         return _refusal(self.store, self.manifest.facts.step, what)
@@ -131,26 +156,28 @@ def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = Tr
     return Checkpoint(store, _salvage(store, step))
 
 
-def verify(checkpoint: Checkpoint) -> list[str]:
+def verify(
+    checkpoint: Checkpoint, *, on_bytes: Callable[[int], object] = lambda num_bytes: None
+) -> list[str]:
     """Reads every byte; what is wrong, in words, and nothing where all is well."""
-    problems = []
+    problems: dict[str, None] = {}  # in order, each once
     folder = folder_of(checkpoint.manifest.facts.step)
+    tensors = checkpoint.manifest.tensors
     for name, file in checkpoint.manifest.files.items():
-        first = min(
-            (e.first for e in checkpoint.manifest.tensors.values() if e.file == name), default=file.size
-        )
+        first = min((entry.first for entry in tensors.values() if entry.file == name), default=file.size)
         try:
             header = checkpoint.store.read_spans(f"{folder}/{name}", [(0, first)])[0]
             if hash_of(header) != file.header_hash:
-                problems.append(f"{name}: its header is damaged")
+                problems[f"{name}: its header is damaged"] = None
         except (OSError, EOFError) as error:
-            problems.append(f"{name}: {error}")
-    for key in checkpoint.manifest.tensors:
-        try:
-            checkpoint.read([key])
-        except CheckpointError as error:
-            problems.append(str(error.args[0]).split(" (the newest")[0])
-    return problems
+            problems[f"{name} cannot be read: {error}"] = None
+        on_bytes(first)
+    for batch in checkpoint.batches(sorted(tensors, key=lambda key: (tensors[key].file, tensors[key].first))):
+        for key, data in checkpoint.inspect(batch):
+            if isinstance(data, str):
+                problems[data] = None
+            on_bytes(tensors[key].stop - tensors[key].first)
+    return list(problems)
 
 
 def _without(manifest: Manifest, missing: tuple[str, ...]) -> Manifest:
@@ -179,7 +206,7 @@ def _salvage(store: Store, step: int) -> Manifest:
 def _refusal(store: Store, step: int, what: str) -> CheckpointError:
     """The problem, and where to go from here."""
     try:
-        other = newest(store)
+        other = newest(store, besides=step)
     except OSError:
         other = None
     way = f"the newest complete one is of step {other}" if other is not None else "there is no complete one"
