@@ -199,12 +199,8 @@ def log_path(job: Job, rank: int, kind: str) -> Path:
 
 
 def hold_signals() -> None:
-    """Until all workers are known, so that none can be missed; the workers let go of them by themselves.
-
-    They also inherit that SIGUSR1 does nothing, until their script has set a handler.
-    """
+    """Until all workers are known, so that none can be missed; the workers let go of them by themselves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING_SIGNALS, signal.SIGUSR1})
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def release_signals() -> None:

@@ -5,6 +5,7 @@ from any folder; it imports neither torch nor the rest of the library, so that a
 nothing that it does not use itself.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -14,14 +15,27 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 
 PR_SET_PDEATHSIG = 1
+
+
+class EarlySignal:
+    """Keeps a SIGUSR1 that comes before the script has a handler; the first wrapped model asks for it."""
+
+    came = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+early_signal = EarlySignal()
 
 
 def main() -> None:
     launcher, code_dir, script, *arguments = sys.argv[1:]
     die_with(int(launcher))
+    keep_early_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher held signals while it started its workers
     os.chdir(code_dir)
     sys.argv = [script, *arguments]
@@ -41,6 +55,14 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it went before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_early_signals() -> None:
+    sys.modules["varuna.worker"] = sys.modules["__main__"]  # whoever imports it finds this very one
+    signal.signal(signal.SIGUSR1, early_signal)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    # At its end Python gives up its handlers, and a late signal would kill a script that has ended well.
+    atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
 def run_as_main(script: str) -> None:

@@ -2,7 +2,7 @@
 
     last backward ──► p.grad ready ──► bucket full ──► all-reduce over the replicas (async)
                                                           │
-    last forward ──► loss, weight: a sum over all ranks (async, hidden by the backward)
+    last forward ──► loss, weight, requests: a sum over all ranks (async, hidden by the backward)
                                                           │
                       ties: sum over the stages that hold one tensor
                                                           │
@@ -73,6 +73,8 @@ class Reducer:
     waiter: WaitsForWork | None
     ties: Sequence[Tie] = ()
     may_skip_parameters: bool = False  # an opaque leaf may leave a weight without gradient
+    asks: Callable[[], bool] = lambda: False  # whether this rank wants all ranks to do something
+    attention: bool = False  # some rank has asked, as all know by now; whoever sees to it sets it back
     _buckets: list[Bucket] = field(default_factory=list)
     _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict)
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -107,8 +109,11 @@ class Reducer:
         return stop
 
     def announce(self, loss: float, weight: float) -> None:
-        """Starts the sum over all ranks of weight × loss and of weights; zeros where a stage has no loss."""
-        totals = torch.tensor([loss, weight], dtype=torch.float64)
+        """Starts the sum over all ranks of weight × loss and of weights; zeros where a stage has no loss.
+
+        So all ranks also learn in one and the same step that some of them ask for attention.
+        """
+        totals = torch.tensor([loss, weight, float(self.asks())], dtype=torch.float64)
         group = self.everyone or self.replicas
         work = None if group is None else dist.all_reduce(totals, group=group, async_op=True)
         self._announced = totals, work
@@ -217,7 +222,8 @@ class Reducer:
         if work is not None:
             assert self.waiter is not None
             self.waiter.for_work(work, lambda: "the sum of losses over all ranks")
-        loss, weight = totals.tolist()
+        loss, weight, requests = totals.tolist()
+        self.attention |= requests > 0
         return loss, weight
 
     def announced_loss(self) -> float:
