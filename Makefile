@@ -5,6 +5,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 READY  := $(VENV)/.ready
+MOTO   := $(VENV)/moto/pinned
 
 # Workers share the machine: one thread each, so that timings and results do not depend on its cores.
 export OMP_NUM_THREADS ?= 1
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(PY) examples/demo.py
 
-test: lint types
+test: lint types $(MOTO)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: $(READY)
@@ -31,7 +32,7 @@ format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-setup: $(READY)
+setup: $(READY) $(MOTO)
 
 # torch comes first and pinned: left to the resolver, it would bring gigabytes of CUDA libraries.
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +46,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt torch==2.13.0
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# The S3 server of the tests: its boto is not the one that s3fs asks for, so it has its own environment.
+$(MOTO): tests/checkpoint/moto-constraints.txt | $(READY)
+	$(PY) tests/checkpoint/s3.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,119 @@
+"""A real S3 server (moto) in a process of its own, which tests may halt, kill and start again.
+
+It lives in an environment of its own, made where it is not there yet: `python tests/checkpoint/s3.py`.
+"""
+
+import fcntl
+import hashlib
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import venv
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+PINNED = Path(__file__).with_name("moto-constraints.txt")
+BUCKET = "bucket"
+
+
+def environment() -> Path:
+    """The folder of the server's environment, with exactly the pinned packages in it."""
+    pins = PINNED.read_text()
+    in_venv = sys.prefix != sys.base_prefix
+    key = hashlib.sha256(f"{sys.version}\n{pins}".encode()).hexdigest()[:12]
+    folder = Path(sys.prefix) / "moto" if in_venv else Path(tempfile.gettempdir()) / f"varuna-moto-{key}"
+    stamp = folder / "pinned"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at once
+        if not stamp.is_file() or stamp.read_text() != key:
+            venv.create(folder, with_pip=False)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+            there = ["--python", folder / "bin" / "python"]
+            subprocess.run([*pip, *there, "install", "-q", "--no-deps", "-r", PINNED], check=True)
+        stamp.write_text(key)  # always, since make looks at its age
+    return folder
+
+
+class S3Server:
+    """Empty when it starts, but for one bucket; it keeps its port when it is started again."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [environment() / "bin" / "python", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        seen = []
+        for line in self._process.stdout:
+            seen.append(line)
+            if found := re.search(r"Running on http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise RuntimeError(f"the S3 server did not start: {''.join(seen)}")
+        self._log: SimpleQueue[str] = SimpleQueue()
+        threading.Thread(target=keep_reading, args=(self._process.stdout, self._log), daemon=True).start()
+        self.ask("PUT", f"/{BUCKET}")
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What open_store wants, with little patience: a server on this machine answers at once."""
+        return {
+            "endpoint_url": f"http://127.0.0.1:{self.port}",
+            "key": "test",
+            "secret": "test",
+            "client_kwargs": {"region_name": "us-east-1"},
+            "config_kwargs": {"connect_timeout": 1, "read_timeout": 1, "retries": {"total_max_attempts": 1}},
+        }
+
+    def ask(self, method: str, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        try:
+            connection.request(method, path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    def requests(self) -> list[str]:
+        """All since the last time, as 'GET /bucket/name 206'."""
+        self.ask("GET", "/end-of-log")
+        found = []
+        while True:
+            line = re.sub(r"\x1b\[\d*m", "", self._log.get())  # colours
+            if "/end-of-log" in line:
+                return found
+            if entry := re.search(r'"([A-Z]+) (\S+) HTTP/1\.1" (\d+)', line):
+                found.append(" ".join(entry.groups()))
+
+    def halt(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def keep_reading(lines: IO[str], log: SimpleQueue[str]) -> None:
+    """A server whose output nobody reads stands still when the pipe is full."""
+    for line in lines:
+        log.put(line)
+
+
+if __name__ == "__main__":
+    environment()
