@@ -8,11 +8,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
+from tests.pool import Pool
+
 # What wrapping remembers is remembered for this run alone.
 os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """One pool of workers for all tests that train."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

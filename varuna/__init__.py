@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
+    from varuna.checkpointing import newest_checkpoint
     from varuna.data import SampleOrder
     from varuna.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
 
@@ -21,6 +22,7 @@ __all__ = [
     "cut_after",
     "get_this_rank_config_varuna",
     "get_varuna_config",
+    "newest_checkpoint",
     "opaque",
     "plain_randomness",
 ]
@@ -32,6 +34,7 @@ _HOMES = {
     "cut_after": "varuna.capture",
     "get_this_rank_config_varuna": "varuna.varuna",
     "get_varuna_config": "varuna.varuna",
+    "newest_checkpoint": "varuna.checkpointing",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",
 }

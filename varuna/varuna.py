@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
+from varuna.checkpointing import Checkpoints, Stateful
 from varuna.execute.address import address_facing
 from varuna.execute.engine import Engine
 from varuna.execute.groups import stages_of_ties
@@ -22,6 +24,7 @@ from varuna.execute.shard import shard_optimizer as shard
 from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge
+from varuna.on_demand import Attention, usr1
 from varuna.types import (
     Op,
     Plan,
@@ -117,6 +120,10 @@ class Varuna(nn.Module):
         self._loss_scale = LossScale()
         self._programs: dict[object, Program] = {}
         self._sample = Batch(1, {})
+        self._attention = Attention()
+        self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
+        usr1.tell(self._attention)  # first of all: no signal is lost, however long the rest takes
+        weakref.finalize(self, usr1.release, self._attention).atexit = False
         self._session = open_session(
             stage_map,
             rank=rank,
@@ -161,6 +168,17 @@ class Varuna(nn.Module):
             )
             self._weights = list(self._state.parameters())
             self._trainer = self._make_trainer(captured, seed, loss_weight, timeout_seconds, compute_delay)
+            self._checkpoints = Checkpoints(
+                self._session,
+                self.plan,
+                self._state,
+                captured.graph.ties,
+                self._names,
+                self._trainer,
+                timeout_seconds,
+                shards_optimizer=shard_optimizer and self._session.replicas is not None,
+            )
+            weakref.finalize(self, self._checkpoints.close)
             self._session.gather(None)  # no rank begins before all are there
         # A stage without weights still gets an optimizer, and torch refuses one without parameters.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -186,9 +204,15 @@ class Varuna(nn.Module):
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )
+            if self._checkpoints.loaded_before_optimizer:
+                raise RuntimeError(
+                    f"{self._checkpoints.loaded_before_optimizer} was loaded before the optimizer was there "
+                    "to take its state (call set_optimizer before load_checkpoint)"
+                )
             if self._shards_optimizer and self._session.replicas is not None:
                 shard(optimizer, replica=self._session.replica, group=self._session.replicas)
-            self._optimizer = optimizer
+            self._optimizer = self._checkpoints.optimizer = optimizer
+            self._checkpoints.loss_scale = self._loss_scale
 
     def step(
         self, inputs: Mapping[str, object], clip_grad_max_norm: float | None = None
@@ -200,6 +224,7 @@ class Varuna(nn.Module):
         is clipped, and its norm before clipping is in `grad_norm` (infinity: only measured).
         """
         with self._errors_reach_everyone("step"):
+            self._see_to_requests()
             if self._optimizer is None:
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
@@ -244,9 +269,88 @@ class Varuna(nn.Module):
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
         return merge(self._session.gather(own))
 
+    # ------------------------------------------------------------ checkpoints
+
+    def checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        step: int | None = None,
+        tempdir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        on_demand: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> "Future[str]":
+        """Writes `varuna_ckpt_<step>` to a folder or URL that all ranks reach; all call it, between steps.
+
+        Complete when it returns. With `tempdir` ("memory", or a local folder) it returns as soon as the
+        state is copied there, and a process of its own carries it to the store: the future of the
+        first rank is done when the checkpoint is complete. `shard` spreads the writing over the replicas;
+        `keep_last` removes all but so many; `on_demand` asks for it as `on_demand_checkpoint` does. Where
+        it fails, all ranks raise the same error, nothing is left half there, and training can go on.
+        """
+        if on_demand and not self._attention.at_boundary:
+            asked: Future[str] = Future()
+            self._asked_for.append(asked)
+            self.on_demand_checkpoint(global_store)
+            return asked
+        return self._checkpoints.save(
+            global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
+        )
+
+    def load_checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        iteration: int | None = None,
+        check_complete: bool = True,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> int:
+        """Goes on from `varuna_ckpt_<iteration>`, or the newest complete one, whatever layout wrote it.
+
+        All ranks call it, after `set_optimizer`. Takes over parameters, buffers, the optimizer's
+        state and hyper-parameters, what is registered, loss scale, seed and iteration; returns its
+        step. Where it fails, all ranks raise the same error and nothing has changed.
+        `check_complete=False` takes what is there of an incomplete one, `strict=False` what the model
+        knows of another's, `cast=True` other dtypes; hashes are checked always.
+        """
+        return self._checkpoints.load(
+            global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
+        )
+
+    def resume(self, global_store: str | os.PathLike[str]) -> int:
+        """Loads the newest complete checkpoint where there is one; returns the iteration to go on with."""
+        step = self._checkpoints.newest(global_store)
+        if step is not None:
+            self.load_checkpoint(global_store, step)
+        return self.iteration
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Saves and loads something along with the model: a learning rate scheduler, say.
+
+        Anything with `state_dict` and `load_state_dict` whose state is the same on all ranks. Where a
+        checkpoint has been loaded already, it gets its state at once.
+        """
+        self._checkpoints.register(name, thing)
+
+    def on_demand_checkpoint(self, global_store: str | os.PathLike[str]) -> None:
+        """Saves on all ranks before their next step, though perhaps one rank alone was asked.
+
+        It may be called at any moment, in a signal handler, from any thread; it only asks, and training
+        goes on. In the script's own SIGUSR1 handler, which all ranks run between two steps, it saves
+        at once, and returns when the checkpoint is complete.
+        """
+        if self._attention.at_boundary:
+            self.checkpoint(global_store)
+        else:
+            self._attention.ask(global_store)
+
     def close(self) -> None:
-        """Says goodbye to the other ranks. Not needed at the end of a script."""
+        """Waits for what is being saved, then says goodbye. Not needed at the end of a script."""
+        self._checkpoints.close()
         self._session.close()
+        usr1.release(self._attention)
 
     # ------------------------------------------------------------ the place of this rank
 
@@ -353,6 +457,25 @@ class Varuna(nn.Module):
             self._session.explain(error, where or f"stage {self._session.stage}, {what}")
             raise
 
+    def _see_to_requests(self) -> None:
+        """What any rank has been asked for (SIGUSR1, a checkpoint on demand), on all ranks at this step."""
+        usr1.hold()
+        if self._trainer.reducer.attention:
+            self._trainer.reducer.attention = False
+            self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
+            self._attention.act(
+                self._session.gather,
+                save=self._save_on_demand,
+                usual_store=self._checkpoints.store,
+                leave=self.close,
+            )
+
+    def _save_on_demand(self, global_store: str) -> "Future[str]":
+        done = self.checkpoint(global_store)
+        while self._asked_for:
+            self._asked_for.pop().set_result(done.result())
+        return done
+
     def _batch(self, inputs: object) -> Batch:
         if not isinstance(inputs, Mapping):
             raise TypeError(
@@ -442,6 +565,7 @@ class Varuna(nn.Module):
                 if group is not None
             ],
             may_skip_parameters=bool(program.leaves),
+            asks=self._attention.asked,
         )
         return Trainer(
             plan=self.plan,

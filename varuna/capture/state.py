@@ -22,6 +22,7 @@ class StageState(nn.Module):
         super().__init__()
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._transient: set[str] = set()
 
     def hold(self, names: tuple[str, ...], tensor: Tensor, *, persistent: bool) -> None:
         """Registers one tensor under all of its names, the canonical one first."""
@@ -38,6 +39,8 @@ class StageState(nn.Module):
                 owner.register_buffer(leaf, tensor, persistent=persistent)
             if name == names[0]:
                 self._places[name] = (owner, leaf)
+        if not persistent:
+            self._transient.add(names[0])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of a canonical name, as it is registered now (`to()` may have replaced it)."""
@@ -46,6 +49,10 @@ class StageState(nn.Module):
         found = found if found is not None else owner._buffers[leaf]
         assert found is not None
         return found
+
+    def is_persistent(self, name: str) -> bool:
+        """Whether a canonical name is in `state_dict()`."""
+        return name not in self._transient
 
     @property
     def canonical(self) -> tuple[str, ...]:

@@ -44,10 +44,13 @@ def write_part(
     layout: Layout,
     memory: Callable[[str], memoryview],
     trees: Mapping[str, Json],
+    *,
+    on_progress: Callable[[int], object] = lambda position: None,
 ) -> Part:
     """One file of tensors, if there are any, and the part's own document after it.
 
-    `memory(key)` is where a tensor's bytes lie; they must not change until this returns.
+    `memory(key)` is where a tensor's bytes lie; they must not change until this returns. `on_progress`
+    is told how many bytes of the file the store has been given; what it raises ends the writing.
     """
     name = part_name(facts, writer)
     file = f"{name}.safetensors"
@@ -55,10 +58,11 @@ def write_part(
 
     def chunks() -> Iterable[Buffer]:
         yield layout.header
-        for key in layout.spans:
+        for key, (start, _) in layout.spans.items():
             digest = xxhash.xxh3_128()
             data = memory(key)
             for first in range(0, len(data), CHUNK_BYTES):
+                on_progress(start + first)
                 piece = data[first : first + CHUNK_BYTES]
                 digest.update(piece)
                 yield piece

@@ -13,12 +13,16 @@ def spec_of(key: str, tensor: Tensor) -> Spec:
     return Spec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def as_plain(key: str, tensor: Tensor) -> Tensor:
-    """Dense, contiguous, on the CPU; the very same tensor where it is that already."""
+def check_dense(key: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(
             f"{key} is a {tensor.layout} tensor of {tensor.dtype}; only dense tensors can be saved"
         )
+
+
+def as_plain(key: str, tensor: Tensor) -> Tensor:
+    """Dense, contiguous, on the CPU; the very same tensor where it is that already."""
+    check_dense(key, tensor)
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

@@ -1,0 +1,596 @@
+"""The door to checkpoints: what of a wrapped model is saved, who writes it, and how it comes back.
+
+Everything is saved under the names of the unwrapped model, so that what one layout wrote any other
+reads. All ranks call `save` and `load` together, and all succeed or all raise the same error: then
+nothing is half saved, nothing half loaded, and training can go on.
+"""
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+import varuna
+from varuna.checkpoint.background import Background, Order
+from varuna.checkpoint.load import Checkpoint, newest, open_checkpoint
+from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, TensorEntry, folder_of, hash_of
+from varuna.checkpoint.optimizer import match_groups, number_groups, pack_groups, pack_state, unpack_optimizer
+from varuna.checkpoint.part import lay_out
+from varuna.checkpoint.save import abandon, commit, tidy, write_part
+from varuna.checkpoint.store import Claim, Owner, Store, open_store, retrying
+from varuna.checkpoint.tensors import as_plain, fill, memory_of, spec_of, tensor_from
+from varuna.checkpoint.tree import pack, tensors_in, unpack
+from varuna.errors import CheckpointError, StoreTaken
+from varuna.execute.precision import LossScale
+from varuna.execute.session import Session
+from varuna.execute.trainer import Trainer
+from varuna.types import Plan, place_in_map, spread_by_size
+
+log = logging.getLogger("varuna")
+
+RETRY_SECONDS = 60.0
+"""How long an operation of a store that fails is tried again."""
+WAITING_PATIENCE = 15.0
+"""Writing and reading may keep the other ranks waiting so many times longer than the timeout."""
+ROUND_SECONDS = 1.0
+"""While an earlier save is under way, the ranks tell each other so often how it stands."""
+
+Value = TypeVar("Value")
+PathLike = str | os.PathLike[str]
+
+
+class Stateful(Protocol):
+    """Anything that can be saved beside the model: a learning rate scheduler, a data loader."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class State(Protocol):
+    """This stage's parameters and buffers by canonical name."""
+
+    @property
+    def canonical(self) -> Sequence[str]: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def is_persistent(self, name: str) -> bool: ...
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What a rank tells the others before a save."""
+
+    facts: Facts  # the first rank's count
+    groups: Sequence[bytes]  # of its optimizer
+    registered: Mapping[str, str]  # hashes of the states of registered objects: one state for all ranks
+
+
+class Share(msgspec.Struct):
+    """What one rank writes of a checkpoint."""
+
+    tensors: dict[str, Tensor]
+    trees: dict[str, Json]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def add(self, other: "Share") -> None:
+        self.tensors |= other.tensors
+        self.trees |= other.trees
+
+
+def newest_checkpoint(global_store: PathLike) -> int | None:
+    """The step of the newest complete checkpoint in a store."""
+    return newest(open_store(os.fspath(global_store)))
+
+
+@dataclass
+class Checkpoints:
+    """Saves and loads one wrapped model."""
+
+    session: Session
+    plan: Plan
+    state: State
+    ties: Sequence[tuple[str, ...]]
+    names: frozenset[str]  # all that the whole model knows, aliases too
+    trainer: Trainer
+    timeout_seconds: float
+    shards_optimizer: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    store: str | None = None  # the last one saved to or loaded from
+    loaded_before_optimizer: str = ""
+    _registered: dict[str, Stateful] = field(default_factory=dict)
+    _unclaimed: dict[str, Any] = field(default_factory=dict)  # loaded, but nothing is registered for it yet
+    _first_stage: dict[str, int] = field(default_factory=dict)  # of those that hold a name: this one saves it
+    _claims: dict[str, Claim] = field(default_factory=dict)
+    _background: Background | None = None
+    _under_way: "Future[Any] | None" = None
+    _job: str = ""
+
+    def register(self, name: str, thing: Stateful) -> None:
+        if name in self._registered:
+            raise ValueError(f"something is registered as {name!r} already (choose another name)")
+        self._registered[name] = thing
+        if name in self._unclaimed:
+            thing.load_state_dict(self._unclaimed.pop(name))
+
+    # ------------------------------------------------------------ saving
+
+    def save(
+        self,
+        global_store: PathLike,
+        *,
+        step: int | None = None,
+        tempdir: PathLike | None = None,
+        shard: bool = False,
+        keep_last: int | None = None,
+    ) -> "Future[str]":
+        """Complete on return or, with `tempdir`, in the background."""
+        step = self.trainer.iteration if step is None else step
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"a checkpoint's step must be a whole number from 0 on, not {step!r}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, the checkpoint just written, not {keep_last}")
+        what = f"checkpoint {step} was not written"
+        store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
+        with self._patience():
+            self._settle_earlier_save()
+            words = self._agree(lambda: self._word(store, step), what)
+            _check_alike(words)
+            facts = words[0].facts
+            share = self._share(words, shard=shard)
+            self.store = store.url
+            if tempdir is not None:
+                return self._save_later(store, facts, share, os.fspath(tempdir), shard, keep_last)
+            self._save_now(store, facts, share, shard, keep_last, what)
+        done: Future[str] = Future()
+        done.set_result(f"{store.url}/{folder_of(step)}")
+        return done
+
+    def _save_now(
+        self, store: Store, facts: Facts, share: Share, shard: bool, keep_last: int | None, what: str
+    ) -> None:
+        plain = {key: as_plain(key, tensor) for key, tensor in share.tensors.items()}
+        specs = [spec_of(key, tensor) for key, tensor in plain.items()]
+        writes = self._writer in self._writers(shard)
+
+        def write() -> Part | None:
+            if not writes:
+                return None
+            layout = lay_out(specs, metadata={"format": "pt"})
+            return write_part(
+                store, facts, self._writer, specs, layout, lambda key: memory_of(plain[key]), share.trees
+            )
+
+        def finish() -> None:
+            if self._is_first:
+                commit(store, [part for part in parts if part is not None])
+                tidy(store, newest=facts.step, keep_last=keep_last)
+
+        try:
+            parts = self._agree(write, what)
+            self._agree(finish, what)
+        except CheckpointError:
+            if writes:
+                abandon(store, facts, self._writer)
+            raise
+
+    def _save_later(
+        self,
+        store: Store,
+        facts: Facts,
+        share: Share,
+        tempdir: str,
+        shard: bool,
+        keep_last: int | None,
+    ) -> "Future[str]":
+        done: Future[str] = Future()
+        place = f"{store.url}/{folder_of(facts.step)}"
+        if self._writer not in self._writers(shard):
+            done.set_result(place)
+            return done
+        if self._background is None:
+            self._background = Background(None if tempdir == "memory" else tempdir)
+        specs = [spec_of(key, tensor) for key, tensor in share.tensors.items()]
+        order = Order(
+            url=store.url,
+            retry_seconds=RETRY_SECONDS,
+            facts=facts,
+            writer=self._writer,
+            trees=share.trees,
+            commits=self._is_first,
+            writers=self._writers(shard),
+            keep_last=keep_last,
+        )
+        layout = lay_out(specs, metadata={"format": "pt"})
+        self._under_way = self._background.start(order, specs, layout, share.tensors)
+        self._under_way.add_done_callback(lambda ended: _pass_on(ended, done, place))
+        return done
+
+    def _settle_earlier_save(self) -> None:
+        """Waits for a save that is under way on any rank; gives it up on all where one rank's has failed."""
+        while True:
+            if self._background is not None:
+                self._background.wait(ROUND_SECONDS)
+            reports = self.session.gather(self._report())
+            failures = [report.removeprefix("failed: ") for report in reports if report.startswith("failed")]
+            if failures:
+                if self._background is not None and self._background.busy:
+                    self._background.abandon(failures[0])
+                log.error("the checkpoint before this one is given up: %s", failures[0])
+            if failures or not any(reports):
+                self._under_way = None
+                return
+
+    def _report(self) -> str:
+        """ "" where nothing is under way here, else how it stands."""
+        under_way, background = self._under_way, self._background
+        if under_way is None or background is None:
+            return ""
+        if under_way.done():
+            error = under_way.exception()
+            return "" if error is None else f"failed: {self._me}: {error}"
+        limit = self.timeout_seconds
+        if background.stalled_seconds > limit:
+            return f"failed: {self._me}: {background.doing} has not moved for {limit:g} s"
+        return f"busy: {background.doing}"
+
+    # ------------------------------------------------------------ who saves what
+
+    def _word(self, store: Store, step: int) -> Word:
+        if self._is_first:
+            self._claim(store)
+        tensors: dict[str, Tensor] = {}
+        states = {
+            name: hash_of(msgspec.json.encode(pack(thing.state_dict(), f"registered/{name}", tensors)))
+            for name, thing in self._registered.items()
+        }
+        groups = [] if self.optimizer is None else pack_groups(self.optimizer)
+        return Word(self._facts(step), groups, states)
+
+    def _facts(self, step: int) -> Facts:
+        self._job = self._job or os.environ.get("VARUNA_JOB_ID") or uuid.uuid4().hex[:12]
+        return Facts(
+            step=step,
+            iteration=self.trainer.iteration,
+            attempt=uuid.uuid4().hex[:8],
+            job=self._job,
+            fingerprint=self.plan.fingerprint,
+            plan=self.plan,
+            seed=self.trainer.seed,
+            ties=tuple(self.ties),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            versions={"varuna": varuna.__version__, "torch": str(torch.__version__)},
+        )
+
+    def _claim(self, store: Store) -> None:
+        if store.url in self._claims:
+            self._claims[store.url].check()
+            return
+        self._facts(0)  # a job has its name from its first save on
+        owner = Owner(self._job, uuid.uuid4().hex, socket.gethostname(), os.getpid())
+        self._claims[store.url] = store.claim(owner)
+
+    def _share(self, words: Sequence[Word], *, shard: bool) -> Share:
+        """What this rank writes: each tensor is written once, by the first stage that holds it.
+
+        By its first replica, or with `shard` by all of them, evenly by bytes; a sharded optimizer's
+        state lies with one replica only, which writes it.
+        """
+        groups, numbers = number_groups([word.groups for word in words])
+        share = Share({}, {})
+        units: list[Share] = []  # what is not split further
+        for name in self._names_saved_here():
+            kind = "model" if self.state.is_persistent(name) else "transient"
+            units.append(Share({f"{kind}/{name}": self.state.tensor(name)}, {}))
+        own_numbers = numbers[self._index]
+        for name, parameter, group in self._optimized():
+            assert self.optimizer is not None
+            unit = Share({}, {})
+            unit.trees[f"optimizer/{name}"] = pack_state(
+                self.optimizer, parameter, name, group=own_numbers[group], tensors=unit.tensors
+            )
+            if self.shards_optimizer:
+                share.add(unit)
+            else:
+                units.append(unit)
+        sizes = [unit.num_bytes for unit in units]
+        replicas = spread_by_size(sizes, parts=self.session.width) if shard else [0] * len(units)
+        for replica, unit in zip(replicas, units, strict=True):
+            if replica == self.session.replica:
+                share.add(unit)
+        if self._is_first:
+            share.trees["groups"] = groups
+            share.trees["loss_scale"] = pack(self.loss_scale.state_dict(), "loss_scale", share.tensors)
+            for name, thing in self._registered.items():
+                key = f"registered/{name}"
+                share.trees[key] = pack(thing.state_dict(), key, share.tensors)
+        return share
+
+    def _names_saved_here(self) -> list[str]:
+        if not self._first_stage:
+            held = self.session.gather(tuple(self.state.canonical))
+            for (stage, _), names in zip(self._places(), held, strict=True):
+                for name in names:
+                    self._first_stage[name] = min(stage, self._first_stage.get(name, stage))
+        return [name for name in self.state.canonical if self._first_stage[name] == self.session.stage]
+
+    def _optimized(self) -> Iterator[tuple[str, Tensor, int]]:
+        """(name, parameter, group) of those that this rank's optimizer holds and this stage saves."""
+        if self.optimizer is None:
+            return
+        names = {self.state.tensor(name): name for name in self._names_saved_here()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter in names:
+                    yield names[parameter], parameter, index
+
+    # ------------------------------------------------------------ loading
+
+    def load(
+        self,
+        global_store: PathLike,
+        step: int | None,
+        *,
+        check_complete: bool = True,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> int:
+        """Reads and checks all that this rank needs before anything is changed; returns the step."""
+        store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
+        what = "no checkpoint was loaded"
+        with self._patience():
+            manifest = self._agree(lambda: self._find(store, step, check_complete), what)[0]
+            assert manifest is not None
+            wanted = self._agree_on_own(lambda: self._wanted(manifest, check_complete, strict, cast), what)
+            checkpoint = Checkpoint(store, manifest)
+            views = self._agree_on_own(lambda: checkpoint.read(wanted.keys), what)
+            self._agree(lambda: self._take_over(manifest, wanted, views), f"{what} to its end")
+        self.store = store.url
+        log.info("loaded checkpoint %s of %s", manifest.facts.step, store.url)
+        return manifest.facts.step
+
+    def newest(self, global_store: PathLike) -> int | None:
+        """The newest complete one, the same answer on all ranks."""
+
+        def look() -> int | None:
+            return newest_checkpoint(global_store) if self._is_first else None
+
+        return self._agree(look, "no checkpoint was looked for")[0]
+
+    def _find(self, store: Store, step: int | None, check_complete: bool) -> Manifest | None:
+        """One rank looks, so that all load the same, whatever is written or removed meanwhile."""
+        if not self._is_first:
+            return None
+        return open_checkpoint(store, step, check_complete=check_complete).manifest
+
+    def _wanted(self, manifest: Manifest, check_complete: bool, strict: bool, cast: bool) -> "Wanted":
+        """Which of the checkpoint's tensors this rank needs; refuses those that do not fit."""
+        saved = manifest.tensors
+        unknown = sorted(key for key in saved if key.startswith("model/") and key[6:] not in self.names)
+        if strict and unknown:
+            raise CheckpointError(
+                f"checkpoint {manifest.facts.step} is of another model: this one has no "
+                f"{_some(key[6:] for key in unknown)} (strict=False leaves them out)"
+            )
+        wanted = Wanted({}, {}, {})
+        missing = []
+        aliases = {group[0]: group for group in self.ties}
+        for name in self.state.canonical:
+            names = aliases.get(name, (name,))
+            keys = [f"{kind}/{alias}" for kind in ("model", "transient") for alias in names]
+            key = next((key for key in keys if key in saved), None)
+            if key is not None:
+                _check_fits(name, self.state.tensor(name), saved[key], cast=cast)
+                wanted.tensors[name] = key
+            elif self.state.is_persistent(name):
+                missing.append(name)
+        if missing and strict and check_complete:
+            raise CheckpointError(
+                f"checkpoint {manifest.facts.step} has no {_some(missing)} (is it of another model? "
+                "strict=False leaves what it lacks as it is)"
+            )
+        if missing:
+            log.warning("checkpoint %s has no %s: left as it is", manifest.facts.step, _some(missing))
+        if self.optimizer is not None and "groups" in manifest.trees:
+            wanted.optimizer = self._optimizer_trees(manifest, check_complete and strict)
+            own = {self.state.tensor(name): name for name in self.state.canonical}
+            groups = manifest.trees["groups"]
+            wanted.groups = match_groups(self.optimizer, wanted.optimizer, groups, name_of=own)
+        wanted.registered = {
+            key.removeprefix("registered/"): tree
+            for key, tree in manifest.trees.items()
+            if key.startswith("registered/")
+        }
+        return wanted
+
+    def _optimizer_trees(self, manifest: Manifest, required: bool) -> dict[Tensor, Json]:
+        assert self.optimizer is not None
+        aliases = {group[0]: group for group in self.ties}
+        names = {self.state.tensor(name): aliases.get(name, (name,)) for name in self.state.canonical}
+        found: dict[Tensor, Json] = {}
+        missing = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                keys = [f"optimizer/{name}" for name in names.get(parameter, ())]
+                key = next((key for key in keys if key in manifest.trees), None)
+                tensors = [] if key is None else tensors_in(manifest.trees[key]["state"])
+                if key is not None and all(tensor in manifest.tensors for tensor in tensors):
+                    found[parameter] = manifest.trees[key]
+                elif keys:
+                    missing.append(names[parameter][0])
+        if missing and required:
+            raise CheckpointError(
+                f"checkpoint {manifest.facts.step} has no optimizer state of {_some(missing)} "
+                "(strict=False leaves theirs as it is)"
+            )
+        return found
+
+    @torch.no_grad()
+    def _take_over(self, manifest: Manifest, wanted: "Wanted", views: Mapping[str, memoryview]) -> None:
+        def tensor(key: str) -> Tensor:
+            return tensor_from(views[key], manifest.tensors[key])
+
+        for name, key in wanted.tensors.items():
+            own = self.state.tensor(name)
+            fill(own, views[key], manifest.tensors[key])
+            own.grad = None
+        if self.optimizer is None:
+            self.loaded_before_optimizer = (
+                f"checkpoint {manifest.facts.step}" if "groups" in manifest.trees else ""
+            )
+        elif wanted.groups is not None:
+            unpack_optimizer(self.optimizer, wanted.optimizer, wanted.groups, tensor)
+        scale = unpack(manifest.trees.get("loss_scale", {"dict": []}), tensor)
+        if scale and self.loss_scale.checks_overflow:
+            self.loss_scale.load_state_dict(scale)
+        if manifest.facts.seed is not None:
+            self.trainer.seed = manifest.facts.seed
+        self.trainer.iteration = manifest.facts.iteration
+        if manifest.facts.plan is not None:
+            self._job = self._job or manifest.facts.job
+            if manifest.facts.plan.batch_size != self.plan.batch_size:
+                log.warning(
+                    "the checkpoint's steps had %d samples, this job's have %d: step %d of the data order is "
+                    "another place in the data now",
+                    manifest.facts.plan.batch_size,
+                    self.plan.batch_size,
+                    manifest.facts.iteration,
+                )
+        self._unclaimed = {name: unpack(tree, tensor) for name, tree in wanted.registered.items()}
+        for name, thing in self._registered.items():
+            if name in self._unclaimed:
+                thing.load_state_dict(self._unclaimed.pop(name))
+            elif manifest.facts.plan is not None:
+                log.warning("checkpoint %s has no %r: left as it is", manifest.facts.step, name)
+
+    # ------------------------------------------------------------ together with the other ranks
+
+    def _agree(self, act: Callable[[], Value], what: str) -> list[Value]:
+        """Every rank's result; where any rank fails, all raise the same error, with its reason."""
+        value: Value | None = None
+        cause: Exception | None = None
+        try:
+            value = act()
+        except Exception as error:
+            cause = error
+        failure = None if cause is None else (type(cause).__name__, f"{self._me}: {cause}")
+        outcomes = self.session.gather((failure, value))
+        failures = [outcome[0] for outcome in outcomes if outcome[0] is not None]
+        if failures:
+            kind = StoreTaken if all(name == "StoreTaken" for name, _ in failures) else CheckpointError
+            reasons = "; ".join(dict.fromkeys(text for _, text in failures))
+            raise kind(f"{what}: {reasons}") from cause
+        return [outcome[1] for outcome in outcomes]  # type: ignore[misc]
+
+    def _agree_on_own(self, act: Callable[[], Value], what: str) -> Value:
+        """This rank's result, once all ranks have one; what it is the others need not see."""
+        results: list[Value] = []
+        self._agree(lambda: results.append(act()), what)
+        return results[0]
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        waiter = self.session.waiter
+        if waiter is not None:
+            waiter.patience = WAITING_PATIENCE
+        try:
+            yield
+        finally:
+            if waiter is not None:
+                waiter.patience = 1.0
+
+    @property
+    def _is_first(self) -> bool:
+        return self.session.stage == 0 and self.session.replica == 0
+
+    @property
+    def _index(self) -> int:
+        """This rank's place in what `gather` returns."""
+        return self.plan.ranks.index(self.session.rank)
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.session.rank} (stage {self.session.stage}, replica {self.session.replica})"
+
+    @property
+    def _writer(self) -> str:
+        return f"stage-{self.session.stage}-replica-{self.session.replica}"
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [place_in_map(self.session.stage_map, rank) for rank in self.plan.ranks]
+
+    def _writers(self, shard: bool) -> list[str]:
+        replicas = self.session.width if shard or self.shards_optimizer else 1
+        return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
+
+    def close(self) -> None:
+        """Waits for a save that is under way, and lets other jobs write where this one did."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        for claim in self._claims.values():
+            claim.release()
+        self._claims.clear()
+
+
+class Wanted(msgspec.Struct):
+    """What a rank takes from a checkpoint."""
+
+    tensors: dict[str, str]  # name: key
+    optimizer: dict[Tensor, Json]
+    registered: dict[str, Json]
+    groups: list[dict[str, object]] | None = None  # hyper-parameters of the optimizer's groups
+
+    @property
+    def keys(self) -> list[str]:
+        trees = [tree["state"] for tree in self.optimizer.values()] + list(self.registered.values())
+        return [
+            *dict.fromkeys([*self.tensors.values(), *(key for tree in trees for key in tensors_in(tree))])
+        ]
+
+
+def _check_alike(words: Sequence[Word]) -> None:
+    for name, state in words[0].registered.items():
+        if any(word.registered.get(name) != state for word in words):
+            raise CheckpointError(
+                f"what is registered as {name!r} has another state on other ranks, and a checkpoint keeps "
+                "one for all (register what is the same on every rank, whatever the layout)"
+            )
+
+
+def _check_fits(name: str, own: Tensor, saved: TensorEntry, *, cast: bool) -> None:
+    spec = spec_of(name, own)
+    if saved.shape != spec.shape:
+        raise CheckpointError(
+            f"{name} has the shape {list(saved.shape)} in the checkpoint and {list(spec.shape)} in the model "
+            "(build the model that was saved)"
+        )
+    if saved.dtype != spec.dtype and not cast:
+        raise CheckpointError(
+            f"{name} is {saved.dtype} in the checkpoint and {spec.dtype} in the model "
+            "(build the model in that precision, or say cast=True)"
+        )
+
+
+def _pass_on(ended: "Future[Any]", done: "Future[str]", place: str) -> None:
+    error = ended.exception()
+    if error is None:
+        done.set_result(place)
+    else:
+        done.set_exception(error)
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    found = list(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
