@@ -2,7 +2,19 @@
 
 from varuna.schedule.check import check
 from varuna.schedule.cursor import Cursor
-from varuna.schedule.orders import NAMES, build, limit, opportunistic, row
+from varuna.schedule.orders import NAMES, build, limit, opportunistic, ops, row
 from varuna.schedule.text import from_csv, grid, to_csv
 
-__all__ = ["NAMES", "Cursor", "build", "check", "from_csv", "grid", "limit", "opportunistic", "row", "to_csv"]
+__all__ = [
+    "NAMES",
+    "Cursor",
+    "build",
+    "check",
+    "from_csv",
+    "grid",
+    "limit",
+    "opportunistic",
+    "ops",
+    "row",
+    "to_csv",
+]

@@ -10,6 +10,7 @@ index, and so do backwards. A link is then a plain FIFO, and a count of what has
 """
 
 from collections.abc import Iterator
+from itertools import count
 from typing import get_args
 
 from varuna.errors import ScheduleError
@@ -48,15 +49,21 @@ def row(
     name: str, *, stage: int, stages: int, microbatches: int, recompute: bool = False
 ) -> tuple[Instruction, ...]:
     """One stage's instructions, without building the other stages'."""
+    numbers: dict[str, Iterator[int]] = {op: count() for op in get_args(Op)}
+    letters = ops(name, stage=stage, stages=stages, microbatches=microbatches, recompute=recompute)
+    return tuple(Instruction(stage, op, next(numbers[op])) for op in letters)  # type: ignore[arg-type]
+
+
+def ops(name: str, *, stage: int, stages: int, microbatches: int, recompute: bool = False) -> str:
+    """One stage's order in letters: "FFBFBB". The n-th of each letter is that of micro-batch n."""
     _refuse_nonsense(name, stage=stage, stages=stages, microbatches=microbatches)
     ahead = microbatches if name == "gpipe" else min(microbatches, stages - stage)
     if name == "zero-bubble":
         order = _split(microbatches, ahead=ahead, lag=stage)
     else:
         order = _whole(microbatches, ahead=ahead)
-    if recompute:
-        order = _recomputing(order)
-    return tuple(Instruction(stage, op, microbatch) for op, microbatch in order)
+    # A backward right after its own forward finds everything still in place.
+    return order.replace("B", "RB").replace("I", "RI") if recompute and ahead > 1 else order
 
 
 def limit(name: str, *, stage: int, stages: int, microbatches: int) -> int:
@@ -84,44 +91,22 @@ def opportunistic(name: str) -> bool:
     return name in OPPORTUNISTIC
 
 
-Order = Iterator[tuple[Op, int]]
+def _whole(microbatches: int, *, ahead: int) -> str:
+    return "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
 
 
-def _whole(microbatches: int, *, ahead: int) -> Order:
-    for microbatch in range(ahead):
-        yield "F", microbatch
-    for microbatch in range(microbatches):
-        yield "B", microbatch
-        if microbatch + ahead < microbatches:
-            yield "F", microbatch + ahead
-
-
-def _split(microbatches: int, *, ahead: int, lag: int) -> Order:
+def _split(microbatches: int, *, ahead: int, lag: int) -> str:
     """ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 
     A stage puts off each weight part by as many micro-batches as there are stages before it: what
     1f1b saves there in waiting forwards. So `ahead + lag` never exceeds the number of stages.
     """
-    for microbatch in range(ahead):
-        yield "F", microbatch
-    for microbatch in range(microbatches):
-        yield "I", microbatch
-        if microbatch >= lag:
-            yield "W", microbatch - lag
-        if microbatch + ahead < microbatches:
-            yield "F", microbatch + ahead
-    for microbatch in range(max(0, microbatches - lag), microbatches):
-        yield "W", microbatch
-
-
-def _recomputing(order: Order) -> Order:
-    """Adds a recompute before each backward, unless its forward has only just left everything in place."""
-    before: tuple[str, int] = ("", -1)
-    for op, microbatch in order:
-        if op in "BI" and before != ("F", microbatch):
-            yield "R", microbatch
-        yield op, microbatch
-        before = (op, microbatch)
+    lag = min(lag, microbatches)
+    last_forward_after = microbatches - ahead  # input parts; from then on no forward is left
+    both = min(lag, last_forward_after)
+    steady = "IWF" * (last_forward_after - lag) if lag < last_forward_after else "I" * (lag - both)
+    rest = microbatches - max(lag, last_forward_after)
+    return "F" * ahead + "IF" * both + steady + "IW" * rest + "W" * lag
 
 
 def _refuse_nonsense(name: str, *, stage: int, stages: int, microbatches: int) -> None:
