@@ -25,7 +25,7 @@ from varuna.checkpoint.background import Background, Order
 from varuna.checkpoint.load import Checkpoint, newest, open_checkpoint
 from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, TensorEntry, folder_of, hash_of
 from varuna.checkpoint.optimizer import match_groups, number_groups, pack_groups, pack_state, unpack_optimizer
-from varuna.checkpoint.part import lay_out
+from varuna.checkpoint.part import Spec, lay_out
 from varuna.checkpoint.save import abandon, commit, tidy, write_part
 from varuna.checkpoint.store import Claim, Owner, Store, open_store, retrying
 from varuna.checkpoint.tensors import as_plain, fill, memory_of, spec_of, tensor_from
@@ -383,7 +383,7 @@ class Checkpoints:
                 f"checkpoint {manifest.facts.step} is of another model: this one has no "
                 f"{_some(key[6:] for key in unknown)} (strict=False leaves them out)"
             )
-        wanted = Wanted({}, {}, {})
+        wanted = Wanted({})
         missing = []
         aliases = {group[0]: group for group in self.ties}
         for name in self.state.canonical:
@@ -403,7 +403,8 @@ class Checkpoints:
         if missing:
             log.warning("checkpoint %s has no %s: left as it is", manifest.facts.step, _some(missing))
         if self.optimizer is not None and "groups" in manifest.trees:
-            wanted.optimizer = self._optimizer_trees(manifest, check_complete and strict)
+            wanted.optimizer_keys = self._optimizer_keys(manifest, check_complete and strict)
+            wanted.optimizer = {p: manifest.trees[key] for p, key in wanted.optimizer_keys.items()}
             own = {self.state.tensor(name): name for name in self.state.canonical}
             groups = manifest.trees["groups"]
             wanted.groups = match_groups(self.optimizer, wanted.optimizer, groups, name_of=own)
@@ -414,11 +415,12 @@ class Checkpoints:
         }
         return wanted
 
-    def _optimizer_trees(self, manifest: Manifest, required: bool) -> dict[Tensor, Json]:
+    def _optimizer_keys(self, manifest: Manifest, required: bool) -> dict[Tensor, str]:
+        """Where the state of each parameter is that this rank's optimizer holds."""
         assert self.optimizer is not None
         aliases = {group[0]: group for group in self.ties}
         names = {self.state.tensor(name): aliases.get(name, (name,)) for name in self.state.canonical}
-        found: dict[Tensor, Json] = {}
+        found: dict[Tensor, str] = {}
         missing = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -426,7 +428,7 @@ class Checkpoints:
                 key = next((key for key in keys if key in manifest.trees), None)
                 tensors = [] if key is None else tensors_in(manifest.trees[key]["state"])
                 if key is not None and all(tensor in manifest.tensors for tensor in tensors):
-                    found[parameter] = manifest.trees[key]
+                    found[parameter] = key
                 elif keys:
                     missing.append(names[parameter][0])
         if missing and required:
@@ -438,8 +440,14 @@ class Checkpoints:
 
     @torch.no_grad()
     def _take_over(self, manifest: Manifest, wanted: "Wanted", views: Mapping[str, memoryview]) -> None:
+        there = self._optimizer_tensors(wanted)
+
         def tensor(key: str) -> Tensor:
-            return tensor_from(views[key], manifest.tensors[key])
+            entry = manifest.tensors[key]
+            if key not in there or spec_of("", there[key]) != Spec("", entry.dtype, entry.shape):
+                return tensor_from(views[key], entry)
+            fill(there[key], views[key], entry)  # fresh memory would cost more than the copy
+            return there[key]
 
         for name, key in wanted.tensors.items():
             own = self.state.tensor(name)
@@ -473,6 +481,14 @@ class Checkpoints:
                 thing.load_state_dict(self._unclaimed.pop(name))
             elif manifest.facts.plan is not None:
                 log.warning("checkpoint %s has no %r: left as it is", manifest.facts.step, name)
+
+    def _optimizer_tensors(self, wanted: "Wanted") -> dict[str, Tensor]:
+        """The tensors that the optimizer has now, under the keys that a checkpoint would give them."""
+        found: dict[str, Tensor] = {}
+        if self.optimizer is not None:
+            for parameter, key in wanted.optimizer_keys.items():
+                pack(dict(self.optimizer.state.get(parameter, {})), key, found)
+        return found
 
     # ------------------------------------------------------------ together with the other ranks
 
@@ -548,8 +564,9 @@ class Wanted(msgspec.Struct):
     """What a rank takes from a checkpoint."""
 
     tensors: dict[str, str]  # name: key
-    optimizer: dict[Tensor, Json]
-    registered: dict[str, Json]
+    optimizer_keys: dict[Tensor, str] = {}
+    optimizer: dict[Tensor, Json] = {}
+    registered: dict[str, Json] = {}
     groups: list[dict[str, object]] | None = None  # hyper-parameters of the optimizer's groups
 
     @property
