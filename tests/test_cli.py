@@ -251,9 +251,10 @@ def test_verifying_names_every_broken_thing_and_the_newest_complete_one(cli: Cli
     damaged = "in w-a3.safetensors is damaged: its bytes do not match their hash"
     assert cli("checkpoint", "verify", store.url) == 1
     assert cli.out.splitlines()[0] == "checkpoint 3: not whole"
-    assert sorted(cli.out.splitlines()[1:]) == [f"'model/bias' {damaged}", f"'model/weight' {damaged}"]
+    assert sorted(cli.out.splitlines()[1:]) == [f"  'model/bias' {damaged}", f"  'model/weight' {damaged}"]
     assert cli.err == (
-        "varuna: 1 of 1 verified is not whole; the newest complete one is of step 2 (verify 2 reads it)\n"
+        "varuna: 1 of 1 verified is not whole; the newest complete one is of step 2 "
+        "(its sizes are right; its bytes were not read)\n"
     )
 
 
@@ -292,6 +293,8 @@ def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
 def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -> None:
     assert cli("checkpoint", "verify", tmp_path) == 1
     assert cli.err == f"varuna: {tmp_path} holds no complete checkpoint\n"
+    assert cli("checkpoint", "verify", tmp_path, "--all") == 1
+    assert cli.err == f"varuna: {tmp_path} holds no checkpoints\n"
     save(store, 1)
     assert cli("checkpoint", "verify", store.url, 8) == 1
     assert "there is no such checkpoint" in cli.out and "the newest complete one is of step 1" in cli.err

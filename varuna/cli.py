@@ -135,12 +135,16 @@ def verify(
         found = find(store)
     else:
         found = [look(store, open_checkpoint(store, None).manifest.facts.step if step is None else step)]
+    if not found:
+        raise CheckpointError(f"{store.url} holds no checkpoints")
     broken: set[int] = set()
     for one in found:
         problems = problems_of(store, one)
         if problems and every and one.step not in steps_in(store):
             continue  # removed by its job since it was found
-        typer.echo("\n".join([f"checkpoint {one.step}: {verdict(one, problems)}", *problems]))
+        typer.echo(f"checkpoint {one.step}: {verdict(one, problems)}")
+        for problem in problems:
+            typer.echo(f"  {problem}")
         if problems:
             broken.add(one.step)
     if step is None and not every:
@@ -319,7 +323,7 @@ def way_out(found: Sequence[Found], broken: set[int], *, all_were_read: bool) ->
     if not good:
         return "there is no complete one"
     return f"the newest complete one is of step {max(good)}" + (
-        "" if all_were_read else f" (verify {max(good)} reads it)"
+        "" if all_were_read else " (its sizes are right; its bytes were not read)"
     )
 
 

@@ -7,6 +7,7 @@
     load.py      the newest complete one; just the bytes that are asked for, checked
     courier.py   a process of its own that saves a snapshot while training goes on
     tree.py      states of optimizers and schedulers as JSON and tensors, without pickle
+    transfer.py  out to a state_dict or safetensors, and in from them
 
-Only tree.py and tensors.py know torch: listing and verifying need none.
+Listing and verifying need no torch: part, manifest, store, save and load import none.
 """
