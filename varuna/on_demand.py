@@ -1,7 +1,7 @@
 """A word from any rank at any moment, on which all ranks act at one and the same step boundary.
 
     any moment         SIGUSR1, or on_demand_checkpoint(store) ──► kept on this rank
-    during every step  one more number in the sum of losses    ──► all ranks know that some rank has asked
+    during every step  the sum of losses tells it along        ──► all ranks know that some rank has asked
     next call of step  what was asked, gathered ──► decide ──► save, call the script's handler, or leave
 
 Nothing is done when the signal comes: this rank may be in the middle of a step, and the others may

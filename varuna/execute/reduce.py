@@ -2,7 +2,7 @@
 
     last backward ──► p.grad ready ──► bucket full ──► all-reduce over the replicas (async)
                                                           │
-    last forward ──► loss, weight, requests: a sum over all ranks (async, hidden by the backward)
+    last forward ──► loss, weight: a sum over all ranks (async, hidden by the backward)
                                                           │
                       ties: sum over the stages that hold one tensor
                                                           │
@@ -27,6 +27,11 @@ from torch import Tensor
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20
+ASKS = float("inf")
+"""What a rank that asks for attention says in place of its weight; then all sum their weights once more.
+
+A third number in every step's sum would be one more of the backend's messages in every step.
+"""
 
 
 class WaitsForWork(Protocol):
@@ -79,7 +84,7 @@ class Reducer:
     _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict)
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets under way in this step
-    _announced: tuple[Tensor, dist.Work | None] | None = None
+    _announced: tuple[float, float, Tensor, dist.Work | None] | None = None  # loss and weight here; the sum
 
     def begin(self) -> None:
         """Sets gradients of earlier steps aside, so that this step's stand alone."""
@@ -109,14 +114,11 @@ class Reducer:
         return stop
 
     def announce(self, loss: float, weight: float) -> None:
-        """Starts the sum over all ranks of weight × loss and of weights; zeros where a stage has no loss.
-
-        So all ranks also learn in one and the same step that some of them ask for attention.
-        """
-        totals = torch.tensor([loss, weight, float(self.asks())], dtype=torch.float64)
+        """Starts the sum over all ranks of weight × loss and of weights; zeros where a stage has no loss."""
+        totals = torch.tensor([loss, ASKS if self.asks() else weight], dtype=torch.float64)
         group = self.everyone or self.replicas
         work = None if group is None else dist.all_reduce(totals, group=group, async_op=True)
-        self._announced = totals, work
+        self._announced = loss, weight, totals, work
 
     def finish(
         self, *, nominal_weight: float, loss_scale: float, checks_overflow: bool, max_norm: float | None
@@ -217,13 +219,19 @@ class Reducer:
 
     def _announced_totals(self) -> tuple[float, float]:
         assert self._announced is not None, "finish before announce"
-        totals, work = self._announced
+        own_loss, own_weight, totals, work = self._announced
         self._announced = None
+        what = "the sum of losses over all ranks"
         if work is not None:
             assert self.waiter is not None
-            self.waiter.for_work(work, lambda: "the sum of losses over all ranks")
-        loss, weight, requests = totals.tolist()
-        self.attention |= requests > 0
+            self.waiter.for_work(work, lambda: what)
+        loss, weight = totals.tolist()
+        if weight == ASKS:
+            self.attention = True
+            totals = torch.tensor([own_loss, own_weight], dtype=torch.float64)
+            if work is not None:
+                self._all_reduce(totals, self.everyone or self.replicas, what)
+            loss, weight = totals.tolist()
         return loss, weight
 
     def announced_loss(self) -> float:
