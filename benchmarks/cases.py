@@ -1,10 +1,12 @@
 """Each benchmark: what it compares, at which sizes, and what is to be reached."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from benchmarks import checkpoints as ck
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import steps_and_makespans
 from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
@@ -249,6 +251,68 @@ def schedules(lab: Lab) -> list[Row]:
     return rows
 
 
+def checkpoints(lab: Lab) -> list[Row]:
+    """Each in a folder of its own on the disk that holds temporary files."""
+    layers, width, samples, steps = (4, 16, 8, 2) if lab.quick else (8, 2048, 128, 8)
+    repeats = lab.settings.repeats
+    state = f"{layers * width * (width + 1) * 12 / 1e6:.0f} MB of state"
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
+        for depth in (1,) if lab.quick else (1, 2):
+            place = f"{state}, P={depth}"
+            saved = lab.run(ck.saving, depth, f"{folder}/save{depth}", repeats, depth, layers, width)
+            ours, torchs, plain = (slowest([rank[i] for rank in saved]) for i in range(3))
+            dcp = "torch.distributed.checkpoint"
+            rows.append(of_time("checkpoints", f"save, {place}", f"{dcp}, fsync", ours, torchs, 1.0))
+            rows.append(of_time("checkpoints", f"save, {place}", "a plain write, fsync", ours, plain, 1.25))
+            loaded = lab.run(ck.loading, depth, f"{folder}/load{depth}", repeats, depth, layers, width)
+            ours, torchs = (slowest([rank[i] for rank in loaded]) for i in range(2))
+            rows.append(of_time("checkpoints", f"load, {place}", dcp, ours, torchs, 1.0))
+        [(times, share)] = lab.run(ck.one_stage_of_four, 1, f"{folder}/four", repeats, layers, width)
+        rows.append(of_time("checkpoints", f"load, {state}, one stage of four", "all of it", *times, 0.35))
+        rows.append(
+            Row(
+                benchmark="checkpoints",
+                case=f"bytes read, {state}, one stage of four",
+                against="all of it",
+                unit="of all",
+                ours=spread([share]),
+                other=spread([1.0]),
+                ratio=spread([share]),
+                target=0.35,
+            )
+        )
+        [times] = lab.run(ck.stall, 1, f"{folder}/stall", repeats, layers, width)
+        what = f"the call that starts a background save, {state}"
+        rows.append(of_time("checkpoints", what, "one copy of it in memory", *times, 1.3))
+        for depth in (1,) if lab.quick else (1, 2):
+            arguments = (f"{folder}/over{depth}", repeats, depth, layers, width, samples, steps)
+            found = lab.run(ck.overlapped, depth, *arguments)
+            ours, without = (slowest([rank[0][i] for rank in found]) for i in range(2))
+            what = f"a step during a background save, {state}, P={depth}"
+            rows.append(of_time("checkpoints", what, "a step without", ours, without, 1.03))
+    return rows
+
+
+def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [max(ranks) for ranks in zip(*of_ranks, strict=True)]
+
+
+def of_time(
+    benchmark: str, case: str, against: str, ours: Sequence[float], other: Sequence[float], target: float
+) -> Row:
+    return Row(
+        benchmark=benchmark,
+        case=case,
+        against=against,
+        unit="ms",
+        ours=in_ms(ours),
+        other=in_ms(other),
+        ratio=paired(ours, other),
+        target=target,
+    )
+
+
 BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "one-process": one_process,
     "pipeline": pipeline,
@@ -258,4 +322,5 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "memory": memory,
     "overhead": overhead,
     "schedules": schedules,
+    "checkpoints": checkpoints,
 }

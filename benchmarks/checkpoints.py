@@ -84,7 +84,7 @@ def in_turn(sides: Sequence[Side], repeats: int) -> list[list[float]]:
     return seconds
 
 
-def saving(folder: str, repeats: int, depth: int, layers: int, width: int) -> tuple[list[list[float]], int]:
+def saving(folder: str, repeats: int, depth: int, layers: int, width: int) -> list[list[float]]:
     """Ours, torch.distributed.checkpoint, a plain write; each with fsync, each into a fresh folder."""
     trained = Trained(depth=depth, layers=layers, width=width, samples=8)
     tensors = trained.tensors()
@@ -128,10 +128,10 @@ def saving(folder: str, repeats: int, depth: int, layers: int, width: int) -> tu
                 seconds[index].append(time.perf_counter() - started)
             clean()
     trained.model.close()
-    return seconds, sum(tensor.nbytes for tensor in tensors.values())
+    return seconds
 
 
-def loading(folder: str, repeats: int, depth: int, layers: int, width: int) -> tuple[list[list[float]], int]:
+def loading(folder: str, repeats: int, depth: int, layers: int, width: int) -> list[list[float]]:
     """Ours and torch.distributed.checkpoint's, from the page cache, into what is there."""
     trained = Trained(depth=depth, layers=layers, width=width, samples=8)
     tensors = trained.tensors()
@@ -146,7 +146,7 @@ def loading(folder: str, repeats: int, depth: int, layers: int, width: int) -> t
 
     seconds = in_turn([ours, torchs], repeats)
     trained.model.close()
-    return seconds, sum(tensor.nbytes for tensor in tensors.values())
+    return seconds
 
 
 def one_stage_of_four(folder: str, repeats: int, layers: int, width: int) -> tuple[list[list[float]], float]:
