@@ -58,7 +58,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     commits: bool  # one of the writers does, when all parts are there
     writers: Sequence[str]  # all that write a part of this checkpoint
     keep_last: int | None = None
-    patience_seconds: float = 600.0  # how long a committer waits for the next writer's part
+    patience_seconds: float = 600.0  # a committer gives up when nothing comes from the others for so long
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -247,28 +247,30 @@ def write(task: Task, memory: memoryview, store: Store, line: Line) -> Part:
 
 
 def wait_for_parts(order: Order, store: Store, line: Line) -> list[Part]:
-    """The other writers' parts, as they come; gives up when none has come for too long."""
+    """The other writers' parts; gives up when nothing at all has come to the folder for too long."""
     folder = folder_of(order.facts.step)
     documents = {
         writer: f"{part_name(order.facts, writer)}.json" for writer in order.writers if writer != order.writer
     }
     pause, longest = POLL_SECONDS if local_folder(order.url) else REMOTE_POLL_SECONDS
-    missing = list(documents)
-    last_came = time.monotonic()
-    while missing:
-        here = {entry.name for entry in store.list(folder)}
-        still_missing = [writer for writer in missing if documents[writer] not in here]
-        if len(still_missing) < len(missing):
-            last_came = time.monotonic()
-        elif time.monotonic() - last_came > order.patience_seconds:
+    seen: dict[str, int] = {}
+    changed_at = time.monotonic()
+    while True:
+        here = {entry.name: entry.size for entry in store.list(folder)}
+        missing = [writer for writer, document in documents.items() if document not in here]
+        if not missing:
+            break
+        doing = f"waiting for the parts of {some(missing)}"
+        if here != seen:
+            line.tell(doing, at_once=not seen)
+            seen, changed_at = here, time.monotonic()
+        elif time.monotonic() - changed_at > order.patience_seconds:
             raise CheckpointError(
-                f"no part has come for {order.patience_seconds:g} s, and those of {some(missing)} are missing "
+                f"the parts of {some(missing)} are missing, nothing came for {order.patience_seconds:g} s "
                 "(are those ranks alive, and do they write to the same store?)"
             )
-        missing = still_missing
-        if missing:
-            line.pause(pause, f"waiting for the parts of {some(missing)}")
-            pause = min(2 * pause, longest)
+        line.pause(pause, doing)
+        pause = min(2 * pause, longest)
     places = [f"{folder}/{document}" for document in documents.values()]
     return [decode_part(store.read(place), f"{store.url}/{place}") for place in places]
 
