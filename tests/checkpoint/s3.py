@@ -68,15 +68,14 @@ class S3Server:
         threading.Thread(target=keep_reading, args=(self._process.stdout, self._log), daemon=True).start()
         self.ask("PUT", f"/{BUCKET}")
 
-    @property
-    def options(self) -> dict[str, object]:
-        """What open_store wants, with little patience: a server on this machine answers at once."""
+    def options(self, *, read_timeout: float = 10) -> dict[str, object]:
+        """What open_store wants."""
         return {
             "endpoint_url": f"http://127.0.0.1:{self.port}",
             "key": "test",
             "secret": "test",
             "client_kwargs": {"region_name": "us-east-1"},
-            "config_kwargs": {"connect_timeout": 1, "read_timeout": 1, "retries": {"total_max_attempts": 1}},
+            "config_kwargs": {"read_timeout": read_timeout, "retries": {"total_max_attempts": 1}},
         }
 
     def ask(self, method: str, path: str) -> bytes:
@@ -107,6 +106,13 @@ class S3Server:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    close = kill
+
+    def revive(self) -> None:
+        if self._process.poll() is not None:
+            self.start()
+        self.resume()
 
 
 def keep_reading(lines: IO[str], log: SimpleQueue[str]) -> None:

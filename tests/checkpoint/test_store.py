@@ -77,6 +77,7 @@ def test_what_is_written_is_read_back_whole_and_in_spans(
     assert store.list(folder) == [Entry(name=name, is_folder=False, size=len(whole))]
 
 
+@settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=12),
     gap=st.integers(0, 40),

@@ -43,7 +43,7 @@ def refusal(record: Record | None, owner: Owner, *, place: str, way_out: str) ->
     if record is None:
         return StoreTaken(f"{place} is claimed by a run that has not written its name yet; {way_out}")
     holder = record.owner
-    who = "an earlier run of this job" if holder.job == owner.job else f"job {holder.job}"
+    who = "another run of this job" if holder.job == owner.job else f"job {holder.job}"
     return StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {way_out}")
 
 
@@ -64,7 +64,6 @@ class RecordClaim:
             )
             raise refusal(record, self._owner, place=self._store.url, way_out=way_out)
         self._renew()
-        self.check()
 
     def check(self) -> None:
         record = self._read()

@@ -5,6 +5,7 @@ replace   one PUT; where a PUT can be seen half done, a name of our own and a re
 read      ranges of the file, near ones together, several at once
 """
 
+import asyncio
 import errno
 import os
 import secrets
@@ -12,10 +13,12 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import fsspec
+import fsspec.asyn
 from fsspec.spec import AbstractBufferedFile
 
 from varuna.checkpoint.claim import claim_by_record
@@ -27,6 +30,7 @@ GAP_BYTES = 256 << 10  # reading so much in vain costs less than another request
 # What these are given in one piece appears in one piece, and their folders are only names.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 
+S3 = ("s3", "s3a")
 # One request of S3 is tried thrice; whole operations are tried again by `retrying`, which says so.
 S3_PATIENCE = {
     "connect_timeout": 5,
@@ -49,7 +53,7 @@ def open_remote(url: str, options: Mapping[str, object]) -> "RemoteStore":
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        extra = " (pip install 'varuna[s3]')" if scheme in ("s3", "s3a") else ""
+        extra = " (pip install 'varuna[s3]')" if scheme in S3 else ""
         raise ImportError(f"{url} needs a package that is not installed: {error}{extra}") from error
     except ValueError:
         raise ValueError(
@@ -57,16 +61,34 @@ def open_remote(url: str, options: Mapping[str, object]) -> "RemoteStore":
             f"(install the package that brings {scheme}:// to fsspec, or mend the URL)"
         ) from None
     # An instance of our own: fsspec would otherwise share one, and its settings, with all users of it.
-    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **settings(scheme, options))
-    if scheme in ("s3", "s3a"):
-        fs.retries = 1
+    if scheme in S3:
+        fs, root = open_s3(url, options)
+    else:
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
     return RemoteStore(url, fs, root, scheme=scheme)
 
 
-def settings(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    if scheme not in ("s3", "s3a"):
-        return dict(options)
-    return {**options, "config_kwargs": {**S3_PATIENCE, **options.get("config_kwargs", {})}}
+def open_s3(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    config = {**S3_PATIENCE, **options.get("config_kwargs", {})}
+    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **{**options, "config_kwargs": config})
+    fs.retries = 1
+    limit_requests(fs, seconds=4 * config["read_timeout"])
+    return fs, root
+
+
+def limit_requests(fs: Any, *, seconds: float) -> None:
+    """Ends a request of S3 that a stalled server neither takes nor answers.
+
+    The client's own timeouts begin when a request has been sent; until then it waits for ever.
+    """
+    unlimited = fs._call_s3
+
+    async def limited(*arguments: Any, **keywords: Any) -> Any:
+        async with asyncio.timeout(seconds):
+            return await unlimited(*arguments, **keywords)
+
+    fs._call_s3 = limited
+    fs.call_s3 = partial(fsspec.asyn.sync, fs.loop, limited)
 
 
 class RemoteStore:
@@ -77,14 +99,13 @@ class RemoteStore:
         root: str,
         *,
         scheme: str,
-        block_bytes: int = BLOCK_BYTES,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._url = url.rstrip("/")
         self._fs = fs
         self._root = root.rstrip("/")
         self._is_object_store = scheme in OBJECT_STORES
-        self._block_bytes = block_bytes
+        self.block_bytes = BLOCK_BYTES
         self._now = now
 
     @property
@@ -122,7 +143,7 @@ class RemoteStore:
     def read_spans(self, path: str, spans: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
         place = self._place(path)
         check_spans(spans, size=self.size(path), place=self._name(path))
-        ranges = cut(together(spans, gap=GAP_BYTES), longest=self._block_bytes)
+        ranges = cut(together(spans, gap=GAP_BYTES), longest=self.block_bytes)
         if not ranges:
             return [memoryview(b"") for _ in spans]
         firsts, stops = zip(*ranges, strict=True)
@@ -139,9 +160,9 @@ class RemoteStore:
         place = self._place(path)
         self._make_folder(path, place)
         with self._naming(path):
-            file = self._fs.open(place, "wb", block_size=self._block_bytes)
+            file = self._fs.open(place, "wb", block_size=self.block_bytes)
         try:
-            for piece in in_blocks(chunks(), self._block_bytes):
+            for piece in in_blocks(chunks(), self.block_bytes):
                 with self._naming(path):
                     file.write(piece)
             with self._naming(path):

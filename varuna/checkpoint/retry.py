@@ -87,7 +87,8 @@ class Patience:
 def given_up(error: OSError, failures: int, *, seconds: float) -> OSError:
     reason = error.strerror or str(error) or type(error).__name__
     tries = "tried once" if failures == 1 else f"tried {failures} times over {seconds:.0f} s"
-    return OSError(error.errno or errno.EIO, f"{reason} ({tries})", error.filename)
+    code = error.errno or (errno.ETIMEDOUT if isinstance(error, TimeoutError) else errno.EIO)
+    return OSError(code, f"{reason} ({tries})", error.filename)
 
 
 class RetryingStore:

@@ -1,0 +1,358 @@
+"""A local folder under fire: killed writers, a full disk, readers in between, a second job."""
+
+import errno
+import json
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from varuna.checkpoint import claim as claim_module
+from varuna.checkpoint import local
+from varuna.checkpoint.claim import RECORD
+from varuna.checkpoint.local import LocalStore
+from varuna.checkpoint.store import Owner
+from varuna.errors import StoreTaken
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def publish(store: LocalStore, version: int) -> None:
+    """A checkpoint in small: the old one away, a part, and last the manifest that vouches for it."""
+    content = bytes([version % 256]) * 300_000
+    store.remove("checkpoint")
+    store.write("checkpoint/part", lambda: [content[:10], content[10:]])
+    store.replace("checkpoint/manifest.json", content[:1])
+    store.replace("newest", content)
+
+
+def assert_whole(store: LocalStore) -> None:
+    """What has a manifest is all there; what is replaced is the old or the new."""
+    if "manifest.json" in {entry.name for entry in store.list("checkpoint")}:
+        assert store.read("checkpoint/part") == store.read("checkpoint/manifest.json") * 300_000
+    if "newest" in {entry.name for entry in store.list()}:
+        newest = store.read("newest")
+        assert newest == newest[:1] * 300_000
+
+
+class Watched:
+    """The os module, with a look at each call before it is made."""
+
+    def __init__(self, look: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._look = look
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(os, name)
+        if not callable(value) or isinstance(value, type):
+            return value
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._look(name, arguments)
+            return value(*arguments, **keywords)
+
+        return call
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """How a forked process ends that does the work: 0, or minus the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_killed_before_any_system_call_nothing_half_written_looks_whole(tmp_path: Path) -> None:
+    """V37: every moment between two calls of the operating system, one after the other."""
+    store = LocalStore(str(tmp_path))
+    publish(store, 0)
+    for moment in count(1):
+
+        def work(moment: int = moment) -> None:
+            calls = count(1)
+
+            def look(name: str, arguments: tuple[Any, ...]) -> None:
+                if next(calls) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            local.os = Watched(look)  # type: ignore[assignment]
+            publish(store, moment)
+
+        ended = in_a_child(work)
+        assert_whole(store)
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+    assert moment > 40
+    assert store.read("newest")[0] == moment
+
+
+def test_killed_at_random_moments_nothing_half_written_looks_whole(tmp_path: Path) -> None:
+    """V37: the kill comes from outside, at whatever the writer is doing then."""
+    moments = random.Random(20240607)
+    store = LocalStore(str(tmp_path))
+    for _ in range(12):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for version in count():
+                publish(store, version)
+                os.write(write_end, b".")
+        os.close(write_end)
+        for _ in range(moments.randrange(1, 12)):
+            os.read(read_end, 1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read_end)
+        assert_whole(store)
+
+
+def test_bytes_are_synced_before_their_name_appears_and_folders_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def look(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "fsync":
+            calls.append(f"fsync {os.path.relpath(os.readlink(f'/proc/self/fd/{arguments[0]}'), tmp_path)}")
+        if name in ("mkdir", "replace", "unlink"):
+            calls.append(f"{name} {os.path.relpath(arguments[-1], tmp_path)}")
+
+    monkeypatch.setattr(local, "os", Watched(look))
+    monkeypatch.setattr(local.secrets, "token_hex", lambda size: "draft")
+    store = LocalStore(str(tmp_path / "store"))
+    store.write("a/b/part", lambda: [b"x"])
+    made = ["mkdir store/a/b", "mkdir store/a", "mkdir store", "fsync .", "mkdir store/a", "fsync store"]
+    assert calls[:8] == [*made, "mkdir store/a/b", "fsync store/a"]
+    assert calls[8:] == [
+        "unlink store/a/b/part",
+        "fsync store/a/b/part",
+        "fsync store/a/b",
+        "fsync store/a",
+        "fsync store",
+    ]
+    calls.clear()
+    store.replace("a/manifest.json", b"{}")
+    draft = "store/a/.varuna-draft"
+    assert calls == [
+        "mkdir store/a",
+        f"fsync {draft}",
+        "replace store/a/manifest.json",
+        "fsync store/a",
+        "fsync store",
+    ]
+    calls.clear()
+    store.remove("a")
+    assert calls[:2] == ["unlink store/a/manifest.json", "fsync store/a"]
+
+
+def test_a_reader_sees_the_old_content_or_the_new_whatever_the_moment(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    store.replace("newest", b"0" * 200_000)
+    pid = os.fork()
+    if pid == 0:
+        for version in count():
+            store.replace("newest", bytes([48 + version % 10]) * (100_000 + version % 7))
+    try:
+        seen = set()
+        while len(seen) < 10:
+            content = bytes(store.read_spans("newest", [(0, 100_000)])[0])
+            assert content == content[:1] * 100_000
+            content = store.read("newest")
+            assert content == content[:1] * len(content) and len(content) >= 100_000
+            seen.add(content[:1])
+            assert [entry.name for entry in store.list()] == ["newest"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_spans_are_views_of_one_mapping_that_outlives_the_file(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    store.write("part", lambda: [bytes(range(256)) * 100])
+    first, second = store.read_spans("part", [(0, 256), (5000, 5256)])
+    assert isinstance(first.obj, mmap.mmap) and first.obj is second.obj
+    store.write("part", lambda: [b"new"])
+    store.remove("part")
+    assert bytes(first) == bytes(range(256)) and bytes(second) == bytes(range(136, 256)) + bytes(range(136))
+
+
+FULL_DISK = """
+import json, os, sys
+from varuna.checkpoint.store import open_store
+store = open_store(sys.argv[1])
+store.replace("manifest.json", b"old")
+errors = []
+for attempt in (
+    lambda: store.write("folder/part", lambda: (bytes(1 << 18) for _ in range(40))),
+    lambda: store.replace("manifest.json", bytes(10 << 20)),
+):
+    try:
+        attempt()
+    except OSError as error:
+        errors.append([error.errno, str(error)])
+print(json.dumps([errors, sorted(os.listdir(sys.argv[1])), os.listdir(sys.argv[1] + "/folder")]))
+assert store.read("manifest.json") == b"old"
+"""
+
+
+def test_a_full_disk_is_told_with_the_path_and_the_space_and_leaves_nothing_half(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    tiny_disk = f"mount -t tmpfs -o size=2m none {tmp_path}"
+    can_mount = subprocess.run(["unshare", "-rm", "sh", "-c", tiny_disk], capture_output=True).returncode == 0
+    if can_mount:
+        command = ["unshare", "-rm", "sh", "-c", f'{tiny_disk} && exec "$@"', "sh", *script]
+    else:  # the next best: a limit on the size of files
+        command = ["sh", "-c", 'ulimit -f 2048 && exec "$@"', "sh", *script]
+    run = subprocess.run(command, env={"PYTHONPATH": str(ROOT), **os.environ}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    errors, names, in_folder = json.loads(run.stdout)
+    assert [code for code, _ in errors] == [errno.ENOSPC if can_mount else errno.EFBIG] * 2
+    assert f"'{tmp_path}/folder/part'" in errors[0][1]
+    for _, message in errors:
+        assert "bytes of this file, with " in message and "bytes free on its file system" in message
+    assert (names, in_folder) == (["folder", "manifest.json"], [])
+
+
+# Claims.
+
+MINE = Owner(job="mine", token="1", host="here", pid=os.getpid())
+
+CLAIM_AND_WAIT = """
+import os, subprocess, sys
+from varuna.checkpoint.store import Owner, open_store
+claim = open_store(sys.argv[1]).claim(Owner(job="theirs", token="2", host="there", pid=os.getpid()))
+if sys.argv[2] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+elif sys.argv[2] == "program":
+    print(subprocess.Popen(["cat"], close_fds=False).pid, flush=True)
+elif sys.argv[2] == "alone":
+    print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_a_job(folder: Path, company: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLAIM_AND_WAIT, str(folder), company],
+        env={"PYTHONPATH": str(ROOT), **os.environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_second_job_is_refused_while_the_first_lives_and_admitted_when_it_is_killed(tmp_path: Path) -> None:
+    with start_a_job(tmp_path, "alone") as theirs:
+        assert theirs.stdout is not None and theirs.stdout.readline() == "claimed\n"
+        with pytest.raises(StoreTaken) as caught:
+            LocalStore(str(tmp_path)).claim(MINE)
+        theirs.kill()
+    assert f"{tmp_path} is claimed by job theirs (host there, pid {theirs.pid})" in str(caught.value)
+    assert "a folder of its own" in str(caught.value)
+    mine = LocalStore(str(tmp_path)).claim(MINE)
+    mine.check()
+    mine.release()
+
+
+@pytest.mark.parametrize("company", ["fork", "program"])
+def test_a_child_that_outlives_a_killed_job_does_not_keep_its_claim(company: str, tmp_path: Path) -> None:
+    theirs = start_a_job(tmp_path, company)
+    assert theirs.stdout is not None and theirs.stdin is not None
+    child = int(theirs.stdout.readline())
+    with pytest.raises(StoreTaken):
+        LocalStore(str(tmp_path)).claim(MINE)
+    theirs.kill()
+    theirs.wait()
+    os.kill(child, 0)  # it lives
+    LocalStore(str(tmp_path)).claim(MINE).release()
+    theirs.stdin.close()
+    theirs.stdout.close()
+
+
+def test_a_forked_child_leaves_the_claim_to_its_parent(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    mine = store.claim(MINE)
+
+    def work() -> None:
+        with pytest.raises(StoreTaken, match="this process does not hold it"):
+            mine.check()
+        mine.release()
+
+    assert in_a_child(work) == 0
+    mine.check()
+    with pytest.raises(StoreTaken, match="job mine"):
+        store.claim(Owner(job="other", token="3", host="here", pid=1))
+    mine.release()
+
+
+def test_a_released_claim_is_free_and_forgotten(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    mine = store.claim(MINE)
+    mine.release()
+    mine.release()
+    with pytest.raises(StoreTaken, match="released"):
+        mine.check()
+    other = store.claim(Owner(job="other", token="3", host="here", pid=1))
+    other.check()
+    other.release()
+    assert store.list() == []
+
+
+def test_an_earlier_run_of_the_same_job_that_still_lives_is_named_as_such(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    mine = store.claim(MINE)
+    with pytest.raises(StoreTaken, match="another run of this job"):
+        store.claim(Owner(job="mine", token="2", host="here", pid=1))
+    mine.release()
+
+
+def test_a_claim_survives_a_cleared_folder_but_not_another_owner(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    mine = store.claim(MINE)
+    (tmp_path / RECORD).unlink()
+    mine.check()
+    with pytest.raises(StoreTaken, match="job mine"):
+        store.claim(Owner(job="other", token="3", host="here", pid=1))
+    theirs = (tmp_path / RECORD).read_text().replace('"1"', '"3"')
+    (tmp_path / RECORD).write_text(theirs)
+    with pytest.raises(StoreTaken, match="has taken over"):
+        mine.check()
+    (tmp_path / RECORD).unlink()
+    other = store.claim(Owner(job="other", token="3", host="here", pid=1))
+    with pytest.raises(StoreTaken, match="job other"):
+        mine.check()
+    mine.release()
+    other.check()
+    other.release()
+
+
+def test_where_the_file_system_has_no_locks_the_record_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no locks here")
+
+    monkeypatch.setattr(claim_module.fcntl, "flock", flock)
+    store = LocalStore(str(tmp_path))
+    mine = store.claim(MINE)
+    with pytest.raises(StoreTaken, match=r"job mine .*remove .*owner or wait until"):
+        store.claim(Owner(job="other", token="3", host="here", pid=1))
+    again = store.claim(Owner(job="mine", token="2", host="here", pid=1))
+    with pytest.raises(StoreTaken, match="taken over"):
+        mine.check()
+    mine.release()
+    again.check()
+    again.release()
+    store.claim(Owner(job="other", token="3", host="here", pid=1)).release()
