@@ -24,7 +24,7 @@ NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that
 
 class LocalStore:
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._folder = os.path.abspath(folder)
 
     @property
     def url(self) -> str:
@@ -185,14 +185,11 @@ def explained(error: BaseException, fd: int, place: str) -> BaseException:
 
 def make_folders(folder: str) -> None:
     """Makes what is missing of a path, durably."""
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
+    if os.path.isdir(folder):
         return
-    except FileNotFoundError:
-        make_folders(os.path.dirname(folder))
-        with suppress(FileExistsError):
-            os.mkdir(folder)
+    make_folders(os.path.dirname(folder))
+    with suppress(FileExistsError):
+        os.mkdir(folder)
     sync_folder(os.path.dirname(folder))
 
 
