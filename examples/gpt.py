@@ -5,6 +5,7 @@
     torchrun --nproc_per_node 4 examples/gpt.py --stage_to_rank_map "0,2;1,3;" --batch-size 4
     python examples/gpt.py                  # one process, the same losses
     python examples/gpt.py --plain          # one process without varuna: still the same losses
+    python examples/gpt.py --store runs/7   # saves there, and goes on from there, at whatever layout
 
 The launcher passes --stage_to_rank_map, --chunk_size and --batch-size, because this script names them.
 """
@@ -100,6 +101,8 @@ def train(
     chunk_size: int,
     local_rank: int = -1,
     steps: int,
+    store: str | None = None,
+    save_every: int = 5,
 ) -> Iterator[tuple[str, float]]:
     """Yields ("step 0", its loss) and so on, at the end ("held-out", loss): the same on all ranks."""
     data, held_out = make_sequences(512, seed=SEED), make_sequences(batch_size, seed=SEED + 1)
@@ -114,14 +117,18 @@ def train(
     )
     optimizer, scheduler = make_optimizer(wrapped.parameters(), steps)
     wrapped.set_optimizer(optimizer)
+    wrapped.register("scheduler", scheduler)
+    first = wrapped.resume(store) if store else 0
     order = SampleOrder(len(data), batch_size=batch_size, seed=SEED)
     mine = {"replica": wrapped.rank_within_stage, "num_replicas": wrapped.data_depth}
-    for step, indices in enumerate(order.batches(**mine, num_steps=steps)):
+    for step, indices in enumerate(order.batches(**mine, first_step=first, num_steps=steps - first), first):
         loss, overflow = wrapped.step({"tokens": data[indices]}, clip_grad_max_norm=1.0)
         if not overflow:
             optimizer.step()
             scheduler.step()
         wrapped.zero_grad()
+        if store and (step + 1) % save_every == 0:
+            wrapped.checkpoint(store, tempdir="memory", keep_last=3)  # training goes on meanwhile
         yield f"step {step}", loss
     share = SampleOrder(batch_size, batch_size=batch_size, shuffle=False).replica(step=0, **mine)
     yield "held-out", wrapped.evaluate({"tokens": held_out[share]})
@@ -159,6 +166,8 @@ def main() -> None:
     parser.add_argument("--chunk_size", type=int, default=2, help="samples in a micro-batch")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--store", help="folder or URL for checkpoints; goes on from the newest")
+    parser.add_argument("--save_every", type=int, default=5, help="steps from checkpoint to checkpoint")
     parser.add_argument("--plain", action="store_true", help="one process, without varuna")
     args = parser.parse_args()
 
@@ -175,6 +184,8 @@ def main() -> None:
             chunk_size=args.chunk_size,
             local_rank=args.local_rank,
             steps=args.steps,
+            store=args.store,
+            save_every=args.save_every,
         )
     for what, loss in progress:
         if os.environ.get("RANK", "0") == "0":

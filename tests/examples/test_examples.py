@@ -86,6 +86,18 @@ def test_the_gpt_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_the_gpt_goes_on_from_its_checkpoint_at_another_layout(tmp_path: Path) -> None:
+    """V35, V36: from one process to two stages."""
+    gpt = module("gpt")
+    expected = [loss for _, loss in gpt.train_plainly(gpt.make_model(), batch_size=4, steps=5)]
+    flags = ["--steps", "5", "--store", "store", "--save_every", "3"]
+    whole = run([sys.executable, script("gpt"), *flags, "--batch-size", "4"], tmp_path)
+    assert losses(whole) == pytest.approx(expected, **TOLERANCE)
+    again = run_varuna(tmp_path, script("gpt"), *flags, workers=2, stages=2, batch=4, chunk=1)
+    assert losses(again) == pytest.approx(expected[3:], **TOLERANCE)  # from the checkpoint of step 3
+
+
+@pytest.mark.timeout(300)
 def test_the_cnn_reads_the_environment_of_run_varuna(tmp_path: Path) -> None:
     """V17, V18, V30: the running statistics, and so the evaluation, are those of one process."""
     output = run_varuna(tmp_path, script("cnn"), "--steps", "3", workers=4, stages=2, batch=8, chunk=2)
