@@ -94,6 +94,26 @@ def newest_checkpoint(global_store: PathLike) -> int | None:
 
 
 @dataclass
+class Held:
+    """What a save has taken that must be given back, at the latest when the model goes.
+
+    It refers to nothing of the model: what is called then must not keep that from going.
+    """
+
+    claims: dict[str, Claim] = field(default_factory=dict)
+    background: Background | None = None
+
+    def close(self) -> None:
+        """Waits for a save that is under way, and lets other jobs write where this one did."""
+        if self.background is not None:
+            self.background.close()
+            self.background = None
+        for claim in self.claims.values():
+            claim.release()
+        self.claims.clear()
+
+
+@dataclass
 class Checkpoints:
     """Saves and loads one wrapped model."""
 
@@ -112,8 +132,7 @@ class Checkpoints:
     _registered: dict[str, Stateful] = field(default_factory=dict)
     _unclaimed: dict[str, Any] = field(default_factory=dict)  # loaded, but nothing is registered for it yet
     _first_stage: dict[str, int] = field(default_factory=dict)  # of those that hold a name: this one saves it
-    _claims: dict[str, Claim] = field(default_factory=dict)
-    _background: Background | None = None
+    held: Held = field(default_factory=Held)
     _under_way: "Future[Any] | None" = None
     _job: str = ""
 
@@ -199,8 +218,8 @@ class Checkpoints:
         if self._writer not in self._writers(shard):
             done.set_result(place)
             return done
-        if self._background is None:
-            self._background = Background(None if tempdir == "memory" else tempdir)
+        if self.held.background is None:
+            self.held.background = Background(None if tempdir == "memory" else tempdir)
         specs = [spec_of(key, tensor) for key, tensor in share.tensors.items()]
         order = Order(
             url=store.url,
@@ -213,20 +232,20 @@ class Checkpoints:
             keep_last=keep_last,
         )
         layout = lay_out(specs, metadata={"format": "pt"})
-        self._under_way = self._background.start(order, specs, layout, share.tensors)
+        self._under_way = self.held.background.start(order, specs, layout, share.tensors)
         self._under_way.add_done_callback(lambda ended: _pass_on(ended, done, place))
         return done
 
     def _settle_earlier_save(self) -> None:
         """Waits for a save that is under way on any rank; gives it up on all where one rank's has failed."""
         while True:
-            if self._background is not None:
-                self._background.wait(ROUND_SECONDS)
+            if self.held.background is not None:
+                self.held.background.wait(ROUND_SECONDS)
             reports = self.session.gather(self._report())
             failures = [report.removeprefix("failed: ") for report in reports if report.startswith("failed")]
             if failures:
-                if self._background is not None and self._background.busy:
-                    self._background.abandon(failures[0])
+                if self.held.background is not None and self.held.background.busy:
+                    self.held.background.abandon(failures[0])
                 log.error("the checkpoint before this one is given up: %s", failures[0])
             if failures or not any(reports):
                 self._under_way = None
@@ -234,7 +253,7 @@ class Checkpoints:
 
     def _report(self) -> str:
         """ "" where nothing is under way here, else how it stands."""
-        under_way, background = self._under_way, self._background
+        under_way, background = self._under_way, self.held.background
         if under_way is None or background is None:
             return ""
         if under_way.done():
@@ -274,12 +293,12 @@ class Checkpoints:
         )
 
     def _claim(self, store: Store) -> None:
-        if store.url in self._claims:
-            self._claims[store.url].check()
+        if store.url in self.held.claims:
+            self.held.claims[store.url].check()
             return
         self._facts(0)  # a job has its name from its first save on
         owner = Owner(self._job, uuid.uuid4().hex, socket.gethostname(), os.getpid())
-        self._claims[store.url] = store.claim(owner)
+        self.held.claims[store.url] = store.claim(owner)
 
     def _share(self, words: Sequence[Word], *, shard: bool) -> Share:
         """What this rank writes: each tensor is written once, by the first stage that holds it.
@@ -549,15 +568,6 @@ class Checkpoints:
     def _writers(self, shard: bool) -> list[str]:
         replicas = self.session.width if shard or self.shards_optimizer else 1
         return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
-
-    def close(self) -> None:
-        """Waits for a save that is under way, and lets other jobs write where this one did."""
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-        for claim in self._claims.values():
-            claim.release()
-        self._claims.clear()
 
 
 class Wanted(msgspec.Struct):

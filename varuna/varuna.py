@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.checkpointing import Checkpoints, Stateful
+from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing
 from varuna.execute.engine import Engine
 from varuna.execute.groups import stages_of_ties
@@ -178,7 +179,7 @@ class Varuna(nn.Module):
                 timeout_seconds,
                 shards_optimizer=shard_optimizer and self._session.replicas is not None,
             )
-            weakref.finalize(self, self._checkpoints.close)
+            weakref.finalize(self, self._checkpoints.held.close)
             self._session.gather(None)  # no rank begins before all are there
         # A stage without weights still gets an optimizer, and torch refuses one without parameters.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -348,7 +349,7 @@ class Varuna(nn.Module):
 
     def close(self) -> None:
         """Waits for what is being saved, then says goodbye. Not needed at the end of a script."""
-        self._checkpoints.close()
+        self._checkpoints.held.close()
         self._session.close()
         usr1.release(self._attention)
 
@@ -471,7 +472,12 @@ class Varuna(nn.Module):
             )
 
     def _save_on_demand(self, global_store: str) -> "Future[str]":
-        done = self.checkpoint(global_store)
+        try:
+            done = self.checkpoint(global_store)
+        except CheckpointError as error:
+            while self._asked_for:
+                self._asked_for.pop().set_exception(error)
+            raise
         while self._asked_for:
             self._asked_for.pop().set_result(done.result())
         return done
