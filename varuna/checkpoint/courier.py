@@ -136,7 +136,7 @@ def die_with(trainer: int) -> None:
 
 def take_what_is_left_over() -> None:
     """Of the processor and of the disk. Threads that are started later inherit it."""
-    os.nice(19)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     if platform.machine() in IOPRIO_SET:
         call = IOPRIO_SET[platform.machine()]
         ctypes.CDLL(None).syscall(call, IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
