@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.s3 import BUCKET, S3Server
 from varuna.checkpoint import background as background_module
 from varuna.checkpoint.background import Background, Order
 from varuna.checkpoint.load import find, newest, open_checkpoint, verify
@@ -52,7 +53,7 @@ def state_of(step: int, size: int = 1000) -> dict[str, Tensor]:
 
 def begin(
     background: Background,
-    store: Path,
+    store: Path | str,
     step: int,
     tensors: dict[str, Tensor] | None = None,
     *,
@@ -80,7 +81,8 @@ def check_saved(store: Path, step: int, tensors: dict[str, Tensor] | None = None
     tensors = state_of(step) if tensors is None else tensors
     assert checkpoint.manifest.tensors.keys() == tensors.keys()
     for key, data in checkpoint.read(tensors).items():
-        assert data == memory_of(as_plain(key, tensors[key]))
+        plain = as_plain(key, tensors[key])
+        assert data == memory_of(plain)
 
 
 def couriers_of(process: int) -> list[int]:
@@ -235,6 +237,20 @@ def test_a_snapshot_in_a_folder_leaves_nothing_there(tmp_path: Path, store: Path
     check_saved(store, 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tempdir", [None, "temp"], ids=["in memory", "in a folder"])
+def test_what_lies_on_a_gpu_is_saved_as_it_was(tmp_path: Path, store: Path, tempdir: str | None) -> None:
+    """V35: and may change as soon as start returns."""
+    with closing(Background(tempdir and tmp_path / tempdir)) as background:
+        for step, size in ((1, 1_000_000), (2, 1_000_000), (3, 5_000_000)):
+            tensors = {key: tensor.cuda() for key, tensor in state_of(step, size).items()}
+            future = begin(background, store, step, tensors)
+            for tensor in tensors.values():
+                tensor.zero_()
+            future.result(LONG)
+            check_saved(store, step, state_of(step, size))
+
+
 def test_a_save_cannot_start_while_one_is_under_way(background: Background, store: Path) -> None:
     begin(background, store, 1, writers=[ME, OTHER])
     with pytest.raises(AssertionError, match="still under way"):
@@ -308,6 +324,20 @@ def test_a_store_that_goes_on_failing_is_reported_once_and_training_goes_on(
     assert "No such device or address (tried 2 times" in str(error)
     begin(background, store, 2).result(LONG)
     check_saved(store, 2)
+
+
+def test_a_remote_store_that_is_down_is_waited_for(background: Background) -> None:
+    """V35: against a real server of S3 that is killed, and started again when the courier has noticed."""
+    with closing(S3Server()) as server, words(logging.WARNING) as log:
+        url, options = f"s3://{BUCKET}/store", server.options()
+        server.kill()
+        future = begin(background, url, 1, options=options)
+        assert log.came.wait(LONG)
+        server.start()
+        future.result(LONG)
+        checkpoint = open_checkpoint(open_store(url, options=options), None)
+        assert verify(checkpoint) == [] and checkpoint.manifest.tensors.keys() == state_of(1).keys()
+    assert "attempt 2 in" in log.said[0]
 
 
 def test_a_full_disk_is_reported_in_the_stores_own_words(background: Background, store: Path) -> None:
@@ -457,6 +487,19 @@ def test_a_killed_courier_fails_its_save_and_the_next_save_has_another(
         begin(background, store, 4).result(LONG)
     assert [found.step for found in find(open_store(str(store)))] == [1, 3, 4]
     assert len({first, second, courier_of(os.getpid())}) == 3
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_save_alone(background: Background, store: Path) -> None:
+    """At its end it runs the exit handlers that it inherited."""
+    future = begin(background, store, 1, writers=[ME, OTHER])
+    child = mp.get_context("fork").Process(target=background.close)
+    child.start()
+    child.join(LONG)
+    assert child.exitcode == 0
+    with closing(Background()) as other:
+        begin(other, store, 1, {}, writer=OTHER).result(LONG)
+    future.result(LONG)
+    check_saved(store, 1)
 
 
 def hold_a_save(store: Path, ready: Connection, forks: bool) -> None:

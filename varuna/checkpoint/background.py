@@ -82,6 +82,7 @@ class Background:
         self._memory: Memory | None = None
         self._courier: Courier | None = None
         self._save: Save | None = None
+        self._owner = os.getpid()
 
     def start(
         self, order: Order, specs: Sequence[Spec], layout: Layout, tensors: Mapping[str, Tensor]
@@ -95,8 +96,10 @@ class Background:
                 self._courier = Courier(self._memory.fd)  # it gets ready while the tensors are copied
             go = self._memory.take(Task(order, specs, layout), tensors)
             self._courier.carry(go, save)
-        except Exception as error:
-            save.fail(str(error), error)
+        except BaseException as error:
+            save.fail(str(error) or type(error).__name__, error)
+            if not isinstance(error, Exception):  # Ctrl-C: the script's own affair
+                raise
         return save.future
 
     @property
@@ -133,6 +136,8 @@ class Background:
 
     def close(self, wait_seconds: float = 600) -> None:
         """Waits for the save under way, unless nothing is heard of it for so long, and ends the courier."""
+        if os.getpid() != self._owner:
+            return  # a forked child that ends: the save is its parent's
         while self.busy and self.stalled_seconds < wait_seconds:
             log.warning("waiting for %s", self.doing)
             self.wait(min(WORD_SECONDS, wait_seconds))
@@ -181,7 +186,7 @@ class Save:
             if not self.future.done():
                 self.future.set_result(outcome)
 
-    def fail(self, reason: str, cause: Exception | None = None) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Two may find that it failed, each in a thread of its own: the first is believed."""
         with self._settling:
             if not self.future.done():
@@ -275,8 +280,9 @@ class Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the whole of it
         self._header = b""
         self._places: dict[str, Tensor] = {}  # parts of it, one for each tensor
-        self._pinned = False
+        self._pinned: bool | None = None  # None where it was not tried
 
+    @torch.inference_mode()  # autograd's bookkeeping takes longer than a small copy
     def take(self, task: Task, tensors: Mapping[str, Tensor]) -> Go:
         for key in task.layout.spans:
             check_dense(key, tensors[key])
@@ -314,7 +320,7 @@ class Memory:
         """Of the mapping, which lasts as long as tensors that lie in it."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
+        self._pinned = None
         self._header, self._places = b"", {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -327,21 +333,23 @@ class Memory:
         }
         self._header = task.layout.header
 
-    @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         devices = {tensors[key].device for key in self._places if tensors[key].is_cuda}
-        if devices and not self._pinned and self._where == IN_MEMORY:
-            self._pin()
+        if devices and self._pinned is None and self._where == IN_MEMORY:
+            self._pinned = self._pin()
         for key, place in self._places.items():
             place.copy_(tensors[key], non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def _pin(self) -> None:
-        """So that a GPU copies into it by itself, many times faster; a file on a disk cannot be pinned."""
+    def _pin(self) -> bool:
+        """So that a GPU copies into it by itself, five times faster; a file on a disk cannot be pinned."""
         register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(register(self._bytes.data_ptr(), self._size, 0))
-        self._pinned = True
+        if int(register(self._bytes.data_ptr(), self._size, 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # the refusal comes up once more, in whatever is launched next
+            torch.zeros(1, device="cuda")
+        return False
 
 
 def nameless_file(folder: str | os.PathLike[str]) -> int:
