@@ -35,6 +35,7 @@ def train_leg(
     save: Mapping[str, Any] | None = None,
     load: Mapping[str, Any] | None = None,
     seed: int = SEED,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
     """Steps `first..stop-1`: from the checkpoint of `first`, unless that is 0, to one of `stop`."""
@@ -56,7 +57,7 @@ def train_leg(
         sample,
         batch,
         chunk,
-        device="cpu",
+        device=device,
         seed=seed + (first > 0),
         timeout_seconds=30,
         **options,

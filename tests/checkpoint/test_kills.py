@@ -116,7 +116,7 @@ def victims(job: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.timeout(300)
 def test_kills_from_a_seed_do_not_show_in_the_losses(tmp_path: Path) -> None:
-    """V35, V36, V37, V40: SIGKILL of a worker or of the launcher, SIGUSR1, in saves now and in the background."""
+    """V35, V36, V37, V40: SIGKILL of a worker or of the launcher, and SIGUSR1, during saves of both kinds."""
     chance = random.Random(7)
     store = tmp_path / "store"
     ends = ["kill", "usr1", "kill", "kill", "none"]

@@ -4,11 +4,13 @@ pytest -m gpu tests/gpu
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.legs import train_in_one_go, train_leg
 from tests.pool import Pool
 from tests.tasks import compare, train, train_plainly
 from varuna.schedule import NAMES
@@ -83,3 +85,32 @@ def test_low_precision_on_cuda_does_not_depend_on_the_cut(pool: Pool, precision:
         torch.testing.assert_close(found["losses"], whole["losses"], rtol=1e-4, atol=0)
     fp32 = train_plainly("GPT", batch=8, steps=4)
     torch.testing.assert_close(whole["losses"], fp32["losses"], rtol=3e-2, atol=0)
+
+
+def test_a_checkpoint_moves_between_cuda_and_cpu_and_between_layouts(pool: Pool, tmp_path: Path) -> None:
+    """V36, V21: saved from the GPU in the background, on the CPU now, and back again, sharded."""
+    legs: list[dict[str, Any]] = [
+        {"depth": 2, "width": 1, "chunk": 2, "device": "cuda:0", "save": {"tempdir": "memory"}},
+        {"depth": 1, "width": 2, "chunk": 3, "device": "cpu"},
+        {"depth": 2, "width": 2, "chunk": 1, "device": "cuda:0", "shard_optimizer": True},
+    ]
+    losses: list[float] = []
+    for number, leg in enumerate(legs):
+        bounds = {"first": 2 * number, "stop": 2 * number + 2, "store": str(tmp_path)}
+        found = pool.run(train_leg, leg["depth"] * leg["width"], "GPT", **leg, **bounds)[0]
+        losses += found["losses"]
+    expected = train_in_one_go("GPT")
+    torch.testing.assert_close(losses, expected["losses"], rtol=1e-9, atol=0)
+    state = {name: tensor.cpu() for name, tensor in found["state"].items()}
+    torch.testing.assert_close(state, dict(expected["state"]), rtol=1e-7, atol=1e-10)
+
+
+def test_dropout_on_cuda_goes_on_from_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """V16, V36: in fp16 too, bit for bit at the same layout."""
+    common: dict[str, Any] = {"device": "cuda:0", "dtype": torch.float32, "precision": "fp16", "chunk": 2}
+    common["model_options"] = {"dropout": 0.3}
+    whole = pool.run(train_leg, 2, "GPT", 2, 1, first=0, stop=4, store=str(tmp_path / "whole"), **common)[0]
+    store = str(tmp_path / "parts")
+    first = pool.run(train_leg, 2, "GPT", 2, 1, first=0, stop=2, store=store, **common)[0]
+    second = pool.run(train_leg, 2, "GPT", 2, 1, first=2, stop=4, store=store, **common)[0]
+    assert first["losses"] + second["losses"] == whole["losses"] and second["scale"] == whole["scale"]
