@@ -204,7 +204,7 @@ assert store.read("manifest.json") == b"old"
 def test_a_full_disk_is_told_with_the_path_and_the_space_and_leaves_nothing_half(tmp_path: Path) -> None:
     script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     tiny_disk = f"mount -t tmpfs -o size=2m none {tmp_path}"
-    can_mount = subprocess.run(["unshare", "-rm", "sh", "-c", tiny_disk], capture_output=True).returncode == 0
+    can_mount = subprocess.run(["sh", "-c", f"unshare -rm {tiny_disk}"], capture_output=True).returncode == 0
     if can_mount:
         command = ["unshare", "-rm", "sh", "-c", f'{tiny_disk} && exec "$@"', "sh", *script]
     else:  # the next best: a limit on the size of files
