@@ -201,6 +201,8 @@ class SizeCost(msgspec.Struct, frozen=True):
     backward_weights: Duration  # ... this one by nobody
     activation_bytes: Bytes  # held from its forward to its backward, what it was given included
     working_bytes: Bytes  # the most in use besides what is held, in forward or backward
+    split_bytes: Bytes = 0  # held more, from the first part of a backward to the second
+    entry_seconds: Seconds = 0.0  # more, in each forward of a stage that begins here: to make values again
 
 
 class SegmentCost(msgspec.Struct, frozen=True):
@@ -297,6 +299,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     within: LinkCost | None  # neighbours on one machine; None: not measured, so none can be planned
     between: LinkCost | None  # neighbours on two machines
     reductions: tuple[ReduceCost, ...]
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
