@@ -253,7 +253,7 @@ def schedules(lab: Lab) -> list[Row]:
 
 def checkpoints(lab: Lab) -> list[Row]:
     """Each in a folder of its own on the disk that holds temporary files."""
-    layers, width, samples, steps = (4, 16, 8, 2) if lab.quick else (8, 2048, 128, 8)
+    layers, width, samples, steps = (4, 16, 8, 2) if lab.quick else (8, 2048, 64, 8)
     repeats = lab.settings.repeats
     state = f"{layers * width * (width + 1) * 12 / 1e6:.0f} MB of state"
     rows = []

@@ -27,7 +27,7 @@ from varuna.checkpoint.manifest import (
 from varuna.checkpoint.part import Layout, Spec
 from varuna.checkpoint.store import Buffer, Store
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 """Hashed and then written, so that the second finds it in the processor's cache."""
 
 
