@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -102,6 +102,7 @@ class Held:
 
     claims: dict[str, Claim] = field(default_factory=dict)
     background: Background | None = None
+    tempdir: str = ""  # where its snapshots lie
 
     def close(self) -> None:
         """Waits for a save that is under way, and lets other jobs write where this one did."""
@@ -153,8 +154,12 @@ class Checkpoints:
         tempdir: PathLike | None = None,
         shard: bool = False,
         keep_last: int | None = None,
+        gradients: bool = False,
     ) -> "Future[str]":
-        """Complete on return or, with `tempdir`, in the background."""
+        """Complete on return or, with `tempdir`, in the background.
+
+        With `gradients` those that are there go along: the save may come between accumulated steps.
+        """
         step = self.trainer.iteration if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"a checkpoint's step must be a whole number from 0 on, not {step!r}")
@@ -166,8 +171,9 @@ class Checkpoints:
             self._settle_earlier_save()
             words = self._agree(lambda: self._word(store, step), what)
             _check_alike(words)
-            facts = words[0].facts
-            share = self._share(words, shard=shard)
+            facts = words[self._first_index].facts
+            self._learn_who_holds_what()
+            share = self._agree_on_own(lambda: self._share(words, shard=shard, gradients=gradients), what)
             self.store = store.url
             if tempdir is not None:
                 return self._save_later(store, facts, share, os.fspath(tempdir), shard, keep_last)
@@ -179,13 +185,13 @@ class Checkpoints:
     def _save_now(
         self, store: Store, facts: Facts, share: Share, shard: bool, keep_last: int | None, what: str
     ) -> None:
-        plain = {key: as_plain(key, tensor) for key, tensor in share.tensors.items()}
-        specs = [spec_of(key, tensor) for key, tensor in plain.items()]
         writes = self._writer in self._writers(shard)
 
         def write() -> Part | None:
             if not writes:
                 return None
+            plain = {key: as_plain(key, tensor) for key, tensor in share.tensors.items()}
+            specs = [spec_of(key, tensor) for key, tensor in plain.items()]
             layout = lay_out(specs, metadata={"format": "pt"})
             return write_part(
                 store, facts, self._writer, specs, layout, lambda key: memory_of(plain[key]), share.trees
@@ -193,16 +199,20 @@ class Checkpoints:
 
         def finish() -> None:
             if self._is_first:
-                commit(store, [part for part in parts if part is not None])
-                tidy(store, newest=facts.step, keep_last=keep_last)
+                manifest = commit(store, [part for part in parts if part is not None])
+                try:
+                    tidy(store, manifest, keep_last=keep_last)
+                except OSError as error:  # the checkpoint is there all the same
+                    log.warning("checkpoint %d is saved, but old ones stay: %s", facts.step, error)
 
         try:
             parts = self._agree(write, what)
-            self._agree(finish, what)
         except CheckpointError:
             if writes:
-                abandon(store, facts, self._writer)
+                with suppress(OSError):
+                    abandon(store, facts, self._writer)
             raise
+        self._agree(finish, what)  # where this fails the manifest may be there, so the parts stay
 
     def _save_later(
         self,
@@ -218,8 +228,11 @@ class Checkpoints:
         if self._writer not in self._writers(shard):
             done.set_result(place)
             return done
-        if self.held.background is None:
+        if self.held.background is None or self.held.tempdir != tempdir:
+            if self.held.background is not None:
+                self.held.background.close()
             self.held.background = Background(None if tempdir == "memory" else tempdir)
+            self.held.tempdir = tempdir
         specs = [spec_of(key, tensor) for key, tensor in share.tensors.items()]
         order = Order(
             url=store.url,
@@ -300,7 +313,7 @@ class Checkpoints:
         owner = Owner(self._job, uuid.uuid4().hex, socket.gethostname(), os.getpid())
         self.held.claims[store.url] = store.claim(owner)
 
-    def _share(self, words: Sequence[Word], *, shard: bool) -> Share:
+    def _share(self, words: Sequence[Word], *, shard: bool, gradients: bool) -> Share:
         """What this rank writes: each tensor is written once, by the first stage that holds it.
 
         By its first replica, or with `shard` by all of them, evenly by bytes; a sharded optimizer's
@@ -311,7 +324,10 @@ class Checkpoints:
         units: list[Share] = []  # what is not split further
         for name in self._names_saved_here():
             kind = "model" if self.state.is_persistent(name) else "transient"
-            units.append(Share({f"{kind}/{name}": self.state.tensor(name)}, {}))
+            tensor = self.state.tensor(name)
+            units.append(Share({f"{kind}/{name}": tensor}, {}))
+            if gradients and tensor.grad is not None:
+                units.append(Share({f"gradient/{name}": tensor.grad}, {}))
         own_numbers = numbers[self._index]
         for name, parameter, group in self._optimized():
             assert self.optimizer is not None
@@ -336,12 +352,14 @@ class Checkpoints:
                 share.trees[key] = pack(thing.state_dict(), key, share.tensors)
         return share
 
-    def _names_saved_here(self) -> list[str]:
+    def _learn_who_holds_what(self) -> None:
         if not self._first_stage:
             held = self.session.gather(tuple(self.state.canonical))
             for (stage, _), names in zip(self._places(), held, strict=True):
                 for name in names:
                     self._first_stage[name] = min(stage, self._first_stage.get(name, stage))
+
+    def _names_saved_here(self) -> list[str]:
         return [name for name in self.state.canonical if self._first_stage[name] == self.session.stage]
 
     def _optimized(self) -> Iterator[tuple[str, Tensor, int]]:
@@ -369,7 +387,8 @@ class Checkpoints:
         store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
         what = "no checkpoint was loaded"
         with self._patience():
-            manifest = self._agree(lambda: self._find(store, step, check_complete), what)[0]
+            found = self._agree(lambda: self._find(store, step, check_complete), what)
+            manifest = found[self._first_index]
             assert manifest is not None
             wanted = self._agree_on_own(lambda: self._wanted(manifest, check_complete, strict, cast), what)
             checkpoint = Checkpoint(store, manifest)
@@ -385,7 +404,7 @@ class Checkpoints:
         def look() -> int | None:
             return newest_checkpoint(global_store) if self._is_first else None
 
-        return self._agree(look, "no checkpoint was looked for")[0]
+        return self._agree(look, "no checkpoint was looked for")[self._first_index]
 
     def _find(self, store: Store, step: int | None, check_complete: bool) -> Manifest | None:
         """One rank looks, so that all load the same, whatever is written or removed meanwhile."""
@@ -412,6 +431,9 @@ class Checkpoints:
             if key is not None:
                 _check_fits(name, self.state.tensor(name), saved[key], cast=cast)
                 wanted.tensors[name] = key
+                gradients = [f"gradient/{alias}" for alias in names if f"gradient/{alias}" in saved]
+                if gradients:
+                    wanted.gradients[name] = gradients[0]
             elif self.state.is_persistent(name):
                 missing.append(name)
         if missing and strict and check_complete:
@@ -472,6 +494,8 @@ class Checkpoints:
             own = self.state.tensor(name)
             fill(own, views[key], manifest.tensors[key])
             own.grad = None
+            if name in wanted.gradients:
+                own.grad = tensor(wanted.gradients[name]).to(own)
         if self.optimizer is None:
             self.loaded_before_optimizer = (
                 f"checkpoint {manifest.facts.step}" if "groups" in manifest.trees else ""
@@ -550,6 +574,10 @@ class Checkpoints:
         return self.session.stage == 0 and self.session.replica == 0
 
     @property
+    def _first_index(self) -> int:
+        return self.plan.ranks.index(self.session.stage_map[0][0])
+
+    @property
     def _index(self) -> int:
         """This rank's place in what `gather` returns."""
         return self.plan.ranks.index(self.session.rank)
@@ -574,6 +602,7 @@ class Wanted(msgspec.Struct):
     """What a rank takes from a checkpoint."""
 
     tensors: dict[str, str]  # name: key
+    gradients: dict[str, str] = {}
     optimizer_keys: dict[Tensor, str] = {}
     optimizer: dict[Tensor, Json] = {}
     registered: dict[str, Json] = {}
@@ -581,13 +610,19 @@ class Wanted(msgspec.Struct):
 
     @property
     def keys(self) -> list[str]:
+        """All tensors that are to be read, each once."""
         trees = [tree["state"] for tree in self.optimizer.values()] + list(self.registered.values())
-        return [
-            *dict.fromkeys([*self.tensors.values(), *(key for tree in trees for key in tensors_in(tree))])
-        ]
+        in_trees = [key for tree in trees for key in tensors_in(tree)]
+        return list(dict.fromkeys([*self.tensors.values(), *self.gradients.values(), *in_trees]))
 
 
 def _check_alike(words: Sequence[Word]) -> None:
+    moments = {(word.facts.step, word.facts.iteration) for word in words}
+    if len(moments) > 1:
+        raise CheckpointError(
+            f"the ranks are not at the same point: they would save (step, iteration) {sorted(moments)} "
+            "(call checkpoint on all ranks after the same step, with the same step number)"
+        )
     for name, state in words[0].registered.items():
         if any(word.registered.get(name) != state for word in words):
             raise CheckpointError(

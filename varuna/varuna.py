@@ -473,7 +473,7 @@ class Varuna(nn.Module):
 
     def _save_on_demand(self, global_store: str) -> "Future[str]":
         try:
-            done = self.checkpoint(global_store)
+            done = self._checkpoints.save(global_store, gradients=True)
         except CheckpointError as error:
             while self._asked_for:
                 self._asked_for.pop().set_exception(error)

@@ -196,6 +196,7 @@ def test_a_checkpoint_is_replaced_without_a_moment_in_which_there_is_none(store:
     assert look(store, 1).manifest == first  # until the second is committed
     second = commit(store, [write(store, 1, {"model/new": torch.ones(1)}, attempt="b")])
     assert look(store, 1).manifest == second
+    tidy(store, second, keep_last=None)
     names = [entry.name for entry in store.list(folder_of(1))]
     assert names == ["manifest.json", "w0-b.json", "w0-b.safetensors"]
 
@@ -204,10 +205,10 @@ def test_only_the_newest_are_kept_and_interrupted_ones_go(store: Store) -> None:
     for step in (1, 2, 3, 4):
         commit(store, [write(store, step)])
     write(store, 5)
-    commit(store, [write(store, 6)])
-    assert tidy(store, newest=6, keep_last=2) == [1, 2, 3, 5]
+    manifest = commit(store, [write(store, 6)])
+    assert tidy(store, manifest, keep_last=2) == [1, 2, 3, 5]
     assert [one.step for one in find(store)] == [4, 6]
-    assert tidy(store, newest=6, keep_last=None) == []
+    assert tidy(store, manifest, keep_last=None) == []
 
 
 def test_an_abandoned_part_leaves_nothing(store: Store) -> None:

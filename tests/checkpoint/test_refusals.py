@@ -381,6 +381,99 @@ def save_both_ways(store: str) -> None:
     wrapped.close()
 
 
+def test_ranks_that_are_not_at_the_same_point_are_told_so(pool: Pool, tmp_path: Path) -> None:
+    """V35: a checkpoint of two moments would be none."""
+    for message in pool.run(save_at_different_points, 2, str(tmp_path)):
+        assert "not at the same point" in message and "[(0, 0), (1, 0)]" in message
+
+
+def save_at_different_points(store: str) -> str:
+    wrapped = wrap(depth=2)
+    with pytest.raises(CheckpointError) as refused:
+        wrapped.checkpoint(store, step=dist.get_rank())
+    train(wrapped)
+    wrapped.close()
+    return str(refused.value)
+
+
+def test_the_first_stage_may_be_any_rank(pool: Pool, tmp_path: Path) -> None:
+    """V36: whoever holds it looks for the checkpoint and commits it."""
+    assert pool.run(save_and_load_at, 3, str(tmp_path), "2;0;1;") == [1, 1, 1]
+
+
+def save_and_load_at(store: str, stage_to_rank_map: str) -> int:
+    inputs = make_inputs("Plain", 2, torch.Generator())
+    wrapped = Varuna(make(), stage_to_rank_map, inputs, BATCH, 2, device="cpu", seed=1)
+    wrapped.set_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=0.1))
+    train(wrapped)
+    saved = state_of(wrapped)
+    wrapped.checkpoint(store)
+    train(wrapped)
+    step = wrapped.load_checkpoint(store)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in wrapped.state_dict().items())
+    wrapped.close()
+    return step
+
+
+def test_a_state_that_cannot_be_saved_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
+    """V35: with the name of the rank and of the state."""
+    for message in pool.run(keep_something_odd, 2, str(tmp_path)):
+        assert "rank 1 (stage 1, replica 0): optimizer/layers." in message and "function" in message
+
+
+def keep_something_odd(store: str) -> str:
+    wrapped = wrap(depth=2)
+    train(wrapped)
+    assert wrapped._optimizer is not None
+    if wrapped.stage == 1:
+        next(iter(wrapped._optimizer.state.values()))["hook"] = lambda: None
+    with pytest.raises(CheckpointError) as refused:
+        wrapped.checkpoint(store)
+    train(wrapped)
+    wrapped.close()
+    return str(refused.value)
+
+
+def test_on_demand_between_accumulated_steps_the_gradients_go_along(pool: Pool, tmp_path: Path) -> None:
+    """V40: the update that follows is the one that would have followed."""
+    for store, map_ in ((str(tmp_path / "a"), "0;1;"), (str(tmp_path / "b"), "0,1;")):
+        expected, found = pool.run(accumulate_over_a_checkpoint, 2, store, map_)[0]
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def accumulate_over_a_checkpoint(store: str, stage_to_rank_map: str) -> tuple[float, float]:
+    def begin() -> tuple[Varuna, Any]:
+        inputs = make_inputs("Plain", 2, torch.Generator(), torch.float64)
+        wrapped = Varuna(make().double(), stage_to_rank_map, inputs, BATCH, 2, device="cpu", seed=1)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+        wrapped.set_optimizer(optimizer)
+        return wrapped, optimizer
+
+    def step(wrapped: Varuna) -> float:
+        seed = 10 * wrapped.iteration + wrapped.rank_within_stage
+        generator = torch.Generator().manual_seed(seed)
+        return wrapped.step(make_inputs("Plain", wrapped.batch_size, generator, torch.float64))[0]
+
+    first, optimizer = begin()
+    step(first)
+    if dist.get_rank() == 1:
+        first.on_demand_checkpoint(store)
+    step(first)  # learns of it
+    step(first)  # saves, with the gradients of two steps
+    optimizer.step()
+    first.zero_grad()
+    expected = step(first)
+    first.close()
+    second, optimizer = begin()
+    assert second.load_checkpoint(store) == 2
+    step(second)
+    optimizer.step()
+    second.zero_grad()
+    found = step(second)
+    second.close()
+    return expected, found
+
+
 # ---------------------------------------------------------------- in the background
 
 

@@ -219,7 +219,7 @@ def carry(task: Task, memory: memoryview, line: Line) -> Written | Committed:
         raise
     # From here on the manifest may be in the store, whatever is reported: the parts that it names stay.
     manifest = commit(store, parts)
-    clear_away(order, store, line)
+    clear_away(manifest, order.keep_last, store, line)
     return Committed(manifest)
 
 
@@ -275,15 +275,15 @@ def wait_for_parts(order: Order, store: Store, line: Line) -> list[Part]:
     return [decode_part(store.read(place), f"{store.url}/{place}") for place in places]
 
 
-def clear_away(order: Order, store: Store, line: Line) -> None:
+def clear_away(manifest: Manifest, keep_last: int | None, store: Store, line: Line) -> None:
     """The checkpoint is saved by now, so nothing here makes it fail."""
     try:
         line.tell("removing old checkpoints", at_once=True)
-        tidy(store, newest=order.facts.step, keep_last=order.keep_last)
+        tidy(store, manifest, keep_last=keep_last)
     except GivenUp:
         pass
     except OSError as error:
-        line.send(Trouble(f"checkpoint {order.facts.step} is saved, but old ones were not removed: {error}"))
+        line.send(Trouble(f"checkpoint {manifest.facts.step} is saved, but old ones stay: {error}"))
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

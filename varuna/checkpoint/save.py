@@ -10,7 +10,6 @@ import xxhash
 
 from varuna.checkpoint.load import find
 from varuna.checkpoint.manifest import (
-    FOLDER,
     MANIFEST,
     Facts,
     FileEntry,
@@ -84,25 +83,31 @@ def write_part(
 
 
 def commit(store: Store, parts: Sequence[Part]) -> Manifest:
-    """From here on the checkpoint is there. What an earlier try at the same step has left goes."""
+    """From here on the checkpoint is there. Where this fails it may be, so its parts must stay."""
     manifest = merge(parts)
-    folder = folder_of(manifest.facts.step)
-    store.replace(f"{folder}/{MANIFEST}", encode_manifest(manifest))
-    for entry in store.list(folder):
-        if entry.name != MANIFEST and f"-{manifest.facts.attempt}." not in entry.name:
-            store.remove(f"{folder}/{entry.name}")
+    store.replace(f"{folder_of(manifest.facts.step)}/{MANIFEST}", encode_manifest(manifest))
     return manifest
 
 
-def tidy(store: Store, *, newest: int, keep_last: int | None) -> list[int]:
+def clean(store: Store, manifest: Manifest) -> None:
+    """Removes what earlier tries at the same step have left."""
+    folder = folder_of(manifest.facts.step)
+    for entry in store.list(folder):
+        if entry.name != MANIFEST and f"-{manifest.facts.attempt}." not in entry.name:
+            store.remove(f"{folder}/{entry.name}")
+
+
+def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int]:
     """Removes interrupted saves, and complete ones beyond the newest `keep_last`; returns their steps.
 
-    `newest` has just been committed, by the one job that writes here: so nothing else is under way.
+    The manifest has just been committed, by the one job that writes here: so nothing else is under way.
     """
+    clean(store, manifest)
+    newest = manifest.facts.step
     found = find(store)
     complete = [one.step for one in found if not one.problem and one.step != newest]
     surplus = complete[: max(0, len(complete) + 1 - keep_last)] if keep_last is not None else []
-    interrupted = [one.step for one in found if one.manifest is None and one.interrupted]
+    interrupted = [one.step for one in found if one.interrupted]
     removed = sorted({*surplus, *interrupted} - {newest})
     for step in removed:
         store.remove(folder_of(step))
@@ -114,5 +119,5 @@ def abandon(store: Store, facts: Facts, writer: str) -> None:
     folder, name = folder_of(facts.step), part_name(facts, writer)
     for file in (f"{name}.json", f"{name}.safetensors"):
         store.remove(f"{folder}/{file}")
-    if FOLDER.fullmatch(folder) and not store.list(folder):
+    if not store.list(folder):
         store.remove(folder)

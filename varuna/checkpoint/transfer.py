@@ -23,7 +23,7 @@ from torch import Tensor
 from varuna.checkpoint.load import Checkpoint, look
 from varuna.checkpoint.manifest import PLAIN_NAME, Facts, Manifest, Part, TensorEntry
 from varuna.checkpoint.part import Spec, lay_out, read_header
-from varuna.checkpoint.save import abandon, commit, write_part
+from varuna.checkpoint.save import abandon, clean, commit, write_part
 from varuna.checkpoint.store import Owner, Store
 from varuna.checkpoint.tensors import as_plain, memory_of, spec_of, tensor_from
 from varuna.checkpoint.tree import tensors_in, unpack
@@ -368,7 +368,9 @@ def import_state(
                 with suppress(OSError):
                     abandon(store, facts, f"import-{number}")
             raise
-        return commit(store, parts)
+        manifest = commit(store, parts)
+        clean(store, manifest)
+        return manifest
     finally:
         claim.release()
 
