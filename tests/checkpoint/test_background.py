@@ -505,7 +505,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_save_alone(background: Back
 def hold_a_save(store: Path, ready: Connection, forks: bool) -> None:
     os.setpgrp()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # ignoring them would be inherited
     background = Background()
     future = begin(background, store, 1, writers=[ME, OTHER])
     until(lambda: "waiting" in background.doing)
@@ -539,10 +539,12 @@ def test_the_courier_goes_with_a_trainer_that_is_killed(store: Path, forks: bool
     """V42: a child that the trainer forked holds the line to the courier open; that must not keep it."""
     with trainer(hold_a_save, store, forks) as (process, ready):
         courier, child = ready.recv()
-        process.kill()
-        wait_for_the_end_of(courier)
-        if forks:
-            os.kill(child, signal.SIGKILL)
+        try:
+            process.kill()
+            wait_for_the_end_of(courier)
+        finally:
+            if forks:
+                os.kill(child, signal.SIGKILL)
     assert newest(open_store(str(store))) is None
 
 
