@@ -42,6 +42,8 @@ RETRY_SECONDS = 60.0
 """How long an operation of a store that fails is tried again."""
 WAITING_PATIENCE = 15.0
 """Writing and reading may keep the other ranks waiting so many times longer than the timeout."""
+LAST_SECONDS = 20.0
+"""How long a job that has failed waits at its end for a save that is under way."""
 ROUND_SECONDS = 1.0
 """While an earlier save is under way, the ranks tell each other so often how it stands."""
 
@@ -103,10 +105,13 @@ class Held:
     claims: dict[str, Claim] = field(default_factory=dict)
     background: Background | None = None
     tempdir: str = ""  # where its snapshots lie
+    failed: bool = False  # the job has: whoever is gone will not write its part
 
     def close(self) -> None:
         """Waits for a save that is under way, and lets other jobs write where this one did."""
         if self.background is not None:
+            if self.failed and not self.background.wait(LAST_SECONDS):
+                self.background.abandon("the job has failed")
             self.background.close()
             self.background = None
         for claim in self.claims.values():

@@ -455,6 +455,8 @@ class Varuna(nn.Module):
         except Exception as error:
             trainer = self.__dict__.get("_trainer")
             where = trainer.engine.where if trainer is not None else ""
+            if trainer is not None and self._session.board is not None:
+                self._checkpoints.held.failed = True  # with all other ranks
             self._session.explain(error, where or f"stage {self._session.stage}, {what}")
             raise
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.s3 import BUCKET, S3Server
+from varuna import checkpointing
 from varuna.checkpoint import background as background_module
 from varuna.checkpoint.background import Background, Order
 from varuna.checkpoint.load import find, newest, open_checkpoint, verify
@@ -271,6 +272,18 @@ def test_the_manifest_comes_after_the_last_part(background: Background, store: P
     assert isinstance(part, Part) and isinstance(manifest, Manifest)
     assert manifest.trees == {f"trees/{ME}": {"step": 1}, f"trees/{OTHER}": {"step": 1}}
     check_saved(store, 1, {**state_of(1), "model/theirs": torch.ones(3)})
+
+
+def test_a_job_that_has_failed_does_not_wait_for_the_parts_of_the_dead(
+    background: Background, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B7: no hang at the end, and nothing half saved."""
+    monkeypatch.setattr(checkpointing, "LAST_SECONDS", 0.1)
+    future = begin(background, store, 1, writers=[ME, OTHER])
+    checkpointing.Held(background=background, failed=True).close()
+    with pytest.raises(CheckpointError, match="the job has failed"):
+        future.result(timeout=0)
+    assert newest(open_store(str(store))) is None
 
 
 def test_a_writer_whose_part_never_comes_is_named(background: Background, store: Path) -> None:

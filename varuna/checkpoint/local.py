@@ -18,6 +18,7 @@ from varuna.checkpoint.store import MANIFEST, OWN_PREFIX, Buffer, Claim, Entry, 
 
 SMALL_BYTES = 256 << 10  # below this, copying a chunk costs less than a system call of its own
 BATCH_BYTES = 4 << 20
+SYNC_BYTES = 1 << 30
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that sync folders by themselves
 
@@ -146,8 +147,13 @@ def create(place: str, chunks: Iterable[Buffer]) -> None:
 def pour(fd: int, chunks: Iterable[Buffer]) -> None:
     """Small chunks are gathered by copying, since whoever yields them may reuse their memory."""
     gathered = bytearray()
+    unsynced = 0
     for chunk in chunks:
         view = memoryview(chunk)
+        unsynced += view.nbytes
+        if unsynced >= SYNC_BYTES:  # else a slow disk would seem to hang in one long sync at the end
+            os.fdatasync(fd)
+            unsynced = 0
         if view.nbytes < SMALL_BYTES:
             gathered += view.tobytes() if view.ndim != 1 or view.format != "B" else view
             if len(gathered) < BATCH_BYTES:
