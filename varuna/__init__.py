@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
     from varuna.checkpointing import newest_checkpoint
     from varuna.data import SampleOrder
+    from varuna.profiler import Profiler
     from varuna.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CutPoint",
+    "Profiler",
     "SampleOrder",
     "Varuna",
     "cut_after",
@@ -29,6 +31,7 @@ __all__ = [
 
 _HOMES = {
     "CutPoint": "varuna.capture",
+    "Profiler": "varuna.profiler",
     "SampleOrder": "varuna.data",
     "Varuna": "varuna.varuna",
     "cut_after": "varuna.capture",

@@ -1,0 +1,1 @@
+"""The stopwatch: what segments, messages, reductions, optimizers and the engine itself cost."""

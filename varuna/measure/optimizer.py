@@ -1,0 +1,88 @@
+"""Times an optimizer's step, on tensors of the model's own shapes, and counts what it keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from varuna.measure.stopwatch import Effort, Stopwatch
+from varuna.types import OptimizerCost
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Finish = Callable[[Sequence[nn.Parameter]], None]
+"""What is done to the gradients of a step before the optimizer: scaled, looked through for overflows."""
+
+
+class Form(NamedTuple):
+    """A weight without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def measure_optimizer(
+    make: MakeOptimizer,
+    few: Sequence[Form],
+    many: Sequence[Form],
+    *,
+    device: torch.device,
+    finish: Finish,
+    stopwatch: Stopwatch,
+    effort: Effort,
+) -> OptimizerCost:
+    """A line through two points: some of the model's tensors, and as many as there is room for."""
+    if not many:
+        return OptimizerCost("none", 0.0, 0.0, 0.0)
+    name, less, state_bytes, fewer = _step(make, few, device, finish, stopwatch, effort)
+    _, more, state_bytes, total = _step(make, many, device, finish, stopwatch, effort)
+    slope = (more - less) / (total - fewer) if total > fewer else 0.0
+    fixed = less - slope * fewer
+    if slope <= 0 or fixed < 0:
+        slope, fixed = more / total, 0.0
+    return OptimizerCost(name, fixed, slope, state_bytes / total)
+
+
+def _step(
+    make: MakeOptimizer,
+    forms: Sequence[Form],
+    device: torch.device,
+    finish: Finish,
+    stopwatch: Stopwatch,
+    effort: Effort,
+) -> tuple[str, float, int, int]:
+    """(its name, seconds, bytes of its state, elements)."""
+    weights = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device)) for shape, dtype in forms]
+    gradients = [torch.full_like(weight, 1e-3) for weight in weights]
+    optimizer = make(weights)
+
+    def run() -> tuple[float, float]:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        begin = stopwatch.mark()
+        finish(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+        end = stopwatch.mark()
+        # The first backward of a step has nothing to add its gradients to. Backwards are measured with.
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                gradient.add_(weight, alpha=0.0)
+        added = stopwatch.mark()
+        stopwatch.settle()
+        return stopwatch.seconds(begin, end), stopwatch.seconds(end, added)
+
+    warm = [run() for _ in range(effort.warmups)]
+    samples = [run() for _ in range(effort.runs(sum(min(warm))))]
+    seconds = median(step for step, _ in samples) - median(adding for _, adding in samples)
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    state_bytes = sum(value.nbytes for value in kept if isinstance(value, Tensor))
+    return type(optimizer).__name__, max(seconds, 0.0), state_bytes, sum(w.numel() for w in weights)

@@ -1,0 +1,31 @@
+"""What the engine adds to its segments: told from steps of a model that computes nothing.
+
+Steps of few and of many micro-batches differ by instructions alone; what is left without any is the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+from varuna.measure.stopwatch import Stopwatch
+from varuna.types import Overheads
+
+FEW, MANY = 4, 68
+STEPS, WARMUPS = 15, 2
+
+
+def measure_overheads(step: Callable[[int], None], stopwatch: Stopwatch) -> Overheads:
+    """`step(n)` trains n micro-batches: a forward and a backward for each."""
+    samples: dict[int, list[float]] = {FEW: [], MANY: []}
+    for turn in range(WARMUPS + STEPS):
+        for count, found in samples.items():
+            start = stopwatch.mark()
+            step(count)
+            stop = stopwatch.mark()
+            stopwatch.settle()
+            if turn >= WARMUPS:
+                found.append(stopwatch.seconds(start, stop))
+    few, many = median(samples[FEW]), median(samples[MANY])
+    each = max(0.0, (many - few) / (MANY - FEW))
+    return Overheads(instruction_seconds=each / 2, step_seconds=max(0.0, few - FEW * each))

@@ -1,0 +1,261 @@
+"""Times segments as a stage runs them: one after the other forward, and back again.
+
+A segment that runs again and again by itself finds its weights and its activations in the caches, and
+memory where it left it; within a stage it finds neither. So the kinds of segments of a model run
+as a chain, each given what the one before it has just made:
+
+    F F F … B B B        whole backwards
+    F F F … I I I W W W  backwards in two parts
+    f f f …              forwards that keep nothing
+
+Where a chain of all of them would not fit the device, each is a chain by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from varuna.measure.memory import Meter, count_bytes
+from varuna.measure.stopwatch import Effort, Stopwatch, duration
+from varuna.types import Duration, SizeCost
+
+PARTS = ("forward", "backward", "backward_inputs", "backward_weights", "forward_only")
+BUSY = 0.9
+"""A host that is busy for this share of the time that a call takes sets the pace, and not the device."""
+
+
+class Piece(Protocol):
+    """One segment at one micro-batch size, run by the very hands that train."""
+
+    @property
+    def relayed(self) -> Sequence[bool]: ...  # of what it is given: whether it is only handed through
+    @property
+    def wanted(self) -> Sequence[bool]: ...  # of what it makes: whether a gradient comes back
+    def forward(self, given: Sequence[Tensor], *, keep_graph: bool = True) -> list[Tensor]: ...
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
+    def backward_inputs(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
+    def backward_weights(self) -> None: ...
+    def forget(self) -> None: ...  # lets go of a forward that will have no backward
+    @property
+    def enter(self) -> Callable[[], object] | None: ...  # makes again what a stage that begins here must
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """What calling a segment that does nothing takes: counted with the engine, once for each instruction."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    backward_inputs: float = 0.0
+    backward_weights: float = 0.0
+    forward_only: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A piece in a chain, and where its tensors come from: a place in the chain, or once and for all."""
+
+    piece: Piece
+    before: int | None = None
+    given: Sequence[Tensor] = ()
+
+
+@dataclass
+class Samples:
+    """Seconds of single runs, by part."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+
+    def cost(self, part: str, calls: Calls, entry_seconds: float) -> Duration:
+        """Without the call itself, unless the device hides it, and without what only some stages do."""
+        hidden = median(self.host[part]) < BUSY * median(self.seconds[part])
+        less = 0.0 if hidden else getattr(calls, part)
+        return duration(
+            self.seconds[part], less=less + (entry_seconds if part.startswith("forward") else 0.0)
+        )
+
+
+def measure_chain(
+    chain: Sequence[Link],
+    *,
+    microbatch_size: int,
+    stopwatch: Stopwatch,
+    meter: Callable[[], Meter],
+    effort: Effort,
+    calls: Calls,
+) -> list[SizeCost]:
+    """The cost of each link's segment, in the order of the chain."""
+    rounds = (_whole_round, _split_round, _light_round)
+    for run in rounds:  # the first run of all finds nothing ready, and leaves gradients behind
+        run(chain, stopwatch)
+    num_bytes = []
+    given, gradients = _travelling(chain)
+    for place, link in enumerate(chain):
+        num_bytes.append(count_bytes(link.piece, given[place], gradients[place], link.piece.relayed, meter()))
+    del given, gradients
+    samples = [Samples() for _ in chain]
+    for run in rounds:
+        _repeat(run, chain, samples, stopwatch, effort)
+    costs = []
+    for link, one, counted in zip(chain, samples, num_bytes, strict=True):
+        entry = _entry_seconds(link.piece, stopwatch, effort)
+        costs.append(
+            SizeCost(
+                microbatch_size=microbatch_size,
+                activation_bytes=counted.activation,
+                working_bytes=counted.working,
+                split_bytes=counted.split,
+                entry_seconds=entry,
+                **{part: one.cost(part, calls, entry) for part in PARTS},
+            )
+        )
+    return costs
+
+
+def merge(costs: Sequence[SizeCost]) -> SizeCost:
+    """One segment as several ranks have found it, each on a device of its own."""
+
+    def middle(part: str) -> Duration:
+        found: list[Duration] = [getattr(cost, part) for cost in costs]
+        return Duration(median(d.seconds for d in found), median(d.spread for d in found))
+
+    return SizeCost(
+        microbatch_size=costs[0].microbatch_size,
+        activation_bytes=max(cost.activation_bytes for cost in costs),
+        working_bytes=max(cost.working_bytes for cost in costs),
+        split_bytes=max(cost.split_bytes for cost in costs),
+        entry_seconds=median(cost.entry_seconds for cost in costs),
+        **{part: middle(part) for part in PARTS},
+    )
+
+
+Marks = list[tuple[int, str, Any, Any]]  # place in the chain, part, start, stop
+Round = Callable[[Sequence[Link], Stopwatch], Marks]
+
+
+def measure_calls(piece: Piece, given: Sequence[Tensor], *, stopwatch: Stopwatch, effort: Effort) -> Calls:
+    """Of a piece that does nothing."""
+    samples = Samples()
+    for run in (_whole_round, _split_round, _light_round):
+        _repeat(run, [Link(piece, given=given)], [samples], stopwatch, effort)
+    return Calls(**{part: median(samples.seconds[part]) for part in PARTS})
+
+
+def _repeat(
+    run: Round, chain: Sequence[Link], samples: Sequence[Samples], stopwatch: Stopwatch, effort: Effort
+) -> None:
+    started = stopwatch.mark()
+    for _ in range(effort.warmups):
+        run(chain, stopwatch)
+    stopped = stopwatch.mark()
+    stopwatch.settle()
+    for _ in range(effort.runs(stopwatch.seconds(started, stopped) / max(effort.warmups, 1))):
+        marks = run(chain, stopwatch)
+        stopwatch.settle()
+        for place, part, start, stop in marks:
+            samples[place].seconds[part].append(stopwatch.seconds(start, stop))
+            samples[place].host[part].append(stopwatch.host_seconds(start, stop))
+
+
+def _whole_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
+    marks, made = _forwards(chain, stopwatch, keep_graph=True)
+    return marks + _backwards(chain, made, stopwatch, "backward", lambda piece: piece.backward)
+
+
+def _split_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
+    _, made = _forwards(chain, stopwatch, keep_graph=True)
+    marks = _backwards(chain, made, stopwatch, "backward_inputs", lambda piece: piece.backward_inputs)
+    for place, link in reversed(list(enumerate(chain))):
+        start = stopwatch.mark()
+        link.piece.backward_weights()
+        marks.append((place, "backward_weights", start, stopwatch.mark()))
+    return marks
+
+
+def _light_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
+    marks, _ = _forwards(chain, stopwatch, keep_graph=False)
+    for link in chain:
+        link.piece.forget()
+    return marks
+
+
+def _forwards(
+    chain: Sequence[Link], stopwatch: Stopwatch, *, keep_graph: bool
+) -> tuple[Marks, list[list[Tensor]]]:
+    marks: Marks = []
+    made: list[list[Tensor]] = []
+    for place, link in enumerate(chain):
+        given = _given(link, made)
+        start = stopwatch.mark()
+        outputs = link.piece.forward(given, keep_graph=keep_graph)
+        marks.append((place, "forward" if keep_graph else "forward_only", start, stopwatch.mark()))
+        made.append(outputs)
+    return marks, made
+
+
+def _backwards(
+    chain: Sequence[Link],
+    made: list[list[Tensor]],
+    stopwatch: Stopwatch,
+    part: str,
+    choose: Callable[[Piece], Callable[[Sequence[Tensor]], list[Tensor]]],
+) -> Marks:
+    marks: Marks = []
+    returned: dict[int, list[Tensor]] = {}  # by the place for which they are
+    for place, link in reversed(list(enumerate(chain))):
+        gradients = returned.pop(place, None)
+        if gradients is None:
+            gradients = _some_gradients(link.piece, made[place])
+        run = choose(link.piece)
+        start = stopwatch.mark()
+        found = run(gradients)
+        marks.append((place, part, start, stopwatch.mark()))
+        if link.before is not None:
+            returned[link.before] = found
+    return marks
+
+
+def _travelling(chain: Sequence[Link]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """What each link is given, and the gradients of what it makes."""
+    made: list[list[Tensor]] = []
+    given = []
+    for link in chain:
+        given.append(_given(link, made))
+        made.append(link.piece.forward(given[-1], keep_graph=False))
+        link.piece.forget()
+    return given, [_some_gradients(link.piece, outputs) for link, outputs in zip(chain, made, strict=True)]
+
+
+def _given(link: Link, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Tensors of its own: several may be given the same, and each gets a gradient for it."""
+    source = link.given if link.before is None else made[link.before]
+    return [tensor.detach() for tensor in source]
+
+
+def _some_gradients(piece: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """As small as gradients are, and nowhere zero: some processors are slow, some fast on odd numbers."""
+    return [
+        torch.full_like(output, 1e-3) for output, wanted in zip(outputs, piece.wanted, strict=True) if wanted
+    ]
+
+
+def _entry_seconds(piece: Piece, stopwatch: Stopwatch, effort: Effort) -> float:
+    enter = piece.enter
+    if enter is None:
+        return 0.0
+    samples = []
+    for run in range(effort.warmups + effort.fewest):
+        start = stopwatch.mark()
+        enter()
+        stop = stopwatch.mark()
+        stopwatch.settle()
+        if run >= effort.warmups:
+            samples.append(stopwatch.seconds(start, stop))
+    return duration(samples).seconds

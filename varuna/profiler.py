@@ -1,0 +1,482 @@
+"""The door to measuring: class `Profiler`, which finds out once what a model costs on a kind of device."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
+from torch import Tensor, nn
+
+from varuna.capture import Captured, Source
+from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.groups import make_group
+from varuna.measure.draft import Draft, Subject
+from varuna.measure.links import MESSAGE_BYTES
+from varuna.measure.memory import meter_for
+from varuna.measure.optimizer import Form, MakeOptimizer, measure_optimizer
+from varuna.measure.overheads import MANY, measure_overheads
+from varuna.measure.reductions import measure_reductions
+from varuna.measure.segments import Link, measure_calls, measure_chain, merge
+from varuna.measure.stopwatch import Effort, stopwatch_for
+from varuna.neighbour import measure_link_between, measure_with_neighbours
+from varuna.profile_file import Book, open_draft
+from varuna.profiling import (
+    Batches,
+    GetBatch,
+    Parts,
+    available_bytes,
+    describe,
+    finish_in,
+    part_that_does_nothing,
+    ran_out_of_memory,
+    step_that_does_nothing,
+    trained_forms,
+)
+from varuna.team import Place, Places, Team
+from varuna.types import PrecisionName, Profile, ReduceCost, SizeCost, spread_by_size
+from varuna.wrapping import check_name, find_device
+
+CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
+OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
+OPTIMIZER_ELEMENTS = 1 << 26
+"""As many weights, at most, are made to time an optimizer on: 1 GiB with Adam's state."""
+REDUCE_TIMEOUT_SECONDS = 120.0
+MOST_NEIGHBOURS = 7
+"""Processes that are started to reduce over: an all-reduce over more of them is estimated."""
+
+
+class Profiler:
+    """Measures a model's segments, the links, reductions and the optimizer, and writes `profile.json`.
+
+        profiler = Profiler(model, get_batch, out_folder="profiles")
+        profile = profiler.profile_all([1, 2, 4, 8])
+
+    `get_batch(size)` returns a dict of the model's keyword arguments with so many samples. What an
+    earlier run has measured, finished or not, is kept and extended. Any number of processes may run
+    it together, started as for training; all get the profile, the first one writes it. The older form
+    works too: `Profiler(model, device)`, `initialize(get_batch)`, `profile_all(get_batch, sizes,
+    out_folder=...)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        get_batch: GetBatch | int | str | torch.device | None = None,
+        device: int | str | torch.device = -1,
+        gpus_per_node: int | None = None,
+        fp16: bool = False,
+        out_folder: str | os.PathLike[str] = "profiles",
+        *,
+        precision: PrecisionName | None = None,
+        batch_dims: Mapping[str, int | None] | None = None,
+        shared_weights: Sequence[tuple[str, str]] | None = None,
+        initialize: Any = None,
+        add_to_existing: bool = True,
+        message_bytes: Sequence[int] = MESSAGE_BYTES,
+        effort: Effort = Effort(),  # noqa: B008 - a value, never changed
+    ) -> None:
+        precision = precision or ("fp16" if fp16 else "fp32")
+        check_name("precision", precision, get_args(PrecisionName))
+        if gpus_per_node is not None and not _is_positive(gpus_per_node):
+            raise ValueError(f"gpus_per_node must be a positive whole number, not {gpus_per_node!r}")
+        if get_batch is not None and not callable(get_batch):
+            device, get_batch = get_batch, None
+        self._team = Team()
+        self.device = find_device(device, int(os.environ.get("LOCAL_RANK", -1)), self._team.rank)
+        self._get_batch = get_batch
+        self._gpus_per_node = gpus_per_node
+        self._out_folder = Path(out_folder)
+        self._initialize = initialize
+        self._extends = add_to_existing
+        self._message_bytes = check_sizes("message_bytes", message_bytes)
+        self._effort = effort
+        self._model = model  # the source below keeps none of its values
+        self._source = Source(
+            model,
+            batch_dims=batch_dims,
+            shared_weights=shared_weights,
+            precision=precision,
+            device_type=self.device.type,
+        )
+        self._make_optimizer: MakeOptimizer = torch.optim.AdamW
+
+    def initialize(self, get_batch: GetBatch) -> None:
+        """Says where samples come from, where that was not said at once."""
+        self._get_batch = get_batch
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer | MakeOptimizer) -> None:
+        """An optimizer like the one that will train, or what makes one of parameters; without: AdamW."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind: Any = type(optimizer)
+            defaults = dict(optimizer.defaults)
+            self._make_optimizer = lambda parameters: kind(parameters, **defaults)
+        else:
+            self._make_optimizer = optimizer
+
+    def profile_all(
+        self,
+        microbatch_sizes: Iterable[int] | GetBatch,
+        sizes: Iterable[int] = (),
+        out_folder: str | os.PathLike[str] | None = None,
+    ) -> Profile:
+        """Measures what is not measured yet, at these micro-batch sizes, and returns the whole profile."""
+        if callable(microbatch_sizes):
+            self._get_batch, microbatch_sizes = microbatch_sizes, sizes
+        wanted = check_sizes("the micro-batch sizes", microbatch_sizes)
+        if self._get_batch is None:
+            raise ValueError(
+                "no get_batch is known (give it to Profiler(model, get_batch), or to initialize)"
+            )
+        batches, captured, subject, places = self._prepare(self._get_batch)
+        folder = Path(out_folder or self._out_folder)
+        draft = self._team.on_first(lambda: open_draft(folder, subject, extends=self._extends))
+        book = Book(folder, draft, writes=self._team.rank == 0)
+        with reporting(self._team.rank == 0) as report:
+            self._measure_processes(book, places, report)
+            self._measure_engine(book, report)
+            self._measure_optimizer(book, captured, report)
+            self._measure_sizes(book, batches, wanted, places, report)
+        profile = book.draft.profile()
+        assert profile is not None
+        return profile
+
+    def _prepare(self, get_batch: GetBatch) -> tuple[Batches, Captured, Subject, Places]:
+        """Looks at the model; all ranks must see the same."""
+        cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
+        places = Places(self._team.gather(Place(machine_identity(), str(self.device), cores)))
+        found: list[tuple[Batches, Captured, Subject]] = []
+
+        def look() -> str:
+            batches = Batches(get_batch, self._source)
+            captured = self._source.capture(batches.sample, training=True)
+            subject = describe(
+                self._source,
+                captured,
+                batches,
+                device=self.device,
+                devices_per_machine=self._gpus_per_node or places.beside(self._team.rank),
+            )
+            found.append((batches, captured, subject))
+            return subject.fingerprint
+
+        fingerprints = self._team.together(look)
+        if len(set(fingerprints)) > 1:
+            differing = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+            raise ValueError(
+                f"ranks {differing} profile another model than rank 0 (build the same model, with the same "
+                "CutPoints and batches, on every rank)"
+            )
+        return *found[0], places
+
+    # ------------------------------------------------------------ what goes between processes
+
+    def _measure_processes(self, book: Book, places: Places, report: Report) -> None:
+        team, draft = self._team, book.draft
+        if draft.fixed_bytes is None or draft.within is None:
+            with report.item("links within a machine"):
+                near = team.on_first(
+                    lambda: measure_with_neighbours(self._neighbours(), self.device, self._message_bytes)
+                )
+                book.add(fixed_bytes=near.fixed_bytes, within=near.link)
+                if team.size == 1:
+                    book.add(reductions=near.reductions)
+        pair = places.far_pair
+        if draft.between is None and pair is not None:
+            with report.item("links between machines"):
+                host = address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+                far = team.together(
+                    lambda: measure_link_between(
+                        pair,
+                        team.rank,
+                        team.gather,
+                        device=self.device,
+                        sizes=self._message_bytes,
+                        host=host,
+                    )
+                )
+                book.add(book.draft.without_note("between"), between=far[pair[0]])
+        if book.draft.between is None:
+            book.add(book.draft.with_note("between", "all processes ran on one machine"))
+        if team.size > 1:
+            self._measure_reductions(book, places, report)
+        if not book.draft.reductions:
+            why = "each rank must have a device of its own (start one process for each)"
+            book.add(book.draft.with_note("reductions", why))
+
+    def _neighbours(self) -> int:
+        """How many processes to start beside this one: for links one, to reduce over as many as there are."""
+        if self._team.size > 1 or self.device.type != "cpu":
+            return 1
+        return max(1, min((self._gpus_per_node or 2) - 1, MOST_NEIGHBOURS))
+
+    def _measure_reductions(self, book: Book, places: Places, report: Report) -> None:
+        known = {(cost.group_size, cost.between_machines) for cost in book.draft.reductions}
+        for ranks, between in places.groups():
+            if (len(ranks), between) in known or places.share_a_device(ranks):
+                continue
+            where = "over machines" if between else "within a machine"
+            with report.item(f"all-reduce over {len(ranks)} ranks {where}"):
+                found = self._team.together(lambda: self._reduce(ranks, between))  # noqa: B023 - called here
+                book.add(book.draft.without_note("reductions"))
+                book.add(reductions=(*book.draft.reductions, *found[ranks[0]]))
+
+    def _reduce(self, ranks: tuple[int, ...], between: bool) -> list[ReduceCost]:
+        if self._team.rank not in ranks:
+            return []
+        group = make_group(ranks, timeout_seconds=REDUCE_TIMEOUT_SECONDS)
+
+        def all_reduce(tensor: Tensor) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        return measure_reductions(
+            all_reduce,
+            group_size=len(ranks),
+            between_machines=between,
+            device=self.device,
+            stopwatch=stopwatch_for(self.device),
+            sizes=self._message_bytes,
+        )
+
+    # ------------------------------------------------------------ what comes once a step
+
+    def _measure_engine(self, book: Book, report: Report) -> None:
+        if book.draft.overheads is None:
+            with report.item("the engine's own time"):
+                step = step_that_does_nothing(self.device, MANY)
+                stopwatch = stopwatch_for(self.device)
+                book.add(overheads=self._team.on_first(lambda: measure_overheads(step, stopwatch)))
+
+    def _measure_optimizer(self, book: Book, captured: Captured, report: Report) -> None:
+        name = type(self._make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
+        known = book.draft.optimizer
+        if known is not None and known.name in (name, "none"):
+            return
+        every = trained_forms(self._source, captured)
+        many = first_of(every, OPTIMIZER_ELEMENTS)
+        few = first_of(every, sum(form.numel for form in many) // 4)
+        with report.item(f"the optimizer, {name}"):
+            found = self._team.on_first(
+                lambda: measure_optimizer(
+                    self._make_optimizer,
+                    few,
+                    many,
+                    device=self.device,
+                    finish=finish_in(self._source.precision),
+                    stopwatch=stopwatch_for(self.device),
+                    effort=OPTIMIZER_EFFORT,
+                )
+            )
+            book.add(optimizer=found)
+
+    # ------------------------------------------------------------ the segments
+
+    def _measure_sizes(
+        self, book: Book, batches: Batches, wanted: Sequence[int], places: Places, report: Report
+    ) -> None:
+        missing = book.draft.missing_sizes(wanted)
+        segments = book.draft.subject.segments
+        parts = Parts(self._source, segments, device=self.device, initialize=self._initialize)
+        for size in missing:
+            about = f"micro-batch size {size}"
+            with report.item(about):
+                found = self._team.together(lambda: self._at_size(size, book.draft, batches, parts, places))  # noqa: B023
+                why = next((one for one in found if isinstance(one, str)), None)
+                if why is None:
+                    measured = [one for one in found if not isinstance(one, str)]
+                    book.add(book.draft.without_note(about).with_sizes(_merged(measured)))
+            if why is not None:
+                self._leave_out(book, size, missing, why, report)
+                break
+        if not book.draft.measured_sizes():
+            raise ValueError(
+                f"no micro-batch size could be measured: {'; '.join(map(str, book.draft.notes))} "
+                "(profile smaller ones, or on a device with more memory)"
+            )
+
+    def _leave_out(self, book: Book, size: int, missing: Sequence[int], why: str, report: Report) -> None:
+        draft = book.draft.with_note(f"micro-batch size {size}", why)
+        skipped = [other for other in missing if other > size]
+        for other in skipped:
+            draft = draft.with_note(f"micro-batch size {other}", f"not tried, for {size} was too large")
+        book.add(draft)
+        more = f"; {', '.join(map(str, skipped))} not tried" if skipped else ""
+        report.say(f"micro-batch size {size} is left out: {why}{more}")
+
+    def _at_size(
+        self, size: int, draft: Draft, batches: Batches, parts: Parts, places: Places
+    ) -> dict[int, SizeCost] | str:
+        """The costs of those kinds of segments that fall to this rank, or why there are none."""
+        kinds = self._own_kinds(draft, places)
+        if not kinds:
+            return {}
+        why = _no_room(draft, size, available_bytes(self.device), places.beside(self._team.rank))
+        if why is not None:
+            return why
+        inputs, batch = batches.of(size)
+        captured = self._source.capture(inputs, training=True, batch=batch)
+        try:
+            return self._run(size, kinds, captured, inputs, parts)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            why = f"out of memory ({str(error).splitlines()[0][:200]})"
+        # From here on the error is gone, and with it the frames that held what it failed on.
+        parts.drop_all()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return why
+
+    def _own_kinds(self, draft: Draft, places: Places) -> list[int]:
+        """On devices of their own, ranks share the kinds out; on the cores of a processor each takes all.
+
+        For there a segment's time depends on what the other cores do to the caches and the memory that all
+        of them use, as they will when they train.
+        """
+        workers = places.workers()
+        if self._team.rank not in workers:
+            return []
+        kinds = range(len(draft.subject.kinds))
+        if self.device.type == "cpu":
+            return list(kinds)
+        weights = [kind.parameter_bytes for kind in draft.subject.kinds]
+        owners = spread_by_size(weights, parts=len(workers))
+        return [kind for kind in kinds if workers[owners[kind]] == self._team.rank]
+
+    def _run(
+        self,
+        size: int,
+        kinds: Sequence[int],
+        captured: Captured,
+        inputs: Mapping[str, object],
+        parts: Parts,
+    ) -> dict[int, SizeCost]:
+        stopwatch = stopwatch_for(self.device)
+        nothing = part_that_does_nothing(self.device)
+        calls = measure_calls(nothing, (), stopwatch=stopwatch, effort=CALL_EFFORT)
+
+        def measure(chain: Sequence[Link]) -> list[SizeCost]:
+            return measure_chain(
+                chain,
+                microbatch_size=size,
+                stopwatch=stopwatch,
+                meter=lambda: meter_for(self.device),
+                effort=self._effort,
+                calls=calls,
+            )
+
+        if self.device.type == "cpu":
+            chain = [Link(parts.make(kind, captured, inputs), parts.before(kind)) for kind in kinds]
+            return dict(zip(kinds, measure(chain), strict=True))
+        # One at a time: a chain of all of them could need more memory than any stage.
+        found: dict[int, SizeCost] = {}
+        made: dict[int, list[Tensor]] = {}
+        for kind in range(max(kinds) + 1):
+            before = parts.before(kind)
+            given = [] if before is None else made[before]
+            part = parts.make(kind, captured, inputs)
+            if kind in kinds:
+                found[kind] = measure([Link(part, given=given)])[0]
+            made[kind] = part.forward([tensor.detach() for tensor in given], keep_graph=False)
+            part.forget()
+            parts.drop_all()
+        return found
+
+
+def check_sizes(what: str, sizes: object) -> list[int]:
+    found = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str) else []
+    if not found or not all(map(_is_positive, found)):
+        raise ValueError(
+            f"{what} must be positive whole numbers, at least one, not {sizes!r} "
+            "(write them as a list: [1, 2, 4, 8])"
+        )
+    return sorted(set(found))
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def first_of(forms: Sequence[Form], elements: int) -> list[Form]:
+    """As many of the first ones as have so many elements together; one at least, where there is any."""
+    found: list[Form] = []
+    for form in forms:
+        if found and sum(other.numel for other in [*found, form]) > elements:
+            break
+        found.append(form)
+    return found
+
+
+def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str | None:
+    """Why a size is not even tried: where memory is lent beyond what there is, asking for it means death."""
+    known = draft.measured_sizes()
+    if available is None or not known:
+        return None
+    costs = [cost for kind in draft.sizes for cost in kind if cost.microbatch_size == known[-1]]
+    most = max(cost.working_bytes + cost.split_bytes for cost in costs)
+    needed = round((sum(cost.activation_bytes for cost in costs) + most) * size / known[-1] * ranks)
+    if needed <= available:
+        return None
+    return f"out of memory (it would need about {needed >> 20} MiB, {available >> 20} MiB are available)"
+
+
+def _merged(found: Sequence[Mapping[int, SizeCost]]) -> dict[int, SizeCost]:
+    kinds = sorted({kind for costs in found for kind in costs})
+    return {kind: merge([costs[kind] for costs in found if kind in costs]) for kind in kinds}
+
+
+# ---------------------------------------------------------------- how far it is
+
+
+class Report:
+    """A line for each item that is done."""
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks = speaks
+
+    @contextmanager
+    def item(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.say(f"profiled {what} in {time.monotonic() - started:.1f} s")
+
+    def say(self, text: str) -> None:
+        if self._speaks:
+            print(f"varuna: {text}", file=sys.stderr, flush=True)
+
+
+class Bar(Report):
+    """For a person who looks on: what is being measured, and what has been."""
+
+    def __init__(self, bar: Progress) -> None:
+        super().__init__(True)
+        self._bar = bar
+
+    @contextmanager
+    def item(self, what: str) -> Iterator[None]:
+        task = self._bar.add_task(what, total=None)
+        yield
+        self._bar.update(task, total=1, completed=1)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text)
+
+
+@contextmanager
+def reporting(speaks: bool) -> Iterator[Report]:
+    console = Console(stderr=True)
+    if not speaks or not console.is_terminal:
+        yield Report(speaks)
+        return
+    with Progress("{task.description}", BarColumn(), TimeElapsedColumn(), console=console) as bar:
+        yield Bar(bar)
