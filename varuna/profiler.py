@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from varuna.measure.memory import meter_for
 from varuna.measure.optimizer import Form, MakeOptimizer, measure_optimizer
 from varuna.measure.overheads import MANY, measure_overheads
 from varuna.measure.reductions import measure_reductions
-from varuna.measure.segments import Link, measure_calls, measure_chain, merge
+from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.neighbour import measure_link_between, measure_with_neighbours
 from varuna.profile_file import Book, open_draft
@@ -43,7 +43,7 @@ from varuna.profiling import (
     trained_forms,
 )
 from varuna.team import Place, Places, Team
-from varuna.types import PrecisionName, Profile, ReduceCost, SizeCost, spread_by_size
+from varuna.types import Overheads, PrecisionName, Profile, ReduceCost, SizeCost, spread_by_size
 from varuna.wrapping import check_name, find_device
 
 CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
@@ -53,6 +53,13 @@ OPTIMIZER_ELEMENTS = 1 << 26
 REDUCE_TIMEOUT_SECONDS = 120.0
 MOST_NEIGHBOURS = 7
 """Processes that are started to reduce over: an all-reduce over more of them is estimated."""
+
+
+class AtSize(NamedTuple):
+    """What a rank has found at one micro-batch size."""
+
+    costs: dict[int, SizeCost]  # by kind
+    overheads: Overheads | None
 
 
 class Profiler:
@@ -143,7 +150,6 @@ class Profiler:
         book = Book(folder, draft, writes=self._team.rank == 0)
         with reporting(self._team.rank == 0) as report:
             self._measure_processes(book, places, report)
-            self._measure_engine(book, report)
             self._measure_optimizer(book, captured, report)
             self._measure_sizes(book, batches, wanted, places, report)
         profile = book.draft.profile()
@@ -249,13 +255,6 @@ class Profiler:
 
     # ------------------------------------------------------------ what comes once a step
 
-    def _measure_engine(self, book: Book, report: Report) -> None:
-        if book.draft.overheads is None:
-            with report.item("the engine's own time"):
-                step = step_that_does_nothing(self.device, MANY)
-                stopwatch = stopwatch_for(self.device)
-                book.add(overheads=self._team.on_first(lambda: measure_overheads(step, stopwatch)))
-
     def _measure_optimizer(self, book: Book, captured: Captured, report: Report) -> None:
         name = type(self._make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
         known = book.draft.optimizer
@@ -292,8 +291,10 @@ class Profiler:
                 found = self._team.together(lambda: self._at_size(size, book.draft, batches, parts, places))  # noqa: B023
                 why = next((one for one in found if isinstance(one, str)), None)
                 if why is None:
-                    measured = [one for one in found if not isinstance(one, str)]
-                    book.add(book.draft.without_note(about).with_sizes(_merged(measured)))
+                    measured = [one for one in found if isinstance(one, AtSize)]
+                    overheads = book.draft.overheads or measured[0].overheads
+                    draft = book.draft.without_note(about).with_sizes(_merged(measured))
+                    book.add(draft, overheads=overheads)
             if why is not None:
                 self._leave_out(book, size, missing, why, report)
                 break
@@ -314,18 +315,18 @@ class Profiler:
 
     def _at_size(
         self, size: int, draft: Draft, batches: Batches, parts: Parts, places: Places
-    ) -> dict[int, SizeCost] | str:
-        """The costs of those kinds of segments that fall to this rank, or why there are none."""
+    ) -> AtSize | str | None:
+        """What those kinds of segments cost that fall to this rank; or why that cannot be known."""
         kinds = self._own_kinds(draft, places)
         if not kinds:
-            return {}
+            return None
         why = _no_room(draft, size, available_bytes(self.device), places.beside(self._team.rank))
         if why is not None:
             return why
         inputs, batch = batches.of(size)
         captured = self._source.capture(inputs, training=True, batch=batch)
         try:
-            return self._run(size, kinds, captured, inputs, parts)
+            return self._run(size, kinds, captured, inputs, parts, with_overheads=draft.overheads is None)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
@@ -360,37 +361,49 @@ class Profiler:
         captured: Captured,
         inputs: Mapping[str, object],
         parts: Parts,
-    ) -> dict[int, SizeCost]:
+        *,
+        with_overheads: bool,
+    ) -> AtSize:
         stopwatch = stopwatch_for(self.device)
-        nothing = part_that_does_nothing(self.device)
-        calls = measure_calls(nothing, (), stopwatch=stopwatch, effort=CALL_EFFORT)
 
-        def measure(chain: Sequence[Link]) -> list[SizeCost]:
-            return measure_chain(
+        def measure(chain: Sequence[Link]) -> tuple[list[SizeCost], Overheads | None]:
+            found = measure_chain(
                 chain,
+                nothing=lambda: part_that_does_nothing(self.device),
                 microbatch_size=size,
                 stopwatch=stopwatch,
                 meter=lambda: meter_for(self.device),
                 effort=self._effort,
-                calls=calls,
+            )
+            if not with_overheads:
+                return found.costs, None
+            nothing = part_that_does_nothing(self.device)
+            return found.costs, measure_overheads(
+                step_that_does_nothing(self.device, MANY),
+                compute=lambda: run_once(chain, stopwatch),
+                slow_call_seconds=found.call_seconds,
+                fast_call_seconds=measure_calls(nothing, stopwatch=stopwatch, effort=CALL_EFFORT),
+                stopwatch=stopwatch,
             )
 
         if self.device.type == "cpu":
             chain = [Link(parts.make(kind, captured, inputs), parts.before(kind)) for kind in kinds]
-            return dict(zip(kinds, measure(chain), strict=True))
+            costs, overheads = measure(chain)
+            return AtSize(dict(zip(kinds, costs, strict=True)), overheads)
         # One at a time: a chain of all of them could need more memory than any stage.
-        found: dict[int, SizeCost] = {}
+        by_kind: dict[int, SizeCost] = {}
         made: dict[int, list[Tensor]] = {}
+        overheads = None
         for kind in range(max(kinds) + 1):
             before = parts.before(kind)
             given = [] if before is None else made[before]
             part = parts.make(kind, captured, inputs)
             if kind in kinds:
-                found[kind] = measure([Link(part, given=given)])[0]
+                (by_kind[kind],), overheads = measure([Link(part, given=given)])
             made[kind] = part.forward([tensor.detach() for tensor in given], keep_graph=False)
             part.forget()
             parts.drop_all()
-        return found
+        return AtSize(by_kind, overheads)
 
 
 def check_sizes(what: str, sizes: object) -> list[int]:
@@ -430,9 +443,9 @@ def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str 
     return f"out of memory (it would need about {needed >> 20} MiB, {available >> 20} MiB are available)"
 
 
-def _merged(found: Sequence[Mapping[int, SizeCost]]) -> dict[int, SizeCost]:
-    kinds = sorted({kind for costs in found for kind in costs})
-    return {kind: merge([costs[kind] for costs in found if kind in costs]) for kind in kinds}
+def _merged(found: Sequence[AtSize]) -> dict[int, SizeCost]:
+    kinds = sorted({kind for one in found for kind in one.costs})
+    return {kind: merge([one.costs[kind] for one in found if kind in one.costs]) for kind in kinds}
 
 
 # ---------------------------------------------------------------- how far it is

@@ -25,6 +25,7 @@ from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.measure.draft import Kind, Subject
 from varuna.measure.optimizer import Finish, Form
+from varuna.measure.segments import Link
 from varuna.types import CutCost, Dim, Plan, PrecisionName, StagePlan, TensorSpec, TieCost, Work
 
 GetBatch = Callable[..., Mapping[str, object]]
@@ -284,17 +285,19 @@ class OneWeight:
 
 
 class Nothing:
-    """A program that gives its one weight out as its loss."""
+    """A program that gives out its one weight, as a loss; or, between others, what it was given."""
 
     state: tuple[str, ...] = ("weight",)
-    received: tuple[TensorSpec, ...] = ()
-    sent: tuple[TensorSpec, ...] = ()
     mutated: tuple[str, ...] = ()
+
+    def __init__(self, between: bool) -> None:
+        given = TensorSpec("nothing", "float32", (), needs_grad=True)
+        self.received = self.sent = (given,) if between else ()
 
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]:
-        return (state[0].view(()),)
+        return ((*received, *state)[0].view(()),)
 
 
 class NothingSpecial:
@@ -305,8 +308,9 @@ class NothingSpecial:
     momentum: Mapping[str, float | None] = {}
 
 
-def part_that_does_nothing(device: torch.device) -> Part:
-    return Part(Stage(OneWeight(device)), Nothing(), {}, ())
+def part_that_does_nothing(device: torch.device) -> Link:
+    part = Part(Stage(OneWeight(device)), Nothing(between=True), {}, (False,))
+    return Link(part, given=[torch.zeros((), device=device)])
 
 
 def step_that_does_nothing(device: torch.device, most: int) -> Callable[[int], None]:
@@ -322,7 +326,7 @@ def step_that_does_nothing(device: torch.device, most: int) -> Callable[[int], N
         reducer=_reducer([state.weight]),
         state=state,
         traits=NothingSpecial(),
-        programs=lambda *_: Nothing(),
+        programs=lambda *_: Nothing(between=False),
         mutated=(),
         seed=0,
     )

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
-from varuna.measure.memory import Meter, count_bytes
+from varuna.measure.memory import Bytes, Meter, count_bytes
 from varuna.measure.stopwatch import Effort, Stopwatch, duration
 from varuna.types import Duration, SizeCost
 
@@ -47,16 +46,6 @@ class Piece(Protocol):
     def enter(self) -> Callable[[], object] | None: ...  # makes again what a stage that begins here must
 
 
-class Calls(msgspec.Struct, frozen=True):
-    """What calling a segment that does nothing takes: counted with the engine, once for each instruction."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    backward_inputs: float = 0.0
-    backward_weights: float = 0.0
-    forward_only: float = 0.0
-
-
 @dataclass(frozen=True)
 class Link:
     """A piece in a chain, and where its tensors come from: a place in the chain, or once and for all."""
@@ -73,38 +62,49 @@ class Samples:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
-    def cost(self, part: str, calls: Calls, entry_seconds: float) -> Duration:
-        """Without the call itself, unless the device hides it, and without what only some stages do."""
+    def cost(self, part: str, nothing: Samples, entry_seconds: float) -> Duration:
+        """Without what the call of a segment takes that does nothing, unless the device hides it.
+
+        That is the engine's, once for each instruction. Nor with what only some stages do.
+        """
         hidden = median(self.host[part]) < BUSY * median(self.seconds[part])
-        less = 0.0 if hidden else getattr(calls, part)
+        less = 0.0 if hidden else median(nothing.seconds[part])
         return duration(
             self.seconds[part], less=less + (entry_seconds if part.startswith("forward") else 0.0)
         )
 
 
+class Measured(NamedTuple):
+    costs: list[SizeCost]
+    call_seconds: float  # of a segment that does nothing: the mean of a forward and a backward
+
+
 def measure_chain(
     chain: Sequence[Link],
     *,
+    nothing: Callable[[], Link],
     microbatch_size: int,
     stopwatch: Stopwatch,
     meter: Callable[[], Meter],
     effort: Effort,
-    calls: Calls,
-) -> list[SizeCost]:
-    """The cost of each link's segment, in the order of the chain."""
+) -> Measured:
+    """The cost of each link's segment, in the order of the chain.
+
+    `nothing` makes a segment that does nothing. After each of the others there is one: calling it takes
+    longer than it would by itself, because caches hold other things by then, as they do in training.
+    """
     rounds = (_whole_round, _split_round, _light_round)
     for run in rounds:  # the first run of all finds nothing ready, and leaves gradients behind
         run(chain, stopwatch)
-    num_bytes = []
-    given, gradients = _travelling(chain)
-    for place, link in enumerate(chain):
-        num_bytes.append(count_bytes(link.piece, given[place], gradients[place], link.piece.relayed, meter()))
-    del given, gradients
+    num_bytes = _count(chain, meter)
+    mixed = _mixed(chain, nothing)
     samples = [Samples() for _ in chain]
+    calls = Samples()
+    found = [sample for own in samples for sample in (own, calls)]
     for run in rounds:
-        _repeat(run, chain, samples, stopwatch, effort)
+        _repeat(run, mixed, found, stopwatch, effort)
     costs = []
-    for link, one, counted in zip(chain, samples, num_bytes, strict=True):
+    for link, sample, counted in zip(chain, samples, num_bytes, strict=True):
         entry = _entry_seconds(link.piece, stopwatch, effort)
         costs.append(
             SizeCost(
@@ -113,10 +113,47 @@ def measure_chain(
                 working_bytes=counted.working,
                 split_bytes=counted.split,
                 entry_seconds=entry,
-                **{part: one.cost(part, calls, entry) for part in PARTS},
+                **{part: sample.cost(part, calls, entry) for part in PARTS},
             )
         )
-    return costs
+    return Measured(costs, _call_seconds(calls))
+
+
+def measure_calls(nothing: Link, *, stopwatch: Stopwatch, effort: Effort) -> float:
+    """The same as `Measured.call_seconds`, where nothing else runs in between."""
+    calls = Samples()
+    _repeat(_whole_round, [nothing], [calls], stopwatch, effort)
+    return _call_seconds(calls)
+
+
+def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
+    """Forwards and backwards."""
+    _whole_round(chain, stopwatch)
+
+
+def _call_seconds(calls: Samples) -> float:
+    return (median(calls.seconds["forward"]) + median(calls.seconds["backward"])) / 2
+
+
+def _mixed(chain: Sequence[Link], nothing: Callable[[], Link]) -> list[Link]:
+    found: list[Link] = []
+    for link in chain:
+        before = None if link.before is None else 2 * link.before
+        found += [Link(link.piece, before, link.given), nothing()]
+    return found
+
+
+def _count(chain: Sequence[Link], meter: Callable[[], Meter]) -> list[Bytes]:
+    """The bytes of each piece, alone with what it is given."""
+    made: list[list[Tensor]] = []
+    found = []
+    for link in chain:
+        given = _given(link, made)
+        made.append(link.piece.forward(given, keep_graph=False))
+        link.piece.forget()
+        gradients = _some_gradients(link.piece, made[-1])
+        found.append(count_bytes(link.piece, given, gradients, link.piece.relayed, meter()))
+    return found
 
 
 def merge(costs: Sequence[SizeCost]) -> SizeCost:
@@ -138,14 +175,6 @@ def merge(costs: Sequence[SizeCost]) -> SizeCost:
 
 Marks = list[tuple[int, str, Any, Any]]  # place in the chain, part, start, stop
 Round = Callable[[Sequence[Link], Stopwatch], Marks]
-
-
-def measure_calls(piece: Piece, given: Sequence[Tensor], *, stopwatch: Stopwatch, effort: Effort) -> Calls:
-    """Of a piece that does nothing."""
-    samples = Samples()
-    for run in (_whole_round, _split_round, _light_round):
-        _repeat(run, [Link(piece, given=given)], [samples], stopwatch, effort)
-    return Calls(**{part: median(samples.seconds[part]) for part in PARTS})
 
 
 def _repeat(
@@ -220,17 +249,6 @@ def _backwards(
         if link.before is not None:
             returned[link.before] = found
     return marks
-
-
-def _travelling(chain: Sequence[Link]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """What each link is given, and the gradients of what it makes."""
-    made: list[list[Tensor]] = []
-    given = []
-    for link in chain:
-        given.append(_given(link, made))
-        made.append(link.piece.forward(given[-1], keep_graph=False))
-        link.piece.forget()
-    return given, [_some_gradients(link.piece, outputs) for link, outputs in zip(chain, made, strict=True)]
 
 
 def _given(link: Link, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
