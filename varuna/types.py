@@ -379,10 +379,9 @@ class StageForecast(msgspec.Struct, frozen=True):
     """Where the step's time goes on one stage; the parts sum to the step."""
 
     compute_seconds: float  # recompute included
-    waiting_seconds: float  # for neighbours: the bubble
-    reduce_seconds: float  # for the all-reduce, as far as no backward hides it
-    optimizer_seconds: float
-    idle_seconds: float  # done, while another stage is not
+    waiting_seconds: float  # for neighbours
+    reduce_seconds: float  # for the all-reduce, as far as no backward hides it, and for the others' losses
+    optimizer_seconds: float  # with what else is done once a step
     memory: MemoryForecast
 
     @property
@@ -392,7 +391,6 @@ class StageForecast(msgspec.Struct, frozen=True):
             + self.waiting_seconds
             + self.reduce_seconds
             + self.optimizer_seconds
-            + self.idle_seconds
         )
 
     @property

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.errors import ScheduleError
-from varuna.schedule import NAMES, build, check, limit, row
+from varuna.schedule import NAMES, build, check, held, limit, row
 from varuna.schedule.play import UNITS, play
 from varuna.types import Schedule
 
@@ -102,6 +102,7 @@ def test_zero_bubble_keeps_no_more_alive_than_1f1b_does_on_its_first_stage(
             deferred += (i.op == "I") - (i.op == "W")
             most, most_deferred = max(most, alive), max(most_deferred, deferred)
         assert most <= stages
+        assert most == held("zero-bubble", stage=stage, stages=stages, microbatches=microbatches)
         assert most_deferred <= stage + 1
 
 

@@ -30,7 +30,7 @@ def play(
     latency: Any,  # [direction][stage]: until it arrives, after that
     wavering: Any,  # [direction][stage]: the spread of both together
     sharing: Any,  # [stage]: how much of the time that a message to or from s+1 meets another it loses
-    clocks: Any,  # in: when each stage may begin
+    clocks: Any,  # when each stage decides next; zero at first
     seed: int,  # 0: nothing varies
     starts: Any,  # out, as all that follow: by place in `rows`
     stops: Any,

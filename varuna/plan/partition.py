@@ -1,10 +1,18 @@
-"""Cuts a row of segments into stages whose heaviest one is as light as can be."""
+"""Cuts a row of segments into stages.
 
-from collections.abc import Sequence
-from itertools import accumulate
+`balance` knows one number for each segment, before anything is measured. `cut_for_speed` knows what a
+profile tells: it looks for the cut whose step is shortest, as far as a bound tells, in the memory
+that each stage's device has.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+
+Spans = tuple[tuple[int, int], ...]
 
 
-def balance(costs: Sequence[float], *, stages: int) -> tuple[tuple[int, int], ...]:
+def balance(costs: Sequence[float], *, stages: int) -> Spans:
     """The spans (first, stop) of `stages` neighbouring groups with the least largest cost.
 
     Every stage gets at least one segment. Dynamic programming over (stages used, segments used);
@@ -17,21 +25,77 @@ def balance(costs: Sequence[float], *, stages: int) -> tuple[tuple[int, int], ..
             f"1 to {count} (add CutPoints, or choose a number in that range)"
         )
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = [0.0] + [float("inf")] * count  # best[n]: least largest cost of the first n segments
+    best = before  # best[n]: the least largest cost of the first n segments
     choices: list[list[int]] = []
-    for _ in range(stages):
+    for used in range(1, stages):
         following = [float("inf")] * (count + 1)
         choice = [0] * (count + 1)
-        for stop in range(1, count + 1):
-            for first in range(stop):
-                largest = max(best[first], before[stop] - before[first])
-                if largest < following[stop]:
-                    following[stop], choice[stop] = largest, first
+        for stop in range(used + 1, count + 1):
+            # What the stages so far cost rises with where the last one begins, what that one costs
+            # falls: the best beginning is where they meet, or one before.
+            whole = before[stop]
+            meet = bisect_left(
+                range(used, stop), True, key=lambda first: best[first] >= whole - before[first]
+            )
+            first = used + meet
+            least = min(
+                max(best[place], whole - before[place])
+                for place in (first - 1, first)
+                if used <= place < stop
+            )
+            following[stop] = least
+            choice[stop] = used + bisect_left(
+                range(used, stop), True, key=lambda first: whole - before[first] <= least
+            )
         best = following
         choices.append(choice)
-    spans: list[tuple[int, int]] = []
-    stop = count
+    bounds = [count]
     for choice in reversed(choices):
-        spans.append((choice[stop], stop))
-        stop = choice[stop]
-    return tuple(reversed(spans))
+        bounds.append(choice[bounds[-1]])
+    return tuple(pairwise([0, *reversed(bounds)]))
+
+
+def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) -> Spans | None:
+    """Each stage takes as much as it may, leaving one segment for each stage after it.
+
+    `reach(stage, first)` is the furthest stop of a stage that begins there. Where less never costs more,
+    this finds a cut if there is one.
+    """
+    bounds = [0]
+    first = 0
+    for stage in range(stages):
+        stop = min(reach(stage, first), segments - (stages - 1 - stage))
+        if stop <= first:
+            return None
+        bounds.append(stop)
+        first = stop
+    return tuple(pairwise(bounds)) if first == segments else None
+
+
+def cut_for_least(
+    least: float, most: float, cut: Callable[[float], Spans | None], *, precision: float = 2e-3
+) -> Spans | None:
+    """The cut within the smallest budget between two for which there is one, to a relative precision."""
+    best = cut(most)
+    while best is not None and most - least > precision * most:
+        middle = (least + most) / 2
+        found = cut(middle)
+        if found is None:
+            least = middle
+        else:
+            best, most = found, middle
+    return best
+
+
+def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
+    for inner in combinations(range(1, segments), stages - 1):
+        yield tuple(pairwise([0, *inner, segments]))
+
+
+def neighbours(spans: Spans) -> Iterator[Spans]:
+    """All that differ by one segment, moved over one cut."""
+    bounds = [first for first, _ in spans] + [spans[-1][1]]
+    for cut in range(1, len(spans)):
+        for moved in (bounds[cut] - 1, bounds[cut] + 1):
+            if bounds[cut - 1] < moved < bounds[cut + 1]:
+                yield tuple(pairwise([*bounds[:cut], moved, *bounds[cut + 1 :]]))

@@ -6,13 +6,14 @@ are reduced over its replicas in buckets, from its last backward on; then come t
 sum of the losses over all ranks, and the optimizer. So the engine does it (`varuna.execute`).
 
 A step is over for a stage when its optimizer is done; it then begins the next one without asking the
-others. What a step takes is therefore the time between two ends of the same stage, not the time from
-the first start to the last end: stages that end late may also begin late.
+others. What a step takes is therefore the longest time that any one stage spends on it, from its first
+instruction on, and not the time from the first start to the last end: who ends late may begin late.
 """
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from varuna.errors import ScheduleError
@@ -20,8 +21,8 @@ from varuna.plan import kernel
 from varuna.schedule import limit, opportunistic, ops
 from varuna.types import Interval, Schedule, Timeline
 
-COMPILED_FROM = 20_000
-"""Instructions from which on a simulation is worth the loading of numba: about 0.1 s in plain Python."""
+WORTH_COMPILING = 40_000
+"""Instructions played in plain Python, about 0.2 s, after which the loading of numba pays for itself."""
 
 
 class Orders(NamedTuple):
@@ -65,27 +66,22 @@ class Pipeline(NamedTuple):
     forward: tuple[Way, ...]  # from each stage but the last to the next
     backward: tuple[Way, ...]  # from each stage but the first to the one before
     sharing: tuple[float, ...] = ()  # per link: the part of the time that a message loses to one it meets
+    lanes: tuple[int, ...] = ()  # per stage: reductions of one number wait for each other; else each alone
     ties: tuple[Tie, ...] = ()
     totals_seconds: float = 0.0  # the sum of the losses over all ranks
     ends_together: bool = False  # all wait for all before the optimizer: the norm, the overflow
 
 
+@lru_cache(maxsize=512)
 def name_orders(
-    name: str, *, stages: int, microbatches: int, recompute: Sequence[bool] | None = None
+    name: str, *, stages: int, microbatches: int, recompute: tuple[bool, ...] | None = None
 ) -> Orders:
-    """The orders of a schedule by name."""
+    """The orders of a schedule by name; `recompute` has one claim per stage."""
+    flags = recompute or (False,) * stages
+    sizes = [{"stage": stage, "stages": stages, "microbatches": microbatches} for stage in range(stages)]
     return Orders(
-        tuple(
-            ops(
-                name,
-                stage=stage,
-                stages=stages,
-                microbatches=microbatches,
-                recompute=recompute is not None and recompute[stage],
-            )
-            for stage in range(stages)
-        ),
-        tuple(limit(name, stage=stage, stages=stages, microbatches=microbatches) for stage in range(stages)),
+        tuple(ops(name, **size, recompute=flag) for size, flag in zip(sizes, flags, strict=True)),
+        tuple(limit(name, **size) for size in sizes),
         opportunistic(name),
         microbatches,
     )
@@ -101,9 +97,8 @@ def simulate(orders: Orders, replicas: Sequence[Pipeline], *, seed: int = 0) -> 
     """One step of the whole job. Replicas that are alike are given once; `seed` 0: nothing varies."""
     for pipeline in replicas:
         _refuse_nonsense(orders, pipeline)
-    stages = len(orders.letters)
-    played = [_play(orders, p, [0.0] * stages, seed, index) for index, p in enumerate(replicas)]
-    return Simulation(orders, tuple(replicas), played, seed)
+    played = [_play(orders, pipeline, seed, index) for index, pipeline in enumerate(replicas)]
+    return Simulation(orders, tuple(replicas), played)
 
 
 class Played(NamedTuple):
@@ -118,39 +113,29 @@ class Played(NamedTuple):
 class Simulation:
     """What a step looks like. Details are worked out when asked for."""
 
-    def __init__(
-        self, orders: Orders, replicas: tuple[Pipeline, ...], played: list[Played], seed: int
-    ) -> None:
+    def __init__(self, orders: Orders, replicas: tuple[Pipeline, ...], played: list[Played]) -> None:
         self.orders = orders
         self.replicas = replicas
         self.played = played
-        self.seed = seed
         self.ends = _end(orders, replicas, played)
 
     @cached_property
     def seconds(self) -> float:
         """From the end of one step to the end of the next."""
-        before = self.ends
-        if all(self._finds_all_ready(replica) for replica in range(len(self.replicas))):
-            return max(end.done[0] for end in before)
-        seed = self.seed + 1 if self.seed else 0
-        played = [
-            _play(self.orders, pipeline, list(end.done), seed, index)
-            for index, (pipeline, end) in enumerate(zip(self.replicas, before, strict=True))
-        ]
-        after = _end(self.orders, self.replicas, played)
         return max(
-            late - early
-            for ending, earlier in zip(after, before, strict=True)
-            for late, early in zip(ending.done, earlier.done, strict=True)
+            done - float(played.starts[first])
+            for played, end in zip(self.played, self.ends, strict=True)
+            for first, done in zip(played.firsts, end.done, strict=False)
         )
 
-    def _finds_all_ready(self, replica: int) -> bool:
-        """Whether the next step begins on this replica just as this one did, only later."""
-        done, played = self.ends[replica].done, self.played[replica]
-        latest = max(end.done[0] for end in self.ends)
-        return done[0] == latest and all(
-            end - done[0] <= played.starts[first] for end, first in zip(done, played.firsts, strict=False)
+    @property
+    def bare_seconds(self) -> float:
+        """The same, if there were nothing to reduce."""
+        played = self.played[0]
+        spans = pairwise(played.firsts)
+        return max(
+            float(max(played.stops[first:stop])) - float(played.starts[first]) + stage.ending_seconds
+            for (first, stop), stage in zip(spans, self.replicas[0].stages, strict=True)
         )
 
     def compute_seconds(self, stage: int, replica: int = 0) -> float:
@@ -158,6 +143,12 @@ class Simulation:
         row = slice(played.firsts[stage], played.firsts[stage + 1])
         stops, starts = _as_list(played.stops[row]), _as_list(played.starts[row])
         return math.fsum(stops) - math.fsum(starts)
+
+    def finishing_seconds(self, stage: int, replica: int = 0) -> float:
+        """From the end of its last backward until its gradients are final and all losses known."""
+        played = self.played[replica]
+        row = slice(played.firsts[stage], played.firsts[stage + 1])
+        return self.ends[replica].finished[stage] - float(max(played.stops[row]))
 
     def timeline(self, ranks: Sequence[Sequence[int]] | None = None) -> Timeline:
         """The step from zero on; `ranks` by stage and replica, else a replica's stages are neighbours."""
@@ -201,7 +192,7 @@ class End(NamedTuple):
     reductions: list[list[tuple[float, float]]]
 
 
-def _play(orders: Orders, pipeline: Pipeline, begins: list[float], seed: int, replica: int) -> Played:
+def _play(orders: Orders, pipeline: Pipeline, seed: int, replica: int) -> Played:
     """Hands the numbers to the kernel: lists to the plain one, arrays to the compiled one."""
     stages, microbatches = len(orders.letters), orders.microbatches
     firsts = [0]
@@ -224,10 +215,10 @@ def _play(orders: Orders, pipeline: Pipeline, begins: list[float], seed: int, re
         [way.latency for way in ways],
         [way.spread for way in ways],
         [*(pipeline.sharing or (0.0,) * (stages - 1)), 0.0],
-        begins,
+        [0.0] * stages,
         (seed + replica * 7919) & 0x7FFFFFFF if seed else 0,
     ]
-    play = kernel.compiled_play() if total >= COMPILED_FROM else None
+    play = kernel.compiled_play() if _pace.quickens(total) else None
     if play is None:
         starts, stops, of = [0.0] * total, [0.0] * total, [0] * total
         arrivals = [kernel.NEVER] * (stages * microbatches)
@@ -259,6 +250,20 @@ def _play(orders: Orders, pipeline: Pipeline, begins: list[float], seed: int, re
     return found
 
 
+class _Pace:
+    """Counts what was played in this process. Both ways give the same bits, so this is only about time."""
+
+    def __init__(self) -> None:
+        self.num_played = 0
+
+    def quickens(self, instructions: int) -> bool:
+        self.num_played += instructions
+        return self.num_played >= WORTH_COMPILING
+
+
+_pace = _Pace()
+
+
 def _end(orders: Orders, replicas: Sequence[Pipeline], played: Sequence[Played]) -> list[End]:
     """From the last backward on: reductions over replicas, ties, losses, norm, optimizer."""
     stages = len(orders.letters)
@@ -272,18 +277,21 @@ def _end(orders: Orders, replicas: Sequence[Pipeline], played: Sequence[Played])
         last_starts.append([float(one.starts[place]) for place in places])
         last_stops.append([float(one.stops[place]) for place in places])
 
-    reductions: list[list[tuple[float, float]]] = []
+    full = []
     for stage in range(stages):
-        under_way: list[tuple[float, float]] = []
-        free = 0.0
         for bucket, (_, seconds) in enumerate(replicas[0].stages[stage].buckets):
-            full = max(
+            when = max(
                 start[stage] + pipeline.stages[stage].buckets[bucket][0] * (stop[stage] - start[stage])
                 for pipeline, start, stop in zip(replicas, last_starts, last_stops, strict=True)
             )
-            free = max(free, full) + seconds
-            under_way.append((free - seconds, free))
-        reductions.append(under_way)
+            full.append((when, stage, bucket, seconds))
+    reductions: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    lanes = replicas[0].lanes or range(stages)
+    free = dict.fromkeys(lanes, 0.0)
+    for when, stage, _, seconds in sorted(full):
+        start = max(when, free[lanes[stage]])
+        free[lanes[stage]] = start + seconds
+        reductions[stage].append((start, start + seconds))
 
     totals = max(map(max, last_starts)) + replicas[0].totals_seconds
     finished = []

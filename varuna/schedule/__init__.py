@@ -2,7 +2,7 @@
 
 from varuna.schedule.check import check
 from varuna.schedule.cursor import Cursor
-from varuna.schedule.orders import NAMES, build, limit, opportunistic, ops, row
+from varuna.schedule.orders import NAMES, build, held, limit, opportunistic, ops, recomputes, row
 from varuna.schedule.text import from_csv, grid, to_csv
 
 __all__ = [
@@ -12,9 +12,11 @@ __all__ = [
     "check",
     "from_csv",
     "grid",
+    "held",
     "limit",
     "opportunistic",
     "ops",
+    "recomputes",
     "row",
     "to_csv",
 ]

@@ -57,13 +57,16 @@ def row(
 def ops(name: str, *, stage: int, stages: int, microbatches: int, recompute: bool = False) -> str:
     """One stage's order in letters: "FFBFBB". The n-th of each letter is that of micro-batch n."""
     _refuse_nonsense(name, stage=stage, stages=stages, microbatches=microbatches)
-    ahead = microbatches if name == "gpipe" else min(microbatches, stages - stage)
-    if name == "zero-bubble":
-        order = _split(microbatches, ahead=ahead, lag=stage)
-    else:
-        order = _whole(microbatches, ahead=ahead)
-    # A backward right after its own forward finds everything still in place.
-    return order.replace("B", "RB").replace("I", "RI") if recompute and ahead > 1 else order
+    ahead, lag = _ahead(name, stage, stages, microbatches), _lag(name, stage)
+    order = _whole(microbatches, ahead=ahead) if lag is None else _split(microbatches, ahead=ahead, lag=lag)
+    if recompute and recomputes(name, stage=stage, stages=stages, microbatches=microbatches):
+        return order.replace("B", "RB").replace("I", "RI")
+    return order
+
+
+def recomputes(name: str, *, stage: int, stages: int, microbatches: int) -> bool:
+    """Whether a stage that is told to recompute does: a backward right after its forward needs none."""
+    return _ahead(name, stage, stages, microbatches) > 1
 
 
 def limit(name: str, *, stage: int, stages: int, microbatches: int) -> int:
@@ -82,6 +85,12 @@ def limit(name: str, *, stage: int, stages: int, microbatches: int) -> int:
     return min(microbatches, bounds[name])
 
 
+def held(name: str, *, stage: int, stages: int, microbatches: int) -> int:
+    """How many micro-batches the stage may keep in memory: up to their weight part, where it comes later."""
+    between = limit(name, stage=stage, stages=stages, microbatches=microbatches)
+    return min(microbatches, between + (_lag(name, stage) or 0))
+
+
 def opportunistic(name: str) -> bool:
     """Whether the order is a preference rather than a command.
 
@@ -89,6 +98,16 @@ def opportunistic(name: str) -> bool:
     already a use for, and steady pipelines lose by it (P=4, M=8: 30 units instead of 27).
     """
     return name in OPPORTUNISTIC
+
+
+def _ahead(name: str, stage: int, stages: int, microbatches: int) -> int:
+    """How many forwards come before the first backward."""
+    return microbatches if name == "gpipe" else min(microbatches, stages - stage)
+
+
+def _lag(name: str, stage: int) -> int | None:
+    """By how many micro-batches the weight part comes later; None where the backward is in one part."""
+    return stage if name == "zero-bubble" else None
 
 
 def _whole(microbatches: int, *, ahead: int) -> str:

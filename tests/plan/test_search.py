@@ -1,0 +1,335 @@
+"""The search finds what trying everything finds; and what one can tell by thought."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.profiles import GB, MB, link, machines, profile, reductions, segment, transformer
+from varuna.errors import PlanError
+from varuna.plan.costs import Costs
+from varuna.plan.forecast import Draft, forecast_plan, memories, orders_of, pipelines
+from varuna.plan.partition import all_cuts
+from varuna.plan.place import Ground
+from varuna.plan.search import PREFERENCE, search
+from varuna.plan.simulate import simulate
+from varuna.types import (
+    Cluster,
+    CutCost,
+    Dim,
+    Duration,
+    Machine,
+    OptimizerCost,
+    Overheads,
+    Profile,
+    SegmentCost,
+    SizeCost,
+    TieCost,
+)
+
+# ---------------------------------------------------------------- against trying everything
+
+durations = st.floats(1e-4, 5e-2).map(Duration)
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> SegmentCost:
+    sizes = tuple(
+        SizeCost(
+            size,
+            *(draw(durations) for _ in range(5)),
+            draw(st.integers(0, 40)) * MB,
+            draw(st.integers(0, 20)) * MB,
+            draw(st.integers(0, 10)) * MB,
+            draw(st.floats(0, 1e-3)),
+        )
+        for size in (1, 3)
+    )
+    parameters = draw(st.integers(0, 60)) * MB
+    return SegmentCost(sizes, parameters, parameters, parameters // 4)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Profile, Cluster, int]:
+    count = draw(st.integers(1, 4))
+    some = draw(st.lists(kinds(), min_size=1, max_size=2))
+    dims = st.builds(Dim, st.integers(0, 4 * MB), st.integers(0, MB))
+    tied = count > 1 and all(kind.gradient_bytes for kind in some) and draw(st.booleans())
+    ties = (TieCost((0, count - 1), MB // 2, MB // 8),) if tied else ()
+    made = profile(
+        some,
+        [draw(st.integers(0, len(some) - 1)) for _ in range(count)],
+        within=link(draw(st.floats(1e-6, 1e-3)), draw(st.floats(1e8, 1e11)), both=draw(st.floats(1, 2))),
+        between=link(draw(st.floats(1e-6, 1e-2)), draw(st.floats(1e7, 1e10))),
+        reduce_costs=reductions(draw(st.floats(1e8, 1e11)), between=False)
+        + (reductions(draw(st.floats(1e7, 1e10)), between=True) if draw(st.booleans()) else ()),
+        optimizer=OptimizerCost("Adam", 1e-4, draw(st.floats(0, 1e-9)), 8.0),
+        overheads=Overheads(draw(st.floats(0, 1e-3)), draw(st.floats(0, 1e-3))),
+        cuts=tuple(CutCost(draw(dims), draw(dims)) for _ in range(count - 1)),
+        ties=ties,
+        precision=draw(st.sampled_from(["bf16", "fp16"])),
+    )
+    memory = st.sampled_from([300 * MB, 600 * MB, 80 * GB])
+    machine = st.builds(
+        Machine, st.just("m"), st.integers(1, 3), memory, st.sampled_from([1.0, 1.0, 0.5]), st.integers(1, 2)
+    )
+    cluster = Cluster(tuple(draw(st.lists(machine, min_size=1, max_size=2))))
+    return made, cluster, draw(st.integers(1, 7))
+
+
+def every_layout(made: Profile, cluster: Cluster, batch_size: int) -> Iterator[float]:
+    """The seconds of all layouts that fit: every number at every place, nothing left out."""
+    costs, ground = Costs(made), Ground(cluster)
+    for depth in range(1, min(costs.num_segments, ground.num_devices) + 1):
+        for width in range(1, min(ground.num_devices // depth, batch_size) + 1):
+            for way in ground.ways(depth, width):
+                placement = ground.place(depth, width, way)
+                for size in (1, 3):
+                    for schedule in PREFERENCE:
+                        for spans in all_cuts(costs.num_segments, depth):
+                            yield from fitting(costs, placement, schedule, size, batch_size, spans)
+
+
+def fitting(costs, placement, schedule, size, batch_size, spans):  # type: ignore[no-untyped-def]
+    """Without recompute where it fits, with it in the other stages; and with it everywhere."""
+    plain = Draft(spans, (False,) * len(spans), schedule, size, batch_size, placement)
+    everywhere = plain._replace(recompute=(True,) * len(spans))
+    lacking = tuple(
+        memory.total > have
+        for memory, have in zip(memories(costs, plain), placement.memory_bytes, strict=True)
+    )
+    for draft in (plain._replace(recompute=lacking), everywhere):
+        if all(
+            memory.total <= have
+            for memory, have in zip(memories(costs, draft), placement.memory_bytes, strict=True)
+        ):
+            orders = orders_of(draft)
+            yield simulate(orders, pipelines(costs, draft, orders)).seconds
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_the_search_finds_what_simulating_every_layout_finds(case: tuple[Profile, Cluster, int]) -> None:
+    """V25, V26: depths, widths, places, micro-batches, schedules, recompute and cuts, all at once."""
+    made, cluster, batch_size = case
+    all_seconds = list(every_layout(made, cluster, batch_size))
+    if not all_seconds:
+        with pytest.raises(PlanError, match="no layout fits"):
+            search(made, cluster, batch_size=batch_size)
+        return
+    best = search(made, cluster, batch_size=batch_size).best
+    assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
+
+
+# ---------------------------------------------------------------- what one can tell by thought
+
+
+def blocks(count: int, **more: object) -> Profile:
+    """So many equal segments of 3 ms for each sample."""
+    return profile([segment(1e-3, **more)], [0] * count)  # type: ignore[arg-type]
+
+
+def test_a_model_that_fits_one_device_and_has_one_gets_it() -> None:
+    best = search(blocks(4), machines(1, 1), batch_size=8).best
+    assert (best.plan.depth, best.plan.width, best.idle) == (1, 1, ())
+    assert best.forecast.seconds == pytest.approx(4 * 8 * 3e-3 + 4 * MB * 1e-10, rel=1e-6)
+
+
+def test_where_gradients_travel_fast_replicas_beat_stages() -> None:
+    """No bubble is shorter than the shortest: pure data parallel, where nothing speaks against it."""
+    best = search(blocks(8), machines(1, 4), batch_size=64).best
+    assert (best.plan.depth, best.plan.width) == (1, 4)
+
+
+def test_where_gradients_travel_slowly_stages_beat_replicas() -> None:
+    slow = profile(
+        [segment(1e-3)], [0] * 8, reduce_costs=reductions(1e6, between=False), within=link(1e-6, 100e9)
+    )
+    best = search(slow, machines(1, 4), batch_size=64).best
+    assert (best.plan.depth, best.plan.width) == (4, 1)
+
+
+def test_a_model_too_large_for_one_device_is_cut_and_one_that_is_too_large_at_all_is_refused() -> None:
+    """V25: which limit, by how much, and the nearest layout that fits."""
+    large = blocks(4, parameter_bytes=GB)  # with gradients and Adam's state 4 GiB each
+    ranking = search(large, machines(1, 4, memory_bytes=9 * GB), batch_size=8, every_depth=True)
+    assert {proposal.plan.depth for proposal in ranking.proposals} == {2, 3, 4}
+    assert ranking.refused == (
+        "1 stage: stage 0 needs 16 GiB at least, a device has 9 GiB: 7 GiB too little",
+    )
+    with pytest.raises(PlanError) as error:
+        search(large, machines(1, 2, memory_bytes=5 * GB), batch_size=8)
+    assert "stage 0 takes 8" in str(error.value) or "stage 1 takes 8" in str(error.value)
+    assert "its device has 5 GiB" in str(error.value) and "too little" in str(error.value)
+    assert "with 2 devices more, 4 stages would fit" in str(error.value)
+
+
+def test_what_does_not_fit_as_asked_is_answered_with_what_does() -> None:
+    """V25"""
+    large = blocks(4, parameter_bytes=GB)
+    with pytest.raises(
+        PlanError, match=r"with 1 stage.*it fits with 4 stages, micro-batches of 1, zero-bubble"
+    ):
+        search(large, machines(1, 4, memory_bytes=5 * GB), batch_size=8, depths=[1])
+    hungry = blocks(2, activation_bytes=GB)
+    with pytest.raises(PlanError, match=r"without recompute.*it fits with"):
+        search(
+            hungry,
+            machines(1, 2, memory_bytes=5 * GB),
+            batch_size=64,
+            recompute=False,
+            depths=[2],
+            schedules=["gpipe"],
+        )
+
+
+def test_too_few_devices_for_the_stages_asked_for_are_named() -> None:
+    with pytest.raises(PlanError, match="3 stages asked for at least, each needs a device, and there are 2"):
+        search(blocks(4), machines(1, 2), batch_size=8, depths=[3, 4])
+
+
+def test_a_machine_of_half_the_speed_gets_half_the_segments() -> None:
+    """V26: two stages, of which one is twice as fast."""
+    cluster = Cluster((Machine("fast", 1, 80 * GB), Machine("slow", 1, 80 * GB, speed=0.5)))
+    best = search(blocks(9), cluster, batch_size=64, depths=[2], microbatch_sizes=[1]).best
+    assert [stage.stop - stage.first for stage in best.plan.stages] == [6, 3]
+
+
+def test_a_smaller_device_gets_fewer_segments() -> None:
+    """V26: memory, not only time, decides where to cut."""
+    cluster = Cluster((Machine("large", 1, 80 * GB), Machine("small", 1, 9 * GB)))
+    best = search(blocks(6, parameter_bytes=GB), cluster, batch_size=16, depths=[2]).best
+    assert [stage.stop - stage.first for stage in best.plan.stages] == [4, 2]
+
+
+def test_stages_are_balanced_by_time_and_not_by_number() -> None:
+    """V26"""
+    uneven = profile([segment(4e-3), segment(1e-3)], [0, 1, 1, 1, 1])
+    best = search(uneven, machines(1, 2), batch_size=32, depths=[2]).best
+    assert [(stage.first, stage.stop) for stage in best.plan.stages] == [(0, 1), (1, 5)]
+
+
+def test_neighbours_stay_on_one_machine_and_reductions_where_the_network_is_good() -> None:
+    """Dear gradients put the replicas of a stage together, dear activations the stages of a replica."""
+    heavy_cuts = profile([segment(1e-3)], [0] * 4, cut_bytes=64 * MB)
+    plan = search(heavy_cuts, machines(2, 2), batch_size=16, depths=[2]).best.plan
+    assert plan.width == 1 or [stage.ranks for stage in plan.stages] == [(0, 2), (1, 3)]
+    heavy_gradients = profile([segment(1e-3, parameter_bytes=256 * MB)], [0] * 4, cut_bytes=1)
+    plan = search(heavy_gradients, machines(2, 2), batch_size=16, depths=[2]).best.plan
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 7, 11, 13])
+def test_any_number_of_devices_has_a_plan_and_idle_ones_are_named(num_devices: int) -> None:
+    """V25: primes included; P = 1 and P = n + 1 are candidates."""
+    ranking = search(blocks(3), machines(1, num_devices), batch_size=64, every_depth=True)
+    assert {proposal.plan.depth for proposal in ranking.proposals} == set(range(1, min(3, num_devices) + 1))
+    for proposal in ranking.proposals:
+        used = len(proposal.plan.ranks)
+        assert proposal.plan.ranks == tuple(range(used))
+        assert len(proposal.idle) == num_devices - used
+    cluster = Cluster((Machine("a", 2, 80 * GB), Machine("b", 1, 80 * GB)))
+    (three_on_two,) = search(blocks(2), cluster, batch_size=64, depths=[2]).proposals
+    assert three_on_two.idle == ("b:0",)
+
+
+def test_recompute_comes_only_where_memory_asks_for_it() -> None:
+    """One device has room for the activations of a micro-batch or two, not for four."""
+    hungry = blocks(4, activation_bytes=256 * MB, parameter_bytes=MB)
+    tight = search(
+        hungry,
+        machines(1, 4, memory_bytes=GB),
+        batch_size=64,
+        depths=[4],
+        schedules=["1f1b"],
+        microbatch_sizes=[1],
+    ).best
+    assert [stage.recompute for stage in tight.plan.stages] == [True, False, False, False]
+    ample = search(hungry, machines(1, 4), batch_size=64, depths=[4], schedules=["1f1b"]).best
+    assert not any(stage.recompute for stage in ample.plan.stages)
+
+
+def test_runners_up_say_why_they_lost() -> None:
+    """B3"""
+    ranking = search(blocks(8), machines(1, 4), batch_size=64, every_depth=True)
+    assert ranking.best.reason == "the shortest step of all layouts"
+    assert [p.forecast.seconds for p in ranking.proposals] == sorted(
+        p.forecast.seconds for p in ranking.proposals
+    )
+    assert all(
+        "% slower: " in p.reason and "ms a step for" in p.reason and " against " in p.reason
+        for p in ranking.proposals[1:]
+    )
+
+
+def test_the_forecast_of_a_plan_is_that_of_the_search_and_its_parts_sum_up() -> None:
+    made, cluster = transformer(10, sizes=(1, 2)), machines(2, 4)
+    for proposal in search(made, cluster, batch_size=32, every_depth=True).proposals:
+        idle = range(len(proposal.plan.ranks), cluster.num_devices)
+        forecast, simulation = forecast_plan(made, cluster, proposal.plan, idle=idle)
+        if proposal.idle == tuple(f"node{device // 4}:{device % 4}" for device in idle):
+            assert forecast == proposal.forecast
+        for stage in forecast.stages:
+            assert stage.seconds == pytest.approx(forecast.seconds)
+            assert 0 <= stage.bubble <= 1
+        assert simulation.timeline().seconds >= forecast.seconds - 1e-9
+
+
+def test_a_plan_of_another_model_precision_or_size_is_refused() -> None:
+    made, cluster = blocks(4), machines(1, 2)
+    plan = search(made, cluster, batch_size=8, depths=[2]).best.plan
+    other = profile([segment(1e-3)], [0] * 4, fingerprint="another")
+    with pytest.raises(PlanError, match="the plan is for the model by hand, the profile of another"):
+        forecast_plan(other, cluster, plan)
+    with pytest.raises(PlanError, match="runs in bf16, the profile was measured in fp32"):
+        forecast_plan(profile([segment(1e-3)], [0] * 4, precision="fp32"), cluster, plan)
+    with pytest.raises(PlanError, match="stages hold 4 segments, the profile 5"):
+        forecast_plan(blocks(5), cluster, plan)
+    with pytest.raises(PlanError, match="2 ranks, the cluster 1 devices"):
+        forecast_plan(made, machines(1, 1), plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fault"),
+    [
+        ({"batch_size": 0}, "at least one sample, not 0"),
+        ({"depths": [5]}, "5 stages asked for, but the model has 4 segments and so allows 1 to 4"),
+        ({"microbatch_sizes": [8]}, "micro-batches of 8 asked for, but the profile tells of 1 to 4"),
+        ({"schedules": ["2f2b"]}, "there is no schedule '2f2b'"),
+        ({"headroom": 1.0}, "headroom is the share"),
+    ],
+)
+def test_nonsense_is_refused_with_the_way_out(asked: dict[str, object], fault: str) -> None:
+    with pytest.raises(PlanError, match=fault):
+        search(blocks(4), machines(1, 2), **{"batch_size": 8, **asked})  # type: ignore[arg-type]
+
+
+def test_a_link_that_was_not_measured_is_an_error_and_never_free() -> None:
+    """V25"""
+    alone = profile([segment(1e-3)], [0] * 4, between=None, reduce_costs=reductions(1e10, between=False))
+    with pytest.raises(PlanError, match="no link of neighbours on two machines: `between` is null"):
+        search(alone, machines(2, 2), batch_size=8)
+    assert search(alone, machines(1, 4), batch_size=8).best
+    nothing = profile([segment(1e-3)], [0] * 4, between=None, within=None, reduce_costs=())
+    with pytest.raises(PlanError, match=r"within one machine|on one machine"):
+        search(nothing, machines(1, 2), batch_size=8)
+    assert search(nothing, machines(1, 1), batch_size=8).best.plan.depth == 1
+
+
+def test_what_was_estimated_is_said() -> None:
+    """V25: all-reduces over more ranks than were measured, and micro-batches between measured sizes."""
+    best = search(blocks(2), machines(2, 8), batch_size=16 * 3, depths=[1], microbatch_sizes=[4]).best
+    said = " ".join(best.forecast.estimates)
+    assert "micro-batches of 3 are interpolated between 2 and 4" in said
+    assert "over 16 ranks is estimated from 8" in said
+
+
+def test_a_cluster_of_thousands_is_planned_by_looking_at_a_few() -> None:
+    """The answer for 4,096 devices, from fewer than a hundred simulations."""
+    ranking = search(transformer(94), machines(512, 8), batch_size=8192)
+    best = ranking.best
+    assert ranking.num_simulated < 100
+    assert len(best.plan.ranks) + len(best.idle) == 4096
+    assert best.plan.stages[0].first == 0 and best.plan.stages[-1].stop == 96
+    assert all(stage.memory.total <= 80 * GB for stage in best.forecast.stages)

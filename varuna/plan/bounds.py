@@ -1,0 +1,203 @@
+"""What a step takes at least, known without playing it: so that most layouts need not be played.
+
+Every bound here is sound: the simulation never takes less (a test holds them against each other).
+"""
+
+from typing import NamedTuple
+
+from varuna.plan.simulate import Orders, Pipeline, StageTimes
+
+F, R, B, I, W = range(5)  # noqa: E741 - the letters of the instructions
+
+
+def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
+    """What a step takes at least, and what it would if there were nothing to reduce.
+
+    For one replica with known stages: what follows from the order of things along the pipeline.
+
+    The first micro-batch reaches stage s no sooner than `down[s]`. From then on the stage has all its
+    forwards and backwards to do. The last forward comes after the last forward of the stage before, the
+    last backward after that of the stage behind, and after as many backwards of its own; a stage that
+    holds no more than its limit goes there and back so and so often.
+    """
+    stages = pipeline.stages
+    depth, microbatches = len(stages), orders.microbatches
+    again = microbatches - 1
+    split = "I" in orders.letters[0]
+    back, final = (I, W) if split else (B, B)
+
+    down = [0.0] * depth  # when the first forward begins
+    forwards = [0.0] * depth  # when the last forward ends
+    for s, stage in enumerate(stages):
+        seconds, last = stage.seconds, stage.last_seconds
+        if s:
+            way = pipeline.forward[s - 1]
+            before = stages[s - 1]
+            first, sending = (
+                (before.seconds, way.sending) if again else (before.last_seconds, way.last_sending)
+            )
+            left = down[s - 1] + first[F] - way.leaving
+            down[s] = left + sending + way.latency
+            sent = max(forwards[s - 1] - way.leaving, left + again * way.sending)
+            forwards[s] = sent + way.last_sending + way.latency + last[F]
+        forwards[s] = max(forwards[s], down[s] + again * seconds[F] + last[F])
+
+    ends = [0.0] * depth  # when the last backward ends, weight part not counted
+    came_back = 0.0  # when the first backward ends
+    trip = 0.0  # from a forward to the end of its backward
+    for s in reversed(range(depth)):
+        seconds, last = stages[s].seconds, stages[s].last_seconds
+        first = seconds if again else last
+        recompute = R if "R" in orders.letters[s] else None
+        each = seconds[F] + seconds[back] + (0.0 if recompute is None else seconds[R])
+        once = last[F] + last[back] + (0.0 if recompute is None else last[R])
+        if s == depth - 1:
+            came_back = down[s] + first[F] + first[back]
+            ends[s] = forwards[s] + last[back]
+            trip = first[F] + first[back]
+        else:
+            there, here = pipeline.forward[s], pipeline.backward[s]
+            sending = here.sending if again else here.last_sending
+            left = came_back - here.leaving
+            came_back = left + sending + here.latency + first[back]
+            sent = max(ends[s + 1] - here.leaving, left + again * here.sending)
+            ends[s] = sent + here.last_sending + here.latency + last[back]
+            trip += there.latency + here.latency - there.leaving - here.leaving + first[F] + first[back]
+            trip += there.sending + here.sending if again else there.last_sending + here.last_sending
+        limited = down[s] + again // orders.limits[s] * trip
+        ends[s] = max(
+            ends[s],
+            down[s] + again * each + once,
+            limited + (trip if again % orders.limits[s] else last[F] + last[back]),
+        )
+        if again:
+            ends[s] = max(ends[s], came_back + (again - 1) * seconds[back] + last[back])
+
+    # The end of a step, as the simulator plays it: with the earliest ends, nothing is later than it is.
+    stops = ends
+    if split:
+        stops = [
+            max(end + stage.last_seconds[W], down[s] + _all_work(orders, stage, s, again))
+            for s, (end, stage) in enumerate(zip(ends, stages, strict=True))
+        ]
+    told = max(stop - stage.last_seconds[final] for stop, stage in zip(stops, stages, strict=True))
+    told += pipeline.totals_seconds
+    bare = longest = 0.0
+    for stop, stage, begun in zip(stops, stages, down, strict=True):
+        ending = stage.ending_seconds - begun
+        bare = max(bare, max(stop, told) + ending)
+        if stage.buckets:
+            longest = max(longest, stop + exposed(stage, stage.last_seconds[final]) + ending)
+    if pipeline.lanes:
+        longest = max(longest, _in_lanes(pipeline, stops, down, split))
+    return max(bare, longest) * (1 - 1e-12), bare * (1 - 1e-12)
+
+
+def _all_work(orders: Orders, stage: StageTimes, index: int, again: int) -> float:
+    kinds = (F, I, W, R) if "R" in orders.letters[index] else (F, I, W)
+    return sum(again * stage.seconds[kind] + stage.last_seconds[kind] for kind in kinds)
+
+
+def _in_lanes(pipeline: Pipeline, stops: list[float], down: list[float], split: bool) -> float:
+    """Reductions over one card queue.
+
+    The first stage among them is the last to have all its gradients, and so the last to be done; where
+    weight parts come in any order, it may be any of them.
+    """
+    lanes: dict[int, list[int]] = {}
+    for s, lane in enumerate(pipeline.lanes):
+        lanes.setdefault(lane, []).append(s)
+    longest = 0.0
+    for members in lanes.values():
+        buckets = []
+        for s in members:
+            stage, stop = pipeline.stages[s], stops[s]
+            backward = stage.last_seconds[W if split else B]
+            buckets += [(stop - (1.0 - share) * backward, seconds) for share, seconds in stage.buckets]
+        free = 0.0
+        for full, seconds in sorted(buckets):
+            free = max(free, full) + seconds
+        last = members if split else members[:1]
+        longest = max(longest, free + min(pipeline.stages[s].ending_seconds - down[s] for s in last))
+    return longest
+
+
+def exposed(stage: StageTimes, backward: float) -> float:
+    """How long the reductions of a stage outlast its last backward, even if they wait for nobody."""
+    left = 0.0
+    longest = 0.0
+    for share, seconds in reversed(stage.buckets):
+        left += seconds
+        longest = max(longest, left - (1.0 - share) * backward)
+    return longest
+
+
+class Open(NamedTuple):
+    """A layout whose cuts are still open. Seconds are of the whole model on the fastest device."""
+
+    depth: int
+    microbatches: int
+    forward: float  # of a micro-batch; likewise the next two
+    backward: float  # what the stage before waits for
+    weights: float  # what nobody waits for; zero where the backward is in one part
+    last_forward: float  # of the last micro-batch, which may be smaller
+    last_backward: float
+    last_weights: float
+    heaviest: float  # what some stage does in the whole step, however the model is cut
+    forward_share: tuple[float, float]  # of all three, in the segments where it is least and most
+    at_the_end: float  # the stages' reductions and optimizers together, as far as nothing hides them
+    messages: tuple[float, float] = (0.0, 0.0)  # down the pipeline, at least and at most
+    lanes: int = 0  # over which the stages' reductions queue, and how many in one of them
+    longest_lane: int = 0
+    reduction: float = 0.0  # seconds of all-reduce for each second of a micro-batch, at least
+
+
+def least_of_any_cut(layout: Open) -> float:
+    """For a layout whose cuts are still open: stages may be as equal as one could wish.
+
+    All stages together do the whole work, so one of them does a `depth`-th of it.
+    """
+    depth, microbatches = layout.depth, layout.microbatches
+    forward, backward = layout.forward, layout.backward
+    whole = forward + backward + layout.weights
+    last = layout.last_forward + layout.last_backward + layout.last_weights
+    again = microbatches - 1
+    there_and_back = 2 * layout.messages[0]
+    longest = max(
+        (again * whole + last + layout.at_the_end) / depth,
+        layout.heaviest,
+        layout.last_forward + layout.last_backward + there_and_back + again * max(forward, backward) / depth,
+    )
+    if not again:
+        return longest * (1 - 1e-12)
+    longest = max(
+        longest,
+        forward + backward + there_and_back,
+        forward + layout.last_backward + there_and_back + (again - 1) * backward / depth,
+    )
+    full = microbatches if last >= whole else again
+    least_share, most_share = layout.forward_share
+    if layout.weights:
+        # Until a stage begins its last weight part, for which all wait, it has waited for the forwards
+        # before it and done all its other work.
+        longest = max(longest, _spread_out(whole, depth, work=full - 1, before=least_share))
+    else:
+        longest = max(longest, _spread_out(whole, depth, work=full, before=1.0))
+    if layout.reduction and layout.lanes:
+        # A stage's reductions begin with its last backward at the earliest, and those of the stages of
+        # its lane that are later than it queue up behind. Which of them is last, and begins when, is
+        # known only where the backward is in one part.
+        share = _spread_out(1.0, layout.longest_lane, work=again + layout.reduction, before=layout.reduction)
+        if layout.weights:
+            longest = max(longest, (share - most_share) * whole / layout.lanes - layout.messages[1])
+        else:
+            longest = max(longest, share * whole / layout.lanes)
+    return longest * (1 - 1e-12)
+
+
+def _spread_out(whole: float, stages: int, *, work: float, before: float) -> float:
+    """The least that all of `before × (t[0] + ... + t[s-1]) + work × t[s]` can be at once, where t sums to
+    a whole: each t[s] is then smaller than the one before it by the same share."""
+    if work <= before:
+        return max(0.0, work * whole)
+    return before * whole / (1.0 - (1.0 - before / work) ** stages)

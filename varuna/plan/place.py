@@ -1,0 +1,221 @@
+"""Which device runs which stage of which replica, and what that means for links and reductions.
+
+Two ways: a replica's stages stand together, so that activations stay within a machine and gradients
+travel between machines; or a stage's replicas stand together, the other way round. The latter also
+puts machines of one speed into one stage, which can then be given segments to match.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any, Literal, NamedTuple
+
+from varuna.types import Cluster, Machine
+
+Way = Literal["stages together", "replicas together"]
+WAYS: tuple[Way, ...] = ("stages together", "replicas together")
+
+MOST_KINDS = 2
+"""Replicas that cross machines as often as each other, only at other cuts, take all but equally long."""
+
+
+class ReplicaKind(NamedTuple):
+    """Replicas that run alike: the speed of each stage's device, and which cuts lie between machines."""
+
+    speeds: tuple[float, ...]
+    crossing: tuple[bool, ...]
+
+
+class Placement(NamedTuple):
+    """All that costs depend on, and the devices themselves, counted over the cluster in its order."""
+
+    replicas: Sequence[Sequence[int]]  # the devices of each, by stage
+    kinds: tuple[ReplicaKind, ...]
+    crowding: tuple[int, ...]  # for each cut, how many messages leave a machine at once over one card
+    memory_bytes: tuple[int, ...]  # for each stage, of its smallest device
+    between: tuple[bool, ...]  # for each stage, whether its replicas are on several machines
+    lanes: tuple[int, ...]  # stages of one number reduce over one card
+
+    @property
+    def depth(self) -> int:
+        return len(self.replicas[0])
+
+    @property
+    def width(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each stage's slowest device."""
+        return tuple(map(min, zip(*(kind.speeds for kind in self.kinds), strict=True)))
+
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """By stage and replica; ranks count the devices that are used, in the cluster's order."""
+        used = sorted(device for replica in self.replicas for device in replica)
+        rank = {device: index for index, device in enumerate(used)}
+        return tuple(tuple(rank[device] for device in stage) for stage in zip(*self.replicas, strict=True))
+
+
+class Packed(Sequence[Sequence[int]]):
+    """Replicas one after the other over a row of devices; written out only when asked for."""
+
+    def __init__(self, devices: Sequence[int], depth: int, width: int) -> None:
+        self._devices, self._depth, self._width = devices, depth, width
+
+    def __len__(self) -> int:
+        return self._width
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._width:
+            raise IndexError(index)
+        return self._take(index)
+
+    def _take(self, index: int) -> Sequence[int]:
+        return self._devices[index * self._depth : (index + 1) * self._depth]
+
+
+class Striped(Packed):
+    """Stages one after the other over a row of devices."""
+
+    def _take(self, index: int) -> Sequence[int]:
+        return self._devices[index : self._depth * self._width : self._width]
+
+
+class Ground:
+    """A cluster, made ready for placing."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.machine_of = [
+            index for index, machine in enumerate(cluster.machines) for _ in range(machine.devices)
+        ]
+        self._firsts = firsts = [0, *accumulate(machine.devices for machine in cluster.machines)]
+        # What is left idle should be the slowest and smallest.
+        order = sorted(
+            range(len(cluster.machines)),
+            key=lambda index: (-cluster.machines[index].speed, -cluster.machines[index].memory_bytes, index),
+        )
+        self._machines = [range(firsts[index], firsts[index + 1]) for index in order]
+        self._in_order = [device for machine in self._machines for device in machine]
+        self.unequal = len({(m.devices, m.memory_bytes, m.speed, m.cards) for m in cluster.machines}) > 1
+        self._aligned: dict[int, list[Sequence[int]]] = {}
+        self._placed: dict[tuple[int, int, Way], Placement] = {}
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.machine_of)
+
+    @property
+    def fastest(self) -> float:
+        return max(machine.speed for machine in self.cluster.machines)
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(machine.memory_bytes for machine in self.cluster.machines)
+
+    def ways(self, depth: int, width: int) -> tuple[Way, ...]:
+        """Those that can differ."""
+        alike = depth == 1 or width == 1 or len(self.cluster.machines) == 1
+        return WAYS[:1] if alike and not (self.unequal and depth > 1) else WAYS
+
+    def aligned_width(self, depth: int) -> int:
+        """How many replicas fit so that none is on more machines than it must be."""
+        return len(self._align(depth))
+
+    def place(self, depth: int, width: int, way: Way) -> Placement:
+        key = (depth, width, way)
+        if key not in self._placed:
+            self._placed[key] = self._look_at(self._choose(depth, width, way))
+        return self._placed[key]
+
+    def speeds(self, depth: int, width: int, way: Way) -> tuple[float, ...]:
+        if not self.unequal:
+            return (self.cluster.machines[0].speed,) * depth
+        return self.place(depth, width, way).speeds
+
+    def look_at(self, devices: Sequence[Sequence[int]]) -> Placement:
+        """A placement that somebody else has chosen: devices by stage and replica."""
+        return self._look_at([list(replica) for replica in zip(*devices, strict=True)])
+
+    def name(self, device: int) -> str:
+        index = self.machine_of[device]
+        return f"{self.cluster.machines[index].name}:{device - self._firsts[index]}"
+
+    def _choose(self, depth: int, width: int, way: Way) -> Sequence[Sequence[int]]:
+        """The devices of each replica, by stage."""
+        if way == "replicas together":
+            return Striped(self._in_order, depth, width)
+        aligned = self._align(depth)
+        return aligned[:width] if width <= len(aligned) else Packed(self._in_order, depth, width)
+
+    def _align(self, depth: int) -> list[Sequence[int]]:
+        if depth not in self._aligned:
+            found: list[Sequence[int]] = []
+            gathered: list[int] = []  # of a replica that needs several machines
+            for machine in self._machines:
+                if len(machine) >= depth:
+                    found += [machine[k : k + depth] for k in range(0, len(machine) - depth + 1, depth)]
+                    continue
+                gathered += machine
+                if len(gathered) >= depth:
+                    found.append(gathered[:depth])
+                    gathered = []
+            self._aligned[depth] = found
+        return self._aligned[depth]
+
+    def _look_at(self, replicas: Sequence[Sequence[int]]) -> Placement:
+        machines, machine_of = self.cluster.machines, self.machine_of
+        depth = len(replicas[0])
+        # On equal machines replicas repeat each other after at most as many as one has devices.
+        number = len(replicas) if self.unequal else min(len(replicas), 2 * machines[0].devices)
+        homes = [[machine_of[device] for device in replicas[r]] for r in range(number)]
+        speeds = [machine.speed for machine in machines]
+        kinds = dict.fromkeys(
+            ReplicaKind(
+                tuple([speeds[home] for home in replica]),
+                tuple([left != right for left, right in pairwise(replica)]),
+            )
+            for replica in homes
+        )
+        crowding = []
+        for cut in range(depth - 1):
+            leaving = Counter(home[cut] for home in homes if home[cut] != home[cut + 1])
+            crowding.append(
+                max((ceil(count / machines[home].cards) for home, count in leaving.items()), default=1)
+            )
+        columns = [{home[stage] for home in homes} for stage in range(depth)]
+        return Placement(
+            replicas,
+            _slowest(tuple(kinds)),
+            tuple(crowding),
+            tuple(min(machines[home].memory_bytes for home in column) for column in columns),
+            tuple(len(column) > 1 for column in columns),
+            _lanes(homes[0], machines),
+        )
+
+
+def _slowest(kinds: tuple[ReplicaKind, ...]) -> tuple[ReplicaKind, ...]:
+    """Leaves out replicas that another one is slower than in every place."""
+
+    def outdone(kind: ReplicaKind, by: ReplicaKind) -> bool:
+        return (
+            kind != by
+            and all(map(float.__ge__, kind.speeds, by.speeds))
+            and all(map(bool.__le__, kind.crossing, by.crossing))
+        )
+
+    left = [kind for kind in kinds if not any(outdone(kind, other) for other in kinds)]
+    return tuple(sorted(left, key=lambda kind: (-sum(kind.crossing), sum(kind.speeds)))[:MOST_KINDS])
+
+
+def _lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
+    """Stages on one machine take its cards in turn."""
+    seen: Counter[int] = Counter()
+    lanes: dict[tuple[int, int], int] = {}
+    found = []
+    for home in homes:
+        card = (home, seen[home] % machines[home].cards)
+        seen[home] += 1
+        found.append(lanes.setdefault(card, len(lanes)))
+    return tuple(found)

@@ -1,0 +1,786 @@
+"""Chooses depth, width, micro-batch, schedule, recompute, cuts and places for the shortest step.
+
+One queue, smallest bound first. What comes out of it is looked at more closely and put back with a
+better bound, until a layout comes out that is settled in every detail; that one is simulated.
+
+    (depth, micro-batch, width)        a bound for any cut
+             │  places × schedules × recompute
+             ▼
+    cut so that it fits its memory     a bound for this cut
+             │
+             ▼
+    simulated                          what it takes
+
+The search ends when the smallest bound is above what was found. Every bound is sound, so the answer is
+that of simulating them all, where models of few segments are cut in every way. Of others, the cut that
+the bound likes best stands for all, and the winner's cuts are moved while that helps.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import ceil, inf
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from varuna.errors import PlanError
+from varuna.plan.bounds import Open, least_of_any_cut, least_seconds
+from varuna.plan.costs import Costs, Sizes
+from varuna.plan.cuts import FEW_SEGMENTS, Cut, Cutter, Mode, Tempo, Work
+from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
+from varuna.plan.memory import Needs, Room
+from varuna.plan.partition import neighbours
+from varuna.plan.place import Ground, Placement
+from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
+from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName
+
+FEW_DEVICES = 64
+"""On up to so many devices, all numbers of replicas are looked at."""
+EQUAL = 1e-9
+"""Steps whose times differ by less than this share take equally long."""
+PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "gpipe")
+"""Among equally fast ones: the one that bears jitter best, then those that hold least."""
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """What a search found, best first, one proposal for each depth; and why other depths were refused."""
+
+    proposals: tuple[Proposal, ...]
+    refused: tuple[str, ...]
+    num_simulated: int
+
+    @property
+    def best(self) -> Proposal:
+        return self.proposals[0]
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    depths: Sequence[int] | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    schedules: Sequence[ScheduleName] | None = None,
+    recompute: bool | None = None,  # None: where memory asks for it, or it pays
+    shard_optimizer: bool = False,
+    headroom: float = 0.0,  # the share of each device's memory to leave free
+    every_depth: bool = False,  # the best of each, rather than the best of all and some that lost to it
+) -> Ranking:
+    """The fastest layouts; a PlanError where none fits."""
+    if batch_size < 1:
+        raise PlanError(f"the batch must hold at least one sample, not {batch_size}")
+    if not cluster.machines:
+        raise PlanError("the cluster has no machine (name at least one)")
+    if not 0.0 <= headroom < 1.0:
+        raise PlanError(f"headroom is the share of a device's memory to leave free, 0 to 1, not {headroom}")
+    costs = Costs(profile)
+    asked = Asked(
+        batch_size,
+        _depths(costs, depths),
+        _microbatch_sizes(costs, microbatch_sizes),
+        _schedules(schedules),
+        ("where needed", "everywhere") if recompute is None else ("everywhere",) if recompute else ("never",),
+        shard_optimizer,
+        headroom,
+    )
+    return Search(costs, Ground(cluster), asked, every_depth=every_depth).run()
+
+
+class Asked(NamedTuple):
+    """What the search is about."""
+
+    batch_size: int
+    depths: tuple[int, ...]
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[ScheduleName, ...]
+    modes: tuple[Mode, ...]
+    shard_optimizer: bool
+    headroom: float
+
+
+class Node(NamedTuple):
+    """Layouts that share a bound."""
+
+    depth: int
+    microbatch_size: int
+    split: bool  # of the schedules, those with the backward in two parts
+    width: int
+
+
+class Site(NamedTuple):
+    """A node with its places."""
+
+    node: Node
+    placement: Placement
+    tempo: Tempo
+
+
+class Found(NamedTuple):
+    """Of two, the better is the smaller."""
+
+    seconds: float  # rounded, so that equal ones are equal
+    num_devices: int
+    preference: int
+    memory_bytes: int
+    draft: Draft
+    simulation: Simulation
+
+
+class Least(NamedTuple):
+    """The whole model for one micro-batch, each segment the fastest way that any stage can run it."""
+
+    forward: float
+    backward: float  # what the stage before waits for
+    weights: float
+    at_least: tuple[tuple[float, int], ...]  # so many segments take so long each, all three
+    forward_share: tuple[float, float]  # of all three, at least and at most
+    gradient_bytes: float  # for each second of a segment, at least
+
+    def heaviest(self, depth: int) -> float:
+        """What some stage takes, however the model is cut: so many in so few stages must be together."""
+        return max(ceil(number / depth) * seconds for seconds, number in self.at_least)
+
+
+class Search:
+    def __init__(self, costs: Costs, ground: Ground, asked: Asked, *, every_depth: bool = False) -> None:
+        self.costs = costs
+        self.ground = ground
+        self.asked = asked
+        self.every_depth = every_depth
+        self.found: dict[int, Found] = {}  # by depth
+        self.num_simulated = 0
+        self.few_cuts = costs.num_segments <= FEW_SEGMENTS
+        self._queue: list[tuple[float, int, Node | Site | Draft]] = []
+        self._num_queued = 0
+        self._misfits: set[int] = set()  # depths of which some layout did not fit
+        self._never_fit: set[object] = set()
+        self._bare: dict[tuple[object, ...], tuple[Node, float]] = {}  # simulated, without reductions
+        self._leasts: dict[tuple[int, bool], Least] = {}
+        self._rates: dict[tuple[int, bool], float] = {}
+        self._sendings: dict[object, tuple[float, ...]] = {}
+        self._works: dict[object, Work] = {}
+        self._tempos: dict[object, Tempo] = {}
+
+    def run(self) -> Ranking:
+        self._put_nodes()
+        while self._queue:
+            bound, _, item = heapq.heappop(self._queue)
+            node = _node_of(item)
+            if bound > self._worth(node.depth):
+                if not self.every_depth:
+                    break
+            elif not self.few_cuts and self._scaled(node) > self._worth(node.depth):
+                continue
+            elif isinstance(item, Node):
+                self._place(item, bound)
+            elif isinstance(item, Site):
+                self._settle(item)
+            else:
+                self._simulate(item)
+        if not self.found:
+            raise PlanError(self._why_nothing_fits())
+        if not self.few_cuts:
+            for found in self._ranked() if self.every_depth else self._ranked()[:1]:
+                self._move_cuts(found.draft.depth)
+        return self._rank()
+
+    def _put(self, bound: float, item: Node | Site | Draft) -> None:
+        self._num_queued += 1  # of equal bounds, what came first goes first
+        heapq.heappush(self._queue, (bound, self._num_queued, item))
+
+    def _ranked(self) -> list[Found]:
+        return sorted(self.found.values(), key=lambda found: found[:4])
+
+    def _worth(self, depth: int) -> float:
+        """What a layout of this depth must not take longer than, to be of interest."""
+        if self.every_depth:
+            return self.found[depth].seconds * (1 + EQUAL) if depth in self.found else inf
+        return min((found.seconds for found in self.found.values()), default=inf) * (1 + EQUAL)
+
+    # ------------------------------------------------------------ which layouts there are
+
+    def _widest(self, depth: int, microbatch_size: int) -> Iterator[int]:
+        """The most replicas that get work, of micro-batches that none of the smaller sizes could hold."""
+        batch = self.asked.batch_size
+        width = min(self.ground.num_devices // depth, batch)
+        sizes = self.asked.microbatch_sizes
+        smaller = sizes[sizes.index(microbatch_size) - 1] if microbatch_size != sizes[0] else 0
+        if smaller:
+            width = min(width, (batch - 1) // smaller)
+        if width > 0:
+            yield self._step_down(width + 1)
+
+    def _step_down(self, width: int) -> int:
+        """The next smaller number of replicas that could be better than this one.
+
+        Of those that leave the largest share of the batch the same, in large clusters: the most that fill
+        whole machines, and the fewest.
+        """
+        batch, below = self.asked.batch_size, width - 1
+        if self.ground.num_devices <= FEW_DEVICES:
+            return below
+        share = ceil(batch / below)
+        fewest = ceil(batch / share)
+        if self.asked.shard_optimizer and width > self.ground.num_devices:
+            return below
+        if share == ceil(batch / width):
+            return fewest
+        devices = self.ground.cluster.machines[0].devices
+        return max(fewest, below // devices * devices)
+
+    def _can_hold(self, depth: int) -> bool:
+        """Whether what is kept from step to step could fit at all: one look spares many."""
+        if depth > self.ground.num_devices:
+            return False
+        width = self.ground.num_devices // depth if self.asked.shard_optimizer else 1
+        needs = Needs(self.costs, Room(self.costs.sizes(self.asked.microbatch_sizes[0]), width, 1, width > 1))
+        fits = needs.least_steady <= depth * self.ground.largest_bytes * (1 - self.asked.headroom)
+        if not fits:
+            self._misfits.add(depth)
+        return fits
+
+    def _put_nodes(self) -> None:
+        """All depths and micro-batches, each with the most replicas.
+
+        Of a few depths the most promising one is gone through to the end first: with something found,
+        much else need not be looked at.
+        """
+        nodes = [
+            Node(depth, size, split, width)
+            for depth in self.asked.depths
+            if self._can_hold(depth)
+            for size in self.asked.microbatch_sizes
+            for width in self._widest(depth, size)
+            for split in sorted({name == "zero-bubble" for name in self.asked.schedules})
+        ]
+        bounds = {node: self._bound(node) for node in nodes}
+        for node, bound in bounds.items():
+            self._put(bound, node)
+        if not self.few_cuts:
+            best: dict[int, Node] = {}
+            for node in nodes:
+                if node.depth & (node.depth - 1) == 0 or node.depth == self.asked.depths[-1]:
+                    best[node.depth] = min(best.get(node.depth, node), node, key=bounds.__getitem__)
+            for node in best.values():
+                self._probe(node)
+
+    # ------------------------------------------------------------ what they take at least
+
+    def _bound(self, node: Node, placement: Placement | None = None) -> float:
+        """For any cut; where the places are known, with messages and reductions."""
+        profile, depth = self.costs.profile, node.depth
+        microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
+        last = self._least(last_size, node.split)
+        each = self._least(node.microbatch_size, node.split) if microbatches > 1 else last
+        overhead = depth * profile.overheads.instruction_seconds
+        twice, twice_elements = self.costs.tied_twice(0, self.costs.num_segments)
+        elements = self.costs.num_trained[-1] - twice_elements
+        layout = Open(
+            depth,
+            microbatches,
+            each.forward + overhead,
+            each.backward + overhead,
+            each.weights + overhead if node.split else 0.0,
+            last.forward + overhead,
+            last.backward + overhead,
+            last.weights + overhead if node.split else 0.0,
+            (microbatches - 1) * each.heaviest(depth) + last.heaviest(depth),
+            each.forward_share,
+            depth * profile.overheads.step_seconds
+            + elements
+            * profile.optimizer.seconds_per_element
+            / (node.width if self.asked.shard_optimizer else 1),
+        )
+        if placement is None:
+            return least_of_any_cut(layout)
+        if node.width > 1:
+            rate = self._rate(node.width, any(placement.between))
+            hidden = (last.weights if node.split else last.backward) + overhead
+            reduction = (self.costs.gradient_bytes[-1] - twice) * rate
+            layout = layout._replace(
+                at_the_end=layout.at_the_end + max(0.0, reduction - hidden),
+                lanes=len(set(placement.lanes)) if all(placement.between) else 0,
+                longest_lane=max(Counter(placement.lanes).values()),
+                reduction=rate * each.gradient_bytes,
+            )
+        return least_of_any_cut(layout._replace(messages=self._messages(node, placement, last_size)))
+
+    def _messages(self, node: Node, placement: Placement, last_size: int) -> tuple[float, float]:
+        """Down the pipeline, at least and at most, wherever it is cut."""
+        if node.depth == 1:
+            return 0.0, 0.0
+        size = min(node.microbatch_size, ceil(self.asked.batch_size / node.width))
+        fewest, most_bytes = self.costs.extremes(last_size)[0], self.costs.extremes(size)[1]
+        least = most = 0.0
+        hops = Counter(zip(placement.kinds[0].crossing, placement.crowding, strict=True))
+        for (crossing, crowd), number in hops.items():
+            low = self.costs.message(fewest, between=crossing)
+            high = self.costs.message(most_bytes, between=crossing)
+            least += number * max(0.0, low.sending * crowd + low.latency - low.leaving)
+            most += number * (high.sending * crowd + high.latency)
+        return least, most
+
+    def _least(self, size: int, split: bool) -> Least:
+        key = (size, split)
+        if key not in self._leasts:
+            self._leasts[key] = _least(self.costs, size, split, self.ground.fastest)
+        return self._leasts[key]
+
+    def _rate(self, width: int, between: bool) -> float:
+        """Seconds for each byte that an all-reduce over so many ranks takes at least, whatever its size."""
+        key = (width, between)
+        if key not in self._rates:
+            costs = self.costs
+            measured = costs.reduction_sizes(width, between=between)
+            taken = [costs.reduce_seconds(width, size, between=between) for size in measured]
+            beyond = costs.reduce_seconds(width, 2 * measured[-1], between=between) - taken[-1]
+            rates = [seconds / size for seconds, size in zip(taken, measured, strict=True)]
+            self._rates[key] = min(*rates, beyond / measured[-1])
+        return self._rates[key]
+
+    # ------------------------------------------------------------ a closer look
+
+    def _probe(self, node: Node) -> None:
+        """Looks at one node to the end."""
+        queue, self._queue = self._queue, []
+        self._place(node, 0.0)
+        sites = [item for _, _, item in self._queue if isinstance(item, Site)]
+        self._queue = []
+        for site in sites:
+            self._settle(site)
+        drafts = [item for item in sorted(self._queue) if isinstance(item[2], Draft)]
+        self._queue = queue
+        for bound, _, draft in drafts[:1]:
+            if bound <= self._worth(node.depth) and isinstance(draft, Draft):
+                self._simulate(draft)
+
+    def _place(self, node: Node, bound: float) -> None:
+        """Finds places, and a bound that knows of messages and reductions."""
+        room = self._room(node)
+        needs = Needs(self.costs, room)
+        narrower = node._replace(width=self._step_down(max(2, node.width)))
+        following = inf if not self.few_cuts else 0.0  # for the narrower one, as far as this one tells
+        fits = False
+        for way in self.ground.ways(node.depth, node.width):
+            worth = self._worth(node.depth)
+            tempo = self._tempo(node, self.ground.speeds(node.depth, node.width, way), room.sizes)
+            if not self.few_cuts and not tempo.possible(worth, recompute=self._only_recompute):
+                fits = True
+                continue
+            placement = self.ground.place(node.depth, node.width, way)
+            if needs.least_steady > sum(self._memory_bytes(placement)):
+                self._misfits.add(node.depth)
+                continue
+            fits = True
+            site = Site(node, placement, self._tempo(node, placement.speeds, room.sizes, placement))
+            least = max(bound, self._bound(node, placement))
+            if not self.few_cuts and least <= worth:
+                promised, bare = self._promise(site)
+                least = max(least, promised)
+                quicker = min(1.0, self._least_rate(narrower.width) / self._rate_of(placement))
+                following = min(following, bare + quicker * (promised - bare))
+            else:
+                following = 0.0
+            if least <= worth:
+                self._put(least, site)
+        if not fits and self._wider_is_roomier:  # but a single replica has no buckets
+            narrower, following = node._replace(width=1), 0.0
+        if node.width > 1 and following < inf:  # fewer replicas, of which each gets more
+            least = self._bound(narrower)
+            self._put(max(least, following * least / bound if bound else 0.0), narrower)
+
+    def _rate_of(self, placement: Placement) -> float:
+        """Of all-reduces; a single replica has none, and nothing is quicker."""
+        return self._rate(placement.width, any(placement.between)) if placement.width > 1 else inf
+
+    def _least_rate(self, width: int) -> float:
+        """Wherever so many replicas are placed."""
+        if width == 1:
+            return 0.0
+        largest = max(machine.devices for machine in self.ground.cluster.machines)
+        places = {len(self.ground.cluster.machines) > 1, width > largest}
+        return min(self._rate(width, between) for between in places)
+
+    @property
+    def _wider_is_roomier(self) -> bool:
+        """Whether fewer replicas never hold less: each gets more samples, and none a larger device."""
+        return not self.asked.shard_optimizer and not self.ground.unequal
+
+    @property
+    def _only_recompute(self) -> bool:
+        return self.asked.modes == ("everywhere",)
+
+    def _promise(self, site: Site) -> tuple[float, float]:
+        """The bounds of the cut that they like best, with memory enough."""
+        recompute = self._only_recompute
+        cut = Cut(site.tempo.fastest(recompute), (recompute,) * site.node.depth)
+        draft = self._draft(site, self._schedules(site.node.split)[0], cut)
+        orders = orders_of(draft)
+        orders = orders._replace(limits=(orders.microbatches,) * site.node.depth)
+        return _least_seconds(orders, pipelines(self.costs, draft, orders))
+
+    def _scaled(self, node: Node) -> float:
+        """What a simulation with more replicas tells: the same without reductions, grown as the bounds do."""
+        wider, seconds = self._bare.get(node[:3], (node, 0.0))
+        return seconds * self._bound(node) / self._bound(wider) if wider.width > node.width else 0.0
+
+    def _schedules(self, split: bool) -> list[ScheduleName]:
+        return [name for name in self.asked.schedules if (name == "zero-bubble") == split]
+
+    def _settle(self, site: Site) -> None:
+        """Chooses schedule, recompute and cut, in all ways that fit."""
+        node, placement, tempo = site
+        needs = Needs(self.costs, self._room(node))
+        memory_bytes = self._memory_bytes(placement)
+        made: dict[object, list[Pipeline]] = {}  # schedules that run the same instructions share times
+        for schedule in self._schedules(node.split):
+            cuts: dict[Cut, None] = {}
+            for mode in self.asked.modes:
+                key = (node[:3], memory_bytes, schedule, mode, node.width == 1)
+                if key in self._never_fit:
+                    continue
+                cutter = Cutter(tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
+                fitting = dict.fromkeys(cutter.cuts())
+                cuts |= fitting
+                if not fitting:
+                    self._misfits.add(node.depth)
+                    if self._wider_is_roomier:
+                        self._never_fit.add(key)
+            for cut in cuts:
+                self._put_draft(self._draft(site, schedule, cut), made)
+
+    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> None:
+        orders = orders_of(draft)
+        key = (draft.spans, tuple(["R" in letters for letters in orders.letters]))
+        if key not in made:
+            made[key] = pipelines(self.costs, draft, orders)
+        least, _ = _least_seconds(orders, made[key])
+        if least <= self._worth(draft.depth):
+            self._put(least, draft)
+
+    def _simulate(self, draft: Draft) -> None:
+        orders = orders_of(draft)
+        simulation = simulate(orders, pipelines(self.costs, draft, orders))
+        self.num_simulated += 1
+        found = Found(
+            float(f"{simulation.seconds:.9e}"),
+            draft.depth * draft.width,
+            PREFERENCE.index(draft.schedule),
+            max(memory.total for memory in memories(self.costs, draft)),
+            draft,
+            simulation,
+        )
+        before = self.found.get(draft.depth)
+        if before is None or found[:4] < before[:4]:
+            self.found[draft.depth] = found
+        node = _node_of(draft)
+        other, bare = self._bare.get(node[:3], (node, inf))
+        if other.width <= node.width:
+            self._bare[node[:3]] = (node, min(simulation.bare_seconds, bare if other == node else inf))
+
+    def _move_cuts(self, depth: int) -> None:
+        """Moves single segments over single cuts while the step becomes shorter by it."""
+        before = None
+        while before is not self.found[depth]:
+            before = self.found[depth]
+            self._queue = []
+            made: dict[object, list[Pipeline]] = {}
+            cutters = [self._cutter(before.draft, mode) for mode in self.asked.modes]
+            for spans in neighbours(before.draft.spans):
+                for recompute in {cutter.recompute(spans) for cutter in cutters}:
+                    if recompute is not None:
+                        self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
+            while self._queue and self._queue[0][0] <= self._worth(depth):
+                draft = heapq.heappop(self._queue)[2]
+                assert isinstance(draft, Draft)
+                self._simulate(draft)
+
+    def _room(self, node: Node) -> Room:
+        microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
+        return Room(
+            self.costs.sizes(node.microbatch_size if microbatches > 1 else last_size),
+            node.width,
+            ceil(self.asked.batch_size / node.width),
+            self.asked.shard_optimizer,
+        )
+
+    def _memory_bytes(self, placement: Placement) -> tuple[int, ...]:
+        return tuple(int(memory * (1 - self.asked.headroom)) for memory in placement.memory_bytes)
+
+    def _tempo(
+        self, node: Node, speeds: tuple[float, ...], sizes: Sizes, placement: Placement | None = None
+    ) -> Tempo:
+        microbatches = _spread(self.asked.batch_size, node.width, node.microbatch_size)[0]
+        kind = (sizes.microbatch_size, node.split)
+        if kind not in self._works:
+            self._works[kind] = Work(self.costs, sizes, split=node.split)
+        sending: tuple[tuple[float, ...], ...] = ()
+        if placement is not None and self.costs.cuts_differ and not self.few_cuts:
+            hops = zip(placement.kinds[0].crossing, placement.crowding, strict=True)
+            sending = tuple(self._sending(sizes, *hop) for hop in hops)
+        key = (*kind, microbatches, speeds, sending)
+        if key not in self._tempos:
+            self._tempos[key] = Tempo(
+                self._works[kind], microbatches=microbatches, speeds=speeds, sending=sending
+            )
+        return self._tempos[key]
+
+    def _sending(self, sizes: Sizes, crossing: bool, crowd: int) -> tuple[float, ...]:
+        """For each cut the time for which a micro-batch keeps it busy, in the busier direction."""
+        key = (sizes.microbatch_size, crossing, crowd)
+        if key not in self._sendings:
+            self._sendings[key] = tuple(
+                crowd * max(self.costs.message(b, between=crossing).sending for b in both)
+                for both in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)
+            )
+        return self._sendings[key]
+
+    def _draft(self, site: Site, schedule: ScheduleName, cut: Cut) -> Draft:
+        return Draft(
+            cut.spans,
+            cut.recompute,
+            schedule,
+            site.node.microbatch_size,
+            self.asked.batch_size,
+            site.placement,
+            self.asked.shard_optimizer,
+        )
+
+    def _cutter(self, draft: Draft, mode: Mode) -> Cutter:
+        node = _node_of(draft)
+        room = self._room(node)
+        return Cutter(
+            self._tempo(node, draft.placement.speeds, room.sizes, draft.placement),
+            Needs(self.costs, room),
+            schedule=draft.schedule,
+            mode=mode,
+            memory_bytes=self._memory_bytes(draft.placement),
+        )
+
+    # ------------------------------------------------------------ saying so
+
+    def _rank(self) -> Ranking:
+        ranked = self._ranked()
+        forecasts = []
+        for found in ranked:
+            self.costs.start_notes()
+            pipelines(self.costs, found.draft, orders_of(found.draft))
+            forecasts.append(describe(self.costs, found.draft, found.simulation))
+        proposals = tuple(
+            Proposal(
+                plan_of(found.draft, self.costs.profile),
+                forecast,
+                self._idle(found.draft),
+                _reason(forecast, forecasts[0]) if index else "the shortest step of all layouts",
+            )
+            for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
+        )
+        refused = tuple(
+            f"{_count(depth, 'stage')}: {self._shortage(depth)}"
+            for depth in sorted(self._misfits - self.found.keys())
+        )
+        return Ranking(proposals, refused, self.num_simulated)
+
+    def _idle(self, draft: Draft) -> tuple[str, ...]:
+        used = {device for replica in draft.placement.replicas for device in replica}
+        return tuple(
+            self.ground.name(device) for device in range(self.ground.num_devices) if device not in used
+        )
+
+    def _shortage(self, depth: int) -> str:
+        need, stage, have = self._least_need(depth)
+        return (
+            f"stage {stage} needs {_size(need)} at least, a device has {_size(have)}: {_size(need - have)} "
+            "too little"
+        )
+
+    def _least_need(self, depth: int) -> tuple[float, int, int]:
+        """(bytes, stage, bytes of its device) of the layout of a depth that needs least."""
+        width = 1
+        if self.asked.shard_optimizer:
+            width = min(max(1, self.ground.num_devices // depth), self.asked.batch_size)
+        schedules = self.asked.schedules
+        draft = Draft(
+            (),
+            (),
+            "1f1b" if "1f1b" in schedules else schedules[0],
+            self.asked.microbatch_sizes[0],
+            self.asked.batch_size,
+            self.ground.place(depth, width, "stages together"),
+            self.asked.shard_optimizer,
+        )
+        cutter = self._cutter(draft, self.asked.modes[-1])
+        need, stage = cutter.least_need()
+        return need, stage, cutter.memory_bytes[stage]
+
+    def _why_nothing_fits(self) -> str:
+        possible = [depth for depth in self.asked.depths if depth <= self.ground.num_devices]
+        if not possible:
+            return (
+                f"no layout fits: {_count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
+                f"device, and there are {self.ground.num_devices} (try fewer stages, or add devices)"
+            )
+        depth = min(possible, key=lambda depth: self._least_need(depth)[0] / self._least_need(depth)[2])
+        need, stage, have = self._least_need(depth)
+        size = self.asked.microbatch_sizes[0]
+        recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
+        return (
+            f"no layout fits: with {_count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
+            f"needs least, stage {stage} takes {_size(need)} and its device has {_size(have)}, "
+            f"{_size(need - have)} too little ({self._way_out(need)})"
+        )
+
+    def _way_out(self, need: float) -> str:
+        """The nearest layout that fits: by asking for less, or by having more."""
+        everything = Asked(
+            self.asked.batch_size,
+            _depths(self.costs, None),
+            self.costs.microbatch_sizes(),
+            PREFERENCE,
+            ("where needed", "everywhere"),
+            self.asked.shard_optimizer,
+            self.asked.headroom,
+        )
+        if everything != self.asked:
+            try:
+                other = Search(self.costs, self.ground, everything).run().best.plan
+            except PlanError:
+                pass
+            else:
+                recompute = " with recompute" if any(stage.recompute for stage in other.stages) else ""
+                return (
+                    f"it fits with {_count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
+                    f"{other.schedule}{recompute}"
+                )
+        machine = max(self.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
+        for depth in range(self.ground.num_devices + 1, self.costs.num_segments + 1):
+            wider = Ground(Cluster((msgspec.structs.replace(machine, devices=depth),)))
+            needs, _, has = Search(self.costs, wider, everything)._least_need(depth)
+            if needs <= has:
+                missing = depth - self.ground.num_devices
+                return f"with {_count(missing, 'device')} more, {_count(depth, 'stage')} would fit"
+        ways = f"take devices with {_size(need)}"
+        if not self.asked.shard_optimizer:
+            ways += ", or spread the optimizer's state over replicas"
+        return ways + ", or cut the model finer"
+
+
+def _reason(forecast: Forecast, best: Forecast) -> str:
+    """Where the time goes that the best one does not need."""
+
+    def mean(of: Forecast, part: str) -> float:
+        parts: list[float] = [getattr(stage, part) for stage in of.stages]
+        return sum(parts) / len(parts)
+
+    slower = forecast.seconds / best.seconds - 1
+    if slower <= EQUAL:
+        return "as fast, with more devices or more memory"
+    parts = {
+        "compute_seconds": "computing",
+        "waiting_seconds": "waiting for other stages",
+        "reduce_seconds": "the all-reduce",
+        "optimizer_seconds": "the optimizer",
+    }
+    part = max(parts, key=lambda part: mean(forecast, part) - mean(best, part))
+    return (
+        f"{slower:.1%} slower: {mean(forecast, part) * 1e3:.4g} ms a step for {parts[part]} "
+        f"against {mean(best, part) * 1e3:.4g}"
+    )
+
+
+def _node_of(item: Node | Site | Draft) -> Node:
+    if isinstance(item, Draft):
+        return Node(item.depth, item.microbatch_size, item.schedule == "zero-bubble", item.width)
+    return item.node if isinstance(item, Site) else item
+
+
+def _least_seconds(orders: Orders, replicas: Sequence[Pipeline]) -> tuple[float, float]:
+    bounds = [least_seconds(orders, pipeline) for pipeline in replicas]
+    return max(least for least, _ in bounds), max(bare for _, bare in bounds)
+
+
+def _spread(batch_size: int, width: int, microbatch_size: int) -> tuple[int, int]:
+    """(number of micro-batches, size of the last) of the replica that gets most."""
+    share = ceil(batch_size / width)
+    microbatches = ceil(share / microbatch_size)
+    return microbatches, share - (microbatches - 1) * microbatch_size
+
+
+def _least(costs: Costs, size: int, split: bool, speed: float) -> Least:
+    """Of a micro-batch of a size or larger: so that more work never has a smaller bound.
+
+    (Between two measured sizes times are straight lines, so that the least is at one of them.)
+    """
+    larger = [costs.sizes(s) for s in costs.microbatch_sizes() if s > size]
+    tables = [costs.sizes(size), *larger]
+
+    def fastest(*columns: list[float]) -> list[float]:
+        of_each = [[after - before for before, after in pairwise(column)] for column in columns]
+        return [min(values) / speed for values in zip(*of_each, strict=True)]
+
+    forwards = fastest(*(t.forward for t in tables), *(t.forward_only for t in tables))
+    backwards = fastest(*(t.backward for t in tables))
+    wholes = backwards
+    if split:  # a first stage does all of its backward at once
+        both = fastest(*([i + w for i, w in zip(t.inputs, t.weights, strict=True)] for t in tables))
+        wholes = list(map(min, both, backwards))
+        backwards = list(map(min, fastest(*(t.inputs for t in tables)), wholes))
+    # Segments of one kind differ in their last digits, by the running sums that they were taken from.
+    totals = [float(f"{f + b:.9e}") * (1 - 1e-9) for f, b in zip(forwards, wholes, strict=True)]
+    shares = [f / total for f, total in zip(forwards, totals, strict=True)]
+    gradients = [after - before for before, after in pairwise(costs.gradient_bytes)]
+    for tie in costs.profile.ties:  # which a stage may reduce only once
+        for segment in tie.segments:
+            gradients[segment] -= tie.num_bytes
+    return Least(
+        sum(forwards),
+        sum(backwards),
+        sum(wholes) - sum(backwards),
+        tuple({total: place + 1 for place, total in enumerate(sorted(totals, reverse=True))}.items()),
+        (min(shares), max(shares)),
+        min(g / total for g, total in zip(gradients, totals, strict=True)),
+    )
+
+
+def _depths(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
+    every = range(1, costs.num_segments + 1)
+    for depth in asked or ():
+        if depth not in every:
+            raise PlanError(
+                f"{depth} stages asked for, but the model has {costs.num_segments} segments and so allows "
+                f"1 to {costs.num_segments}"
+            )
+    return tuple(sorted(set(every if asked is None else asked)))
+
+
+def _microbatch_sizes(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
+    measured = costs.microbatch_sizes()
+    for size in asked or ():
+        if not 1 <= size <= measured[-1]:
+            raise PlanError(
+                f"micro-batches of {size} asked for, but the profile tells of 1 to {measured[-1]} "
+                "(profile that size, or choose one of these)"
+            )
+    return tuple(sorted(set(measured if asked is None else asked)))
+
+
+def _schedules(asked: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]:
+    for name in asked or ():
+        if name not in get_args(ScheduleName):
+            known = ", ".join(get_args(ScheduleName))
+            raise PlanError(f"there is no schedule {name!r} (choose among {known})")
+    return tuple(name for name in PREFERENCE if asked is None or name in asked)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{ceil(num_bytes)} bytes"
