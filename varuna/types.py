@@ -386,12 +386,7 @@ class StageForecast(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        return (
-            self.compute_seconds
-            + self.waiting_seconds
-            + self.reduce_seconds
-            + self.optimizer_seconds
-        )
+        return self.compute_seconds + self.waiting_seconds + self.reduce_seconds + self.optimizer_seconds
 
     @property
     def bubble(self) -> float:

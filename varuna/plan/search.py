@@ -18,7 +18,7 @@ the bound likes best stands for all, and the winner's cuts are moved while that 
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple, get_args
@@ -155,6 +155,7 @@ class Search:
         self.few_cuts = costs.num_segments <= FEW_SEGMENTS
         self._queue: list[tuple[float, int, Node | Site | Draft]] = []
         self._num_queued = 0
+        self._placed: set[Node] = set()
         self._misfits: set[int] = set()  # depths of which some layout did not fit
         self._never_fit: set[object] = set()
         self._bare: dict[tuple[object, ...], tuple[Node, float]] = {}  # simulated, without reductions
@@ -175,7 +176,9 @@ class Search:
             elif not self.few_cuts and self._scaled(node) > self._worth(node.depth):
                 continue
             elif isinstance(item, Node):
-                self._place(item, bound)
+                if item not in self._placed:
+                    self._placed.add(item)
+                    self._place(item, bound)
             elif isinstance(item, Site):
                 self._settle(item)
             else:
@@ -183,7 +186,7 @@ class Search:
         if not self.found:
             raise PlanError(self._why_nothing_fits())
         if not self.few_cuts:
-            for found in self._ranked() if self.every_depth else self._ranked()[:1]:
+            for found in self._ranked() if self.every_depth else self._ranked()[:3]:
                 self._move_cuts(found.draft.depth)
         return self._rank()
 
@@ -202,16 +205,22 @@ class Search:
 
     # ------------------------------------------------------------ which layouts there are
 
-    def _widest(self, depth: int, microbatch_size: int) -> Iterator[int]:
-        """The most replicas that get work, of micro-batches that none of the smaller sizes could hold."""
-        batch = self.asked.batch_size
-        width = min(self.ground.num_devices // depth, batch)
-        sizes = self.asked.microbatch_sizes
+    def _first_widths(self, depth: int, microbatch_size: int) -> list[int]:
+        """The most replicas, of micro-batches that none of the smaller sizes could hold.
+
+        From there, fewer are looked at as long as that may pay. What reduces within one machine, or not at
+        all, starts afresh.
+        """
+        batch, sizes = self.asked.batch_size, self.asked.microbatch_sizes
         smaller = sizes[sizes.index(microbatch_size) - 1] if microbatch_size != sizes[0] else 0
+        most = min(self.ground.num_devices // depth, batch)
         if smaller:
-            width = min(width, (batch - 1) // smaller)
-        if width > 0:
-            yield self._step_down(width + 1)
+            most = min(most, (batch - 1) // smaller)
+        if most < 1:
+            return []
+        largest = max(machine.devices for machine in self.ground.cluster.machines)
+        afresh = [] if self.few_cuts else [min(largest, most), 1]
+        return list(dict.fromkeys([self._step_down(most + 1), *afresh]))
 
     def _step_down(self, width: int) -> int:
         """The next smaller number of replicas that could be better than this one.
@@ -253,7 +262,7 @@ class Search:
             for depth in self.asked.depths
             if self._can_hold(depth)
             for size in self.asked.microbatch_sizes
-            for width in self._widest(depth, size)
+            for width in self._first_widths(depth, size)
             for split in sorted({name == "zero-bubble" for name in self.asked.schedules})
         ]
         bounds = {node: self._bound(node) for node in nodes}
@@ -373,6 +382,7 @@ class Search:
             placement = self.ground.place(node.depth, node.width, way)
             if needs.least_steady > sum(self._memory_bytes(placement)):
                 self._misfits.add(node.depth)
+                following = 0.0
                 continue
             fits = True
             site = Site(node, placement, self._tempo(node, placement.speeds, room.sizes, placement))
@@ -387,7 +397,7 @@ class Search:
             if least <= worth:
                 self._put(least, site)
         if not fits and self._wider_is_roomier:  # but a single replica has no buckets
-            narrower, following = node._replace(width=1), 0.0
+            narrower = node._replace(width=1)
         if node.width > 1 and following < inf:  # fewer replicas, of which each gets more
             least = self._bound(narrower)
             self._put(max(least, following * least / bound if bound else 0.0), narrower)
