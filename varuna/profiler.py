@@ -50,6 +50,7 @@ CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
 OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
 OPTIMIZER_ELEMENTS = 1 << 26
 """As many weights, at most, are made to time an optimizer on: 1 GiB with Adam's state."""
+MOST_HELD = 4
 REDUCE_TIMEOUT_SECONDS = 120.0
 MOST_NEIGHBOURS = 7
 """Processes that are started to reduce over: an all-reduce over more of them is estimated."""
@@ -365,11 +366,13 @@ class Profiler:
         with_overheads: bool,
     ) -> AtSize:
         stopwatch = stopwatch_for(self.device)
+        held = 1
 
         def measure(chain: Sequence[Link]) -> tuple[list[SizeCost], Overheads | None]:
             found = measure_chain(
                 chain,
                 nothing=lambda: part_that_does_nothing(self.device),
+                held=held,
                 microbatch_size=size,
                 stopwatch=stopwatch,
                 meter=lambda: meter_for(self.device),
@@ -387,6 +390,7 @@ class Profiler:
             )
 
         if self.device.type == "cpu":
+            held = held_at_once(captured.num_segments, len(kinds))
             chain = [Link(parts.make(kind, captured, inputs), parts.before(kind)) for kind in kinds]
             costs, overheads = measure(chain)
             return AtSize(dict(zip(kinds, costs, strict=True)), overheads)
@@ -430,6 +434,12 @@ def first_of(forms: Sequence[Form], elements: int) -> list[Form]:
     return found
 
 
+def held_at_once(segments: int, kinds: int) -> int:
+    """So many micro-batches that as much is held as in training: there, whatever the depth, about one
+    for each segment of the model by the first stage."""
+    return max(1, min(MOST_HELD, round(segments / kinds)))
+
+
 def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str | None:
     """Why a size is not even tried: where memory is lent beyond what there is, asking for it means death."""
     known = draft.measured_sizes()
@@ -437,7 +447,9 @@ def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str 
         return None
     costs = [cost for kind in draft.sizes for cost in kind if cost.microbatch_size == known[-1]]
     most = max(cost.working_bytes + cost.split_bytes for cost in costs)
-    needed = round((sum(cost.activation_bytes for cost in costs) + most) * size / known[-1] * ranks)
+    held = held_at_once(len(draft.subject.segments), len(draft.sizes))
+    activations = sum(cost.activation_bytes for cost in costs) * held
+    needed = round((activations + most) * size / known[-1] * ranks)
     if needed <= available:
         return None
     return f"out of memory (it would need about {needed >> 20} MiB, {available >> 20} MiB are available)"

@@ -195,22 +195,29 @@ class Part:
         self.relayed = relayed
         self.wanted = [spec.needs_grad for spec in program.sent] or [True]
         self.enter: Callable[[], object] | None = None
+        self._next = self._oldest = 0  # micro-batches
         stage.clear()
 
     def forward(self, given: Sequence[Tensor], *, keep_graph: bool = True) -> list[Tensor]:
-        return self._stage.forward(0, self._program, list(given), self._inputs, WORK, keep_graph=keep_graph)
+        number, self._next = self._next, self._next + 1
+        return self._stage.forward(
+            number, self._program, list(given), self._inputs, WORK, keep_graph=keep_graph
+        )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return self._stage.backward(0, gradients)
+        number, self._oldest = self._oldest, self._oldest + 1
+        return self._stage.backward(number, gradients)
 
     def backward_inputs(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return self._stage.backward_inputs(0, gradients)
+        return self._stage.backward_inputs(self._oldest, gradients)
 
     def backward_weights(self) -> None:
-        self._stage.backward_weights(0)
+        number, self._oldest = self._oldest, self._oldest + 1
+        self._stage.backward_weights(number)
 
     def forget(self) -> None:
         self._stage.held.clear()
+        self._oldest = self._next
 
 
 class Parts:

@@ -8,7 +8,9 @@ as a chain, each given what the one before it has just made:
     F F F … I I I W W W  backwards in two parts
     f f f …              forwards that keep nothing
 
-Where a chain of all of them would not fit the device, each is a chain by itself.
+Between their forward and their backward several micro-batches are held, as a stage of a pipeline does: the
+oldest goes back when a new one has come. Where a chain of all kinds would not fit the device, each is
+a chain by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ BUSY = 0.9
 
 
 class Piece(Protocol):
-    """One segment at one micro-batch size, run by the very hands that train."""
+    """One segment at one micro-batch size, run by the very hands that train. First come, first back."""
 
     @property
     def relayed(self) -> Sequence[bool]: ...  # of what it is given: whether it is only handed through
@@ -41,7 +43,7 @@ class Piece(Protocol):
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
     def backward_inputs(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
     def backward_weights(self) -> None: ...
-    def forget(self) -> None: ...  # lets go of a forward that will have no backward
+    def forget(self) -> None: ...  # lets go of forwards that will have no backward
     @property
     def enter(self) -> Callable[[], object] | None: ...  # makes again what a stage that begins here must
 
@@ -83,6 +85,7 @@ def measure_chain(
     chain: Sequence[Link],
     *,
     nothing: Callable[[], Link],
+    held: int,
     microbatch_size: int,
     stopwatch: Stopwatch,
     meter: Callable[[], Meter],
@@ -92,6 +95,7 @@ def measure_chain(
 
     `nothing` makes a segment that does nothing. After each of the others there is one: calling it takes
     longer than it would by itself, because caches hold other things by then, as they do in training.
+    `held` micro-batches are under way at once.
     """
     rounds = (_whole_round, _split_round, _light_round)
     for run in rounds:  # the first run of all finds nothing ready, and leaves gradients behind
@@ -102,7 +106,7 @@ def measure_chain(
     calls = Samples()
     found = [sample for own in samples for sample in (own, calls)]
     for run in rounds:
-        _repeat(run, mixed, found, stopwatch, effort)
+        _repeat(run, mixed, found, stopwatch, effort, held=1 if run is _light_round else held)
     costs = []
     for link, sample, counted in zip(chain, samples, num_bytes, strict=True):
         entry = _entry_seconds(link.piece, stopwatch, effort)
@@ -122,7 +126,7 @@ def measure_chain(
 def measure_calls(nothing: Link, *, stopwatch: Stopwatch, effort: Effort) -> float:
     """The same as `Measured.call_seconds`, where nothing else runs in between."""
     calls = Samples()
-    _repeat(_whole_round, [nothing], [calls], stopwatch, effort)
+    _repeat(_whole_round, [nothing], [calls], stopwatch, effort, held=1)
     return _call_seconds(calls)
 
 
@@ -178,8 +182,16 @@ Round = Callable[[Sequence[Link], Stopwatch], Marks]
 
 
 def _repeat(
-    run: Round, chain: Sequence[Link], samples: Sequence[Samples], stopwatch: Stopwatch, effort: Effort
+    run: Round,
+    chain: Sequence[Link],
+    samples: Sequence[Samples],
+    stopwatch: Stopwatch,
+    effort: Effort,
+    *,
+    held: int,
 ) -> None:
+    for _ in range(held - 1):
+        _forwards(chain, stopwatch, keep_graph=True)
     started = stopwatch.mark()
     for _ in range(effort.warmups):
         run(chain, stopwatch)
@@ -191,6 +203,8 @@ def _repeat(
         for place, part, start, stop in marks:
             samples[place].seconds[part].append(stopwatch.seconds(start, stop))
             samples[place].host[part].append(stopwatch.host_seconds(start, stop))
+    for link in chain:
+        link.piece.forget()
 
 
 def _whole_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
