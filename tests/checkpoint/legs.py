@@ -1,5 +1,6 @@
 """A training run in legs, each at a layout of its own, from checkpoint to checkpoint."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +37,11 @@ def train_leg(
     load: Mapping[str, Any] | None = None,
     seed: int = SEED,
     device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Steps `first..stop-1`: from the checkpoint of `first`, unless that is 0, to one of `stop`."""
+    os.environ.update(environment or {})
     mapping = stage_map(depth, width)
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica = get_this_rank_config_varuna(mapping, rank)[1]

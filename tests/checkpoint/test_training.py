@@ -1,5 +1,6 @@
 """What is saved at one layout goes on at any other, as if nothing had happened."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.legs import STEPS, train_in_one_go, train_leg
+from tests.checkpoint.s3 import BUCKET, S3Server
 from tests.pool import Pool
 
 GPT = {"dropout": 0.2}
@@ -34,7 +36,7 @@ CAREERS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def go(pool: Pool, name: str, legs: list[dict[str, Any]], store: Path, **common: Any) -> dict[str, Any]:
+def go(pool: Pool, name: str, legs: list[dict[str, Any]], store: Path | str, **common: Any) -> dict[str, Any]:
     """All legs, two steps each; the losses of all and the state at the end."""
     losses: list[float] = []
     for number, leg in enumerate(legs):
@@ -86,3 +88,23 @@ def test_half_precision_goes_on_bit_for_bit_at_the_same_layout(
     other = {**same, "depth": 1, "width": 2, "chunk": 1}
     moved = go(pool, "GPT", [same, other, same], tmp_path / "moved", model_options=GPT)
     torch.testing.assert_close(moved["losses"], uninterrupted["losses"], rtol=2e-2, atol=0)
+
+
+@pytest.mark.timeout(300)
+def test_an_object_store_serves_as_any_other(pool: Pool) -> None:
+    """V35, V36: a real server of S3, told of by the environment; now and in the background."""
+    legs = [
+        {"depth": 2, "width": 1, "chunk": 3, "save": {"keep_last": 1}},
+        {"depth": 1, "width": 2, "chunk": 3, "save": {"tempdir": "memory", "shard": True, "keep_last": 1}},
+        {"depth": 1, "width": 1, "chunk": 6},
+    ]
+    with closing(S3Server()) as server:
+        at = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        found = go(pool, "GPT", legs, f"s3://{BUCKET}/run", model_options=GPT, environment=at)
+    expected = train_in_one_go("GPT", model_options=GPT)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-10, atol=0)
