@@ -10,9 +10,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.pool import Pool
+
+# CI says whether a change is sound, so it tries the same examples each time; runs by hand look for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("VARUNA_CI") == "1":
+    hypothesis.settings.load_profile("ci")
 
 # What wrapping remembers is remembered for this run alone.
 os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
