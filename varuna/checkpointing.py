@@ -296,12 +296,11 @@ class Checkpoints:
         return Word(self._facts(step), groups, states)
 
     def _facts(self, step: int) -> Facts:
-        self._job = self._job or os.environ.get("VARUNA_JOB_ID") or uuid.uuid4().hex[:12]
         return Facts(
             step=step,
             iteration=self.trainer.iteration,
             attempt=uuid.uuid4().hex[:8],
-            job=self._job,
+            job=self._name_of_job(),
             fingerprint=self.plan.fingerprint,
             plan=self.plan,
             seed=self.trainer.seed,
@@ -310,12 +309,16 @@ class Checkpoints:
             versions={"varuna": varuna.__version__, "torch": str(torch.__version__)},
         )
 
+    def _name_of_job(self) -> str:
+        """That of the checkpoint it goes on from, else its launcher's, else one of its own."""
+        self._job = self._job or os.environ.get("VARUNA_JOB_ID") or uuid.uuid4().hex[:12]
+        return self._job
+
     def _claim(self, store: Store) -> None:
         if store.url in self.held.claims:
             self.held.claims[store.url].check()
             return
-        self._facts(0)  # a job has its name from its first save on
-        owner = Owner(self._job, uuid.uuid4().hex, socket.gethostname(), os.getpid())
+        owner = Owner(self._name_of_job(), uuid.uuid4().hex, socket.gethostname(), os.getpid())
         self.held.claims[store.url] = store.claim(owner)
 
     def _share(self, words: Sequence[Word], *, shard: bool, gradients: bool) -> Share:
@@ -457,7 +460,7 @@ class Checkpoints:
         wanted.registered = {
             key.removeprefix("registered/"): tree
             for key, tree in manifest.trees.items()
-            if key.startswith("registered/")
+            if key.startswith("registered/") and all(name in saved for name in tensors_in(tree))
         }
         return wanted
 
@@ -628,11 +631,11 @@ def _check_alike(words: Sequence[Word]) -> None:
             f"the ranks are not at the same point: they would save (step, iteration) {sorted(moments)} "
             "(call checkpoint on all ranks after the same step, with the same step number)"
         )
-    for name, state in words[0].registered.items():
-        if any(word.registered.get(name) != state for word in words):
+    for name in sorted({name for word in words for name in word.registered}):
+        if len({word.registered.get(name) for word in words}) > 1:
             raise CheckpointError(
-                f"what is registered as {name!r} has another state on other ranks, and a checkpoint keeps "
-                "one for all (register what is the same on every rank, whatever the layout)"
+                f"what is registered as {name!r} has another state on other ranks, or is not there, and a "
+                "checkpoint keeps one for all (register what is the same on every rank, whatever the layout)"
             )
 
 

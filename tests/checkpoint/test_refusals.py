@@ -15,8 +15,9 @@ from torch import nn
 from tests.pool import Pool
 from tests.tasks import stage_map
 from tests.toys import Plain, make_inputs
-from varuna import Varuna, newest_checkpoint
+from varuna import Varuna, checkpointing, newest_checkpoint
 from varuna.checkpoint.load import find
+from varuna.checkpoint.save import commit
 from varuna.checkpoint.store import open_store
 from varuna.errors import CheckpointError, StoreTaken
 
@@ -251,6 +252,39 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     wrapped.close()
 
 
+def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V35: it is there by then."""
+    wrapped = wrap()
+    monkeypatch.setattr(checkpointing, "tidy", fail_for_want_of_rights)
+    wrapped.checkpoint(tmp_path, keep_last=1)
+    assert "checkpoint 0 is saved, but old ones stay" in caplog.text
+    assert wrapped.load_checkpoint(tmp_path) == 0
+    wrapped.close()
+
+
+def test_where_the_manifest_may_have_been_written_the_parts_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V37: a store that fails after the fact leaves a whole checkpoint, not a broken one."""
+    wrapped = wrap()
+
+    def commit_and_fail(*args: Any) -> None:
+        commit(*args)
+        fail_for_want_of_rights()
+
+    monkeypatch.setattr(checkpointing, "commit", commit_and_fail)
+    with pytest.raises(CheckpointError, match="checkpoint 0 was not written"):
+        wrapped.checkpoint(tmp_path)
+    assert wrapped.load_checkpoint(tmp_path) == 0
+    wrapped.close()
+
+
+def fail_for_want_of_rights(*args: Any, **options: Any) -> None:
+    raise PermissionError("not permitted")
+
+
 # ---------------------------------------------------------------- over several ranks
 
 
@@ -339,6 +373,8 @@ def test_a_state_that_differs_between_ranks_is_refused(pool: Pool, tmp_path: Pat
     """V36: it could not be given back to other ranks."""
     for message in on_each_rank(pool, register_something_of_this_rank, tmp_path):
         assert "registered as 'mine' has another state on other ranks" in message
+    for message in pool.run(register_on_one_rank, 2, str(tmp_path)):
+        assert "registered as 'scheduler' has another state on other ranks, or is not there" in message
 
 
 def register_something_of_this_rank(store: str) -> str:
@@ -354,6 +390,17 @@ def register_something_of_this_rank(store: str) -> str:
     with pytest.raises(CheckpointError) as refused:
         wrapped.checkpoint(store)
     train(wrapped)
+    wrapped.close()
+    return str(refused.value)
+
+
+def register_on_one_rank(store: str) -> str:
+    wrapped = wrap(depth=2)
+    assert wrapped._optimizer is not None
+    if wrapped.stage == 1:
+        wrapped.register("scheduler", torch.optim.lr_scheduler.StepLR(wrapped._optimizer, 1))
+    with pytest.raises(CheckpointError) as refused:
+        wrapped.checkpoint(store)
     wrapped.close()
     return str(refused.value)
 
