@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,13 +23,14 @@ from torch import Tensor
 import varuna
 from varuna.checkpoint.background import Background, Order
 from varuna.checkpoint.load import Checkpoint, newest, open_checkpoint
-from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, TensorEntry, folder_of, hash_of
-from varuna.checkpoint.optimizer import match_groups, number_groups, pack_groups, pack_state, unpack_optimizer
+from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, folder_of, hash_of
+from varuna.checkpoint.optimizer import number_groups, pack_groups, pack_state, unpack_optimizer
 from varuna.checkpoint.part import Spec, lay_out
 from varuna.checkpoint.save import abandon, commit, tidy, write_part
 from varuna.checkpoint.store import Claim, Owner, Store, open_store, retrying
 from varuna.checkpoint.tensors import as_plain, fill, memory_of, spec_of, tensor_from
-from varuna.checkpoint.tree import pack, tensors_in, unpack
+from varuna.checkpoint.tree import pack, unpack
+from varuna.checkpoint.want import State, Wanted, want
 from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.precision import LossScale
 from varuna.execute.session import Session
@@ -56,15 +57,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class State(Protocol):
-    """This stage's parameters and buffers by canonical name."""
-
-    @property
-    def canonical(self) -> Sequence[str]: ...
-    def tensor(self, name: str) -> Tensor: ...
-    def is_persistent(self, name: str) -> bool: ...
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -398,7 +390,19 @@ class Checkpoints:
             found = self._agree(lambda: self._find(store, step, check_complete), what)
             manifest = found[self._first_index]
             assert manifest is not None
-            wanted = self._agree_on_own(lambda: self._wanted(manifest, check_complete, strict, cast), what)
+            wanted = self._agree_on_own(
+                lambda: want(
+                    manifest,
+                    self.state,
+                    self.optimizer,
+                    ties=self.ties,
+                    names=self.names,
+                    strict=strict,
+                    complete=check_complete,
+                    cast=cast,
+                ),
+                what,
+            )
             checkpoint = Checkpoint(store, manifest)
             views = self._agree_on_own(lambda: checkpoint.read(wanted.keys), what)
             self._agree(lambda: self._take_over(manifest, wanted, views), f"{what} to its end")
@@ -420,75 +424,8 @@ class Checkpoints:
             return None
         return open_checkpoint(store, step, check_complete=check_complete).manifest
 
-    def _wanted(self, manifest: Manifest, check_complete: bool, strict: bool, cast: bool) -> "Wanted":
-        """Which of the checkpoint's tensors this rank needs; refuses those that do not fit."""
-        saved = manifest.tensors
-        unknown = sorted(key for key in saved if key.startswith("model/") and key[6:] not in self.names)
-        if strict and unknown:
-            raise CheckpointError(
-                f"checkpoint {manifest.facts.step} is of another model: this one has no "
-                f"{_some(key[6:] for key in unknown)} (strict=False leaves them out)"
-            )
-        wanted = Wanted({})
-        missing = []
-        aliases = {group[0]: group for group in self.ties}
-        for name in self.state.canonical:
-            names = aliases.get(name, (name,))
-            keys = [f"{kind}/{alias}" for kind in ("model", "transient") for alias in names]
-            key = next((key for key in keys if key in saved), None)
-            if key is not None:
-                _check_fits(name, self.state.tensor(name), saved[key], cast=cast)
-                wanted.tensors[name] = key
-                gradients = [f"gradient/{alias}" for alias in names if f"gradient/{alias}" in saved]
-                if gradients:
-                    wanted.gradients[name] = gradients[0]
-            elif self.state.is_persistent(name):
-                missing.append(name)
-        if missing and strict and check_complete:
-            raise CheckpointError(
-                f"checkpoint {manifest.facts.step} has no {_some(missing)} (is it of another model? "
-                "strict=False leaves what it lacks as it is)"
-            )
-        if missing:
-            log.warning("checkpoint %s has no %s: left as it is", manifest.facts.step, _some(missing))
-        if self.optimizer is not None and "groups" in manifest.trees:
-            wanted.optimizer_keys = self._optimizer_keys(manifest, check_complete and strict)
-            wanted.optimizer = {p: manifest.trees[key] for p, key in wanted.optimizer_keys.items()}
-            own = {self.state.tensor(name): name for name in self.state.canonical}
-            groups = manifest.trees["groups"]
-            wanted.groups = match_groups(self.optimizer, wanted.optimizer, groups, name_of=own)
-        wanted.registered = {
-            key.removeprefix("registered/"): tree
-            for key, tree in manifest.trees.items()
-            if key.startswith("registered/") and all(name in saved for name in tensors_in(tree))
-        }
-        return wanted
-
-    def _optimizer_keys(self, manifest: Manifest, required: bool) -> dict[Tensor, str]:
-        """Where the state of each parameter is that this rank's optimizer holds."""
-        assert self.optimizer is not None
-        aliases = {group[0]: group for group in self.ties}
-        names = {self.state.tensor(name): aliases.get(name, (name,)) for name in self.state.canonical}
-        found: dict[Tensor, str] = {}
-        missing = []
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                keys = [f"optimizer/{name}" for name in names.get(parameter, ())]
-                key = next((key for key in keys if key in manifest.trees), None)
-                tensors = [] if key is None else tensors_in(manifest.trees[key]["state"])
-                if key is not None and all(tensor in manifest.tensors for tensor in tensors):
-                    found[parameter] = key
-                elif keys:
-                    missing.append(names[parameter][0])
-        if missing and required:
-            raise CheckpointError(
-                f"checkpoint {manifest.facts.step} has no optimizer state of {_some(missing)} "
-                "(strict=False leaves theirs as it is)"
-            )
-        return found
-
     @torch.no_grad()
-    def _take_over(self, manifest: Manifest, wanted: "Wanted", views: Mapping[str, memoryview]) -> None:
+    def _take_over(self, manifest: Manifest, wanted: Wanted, views: Mapping[str, memoryview]) -> None:
         there = self._optimizer_tensors(wanted)
 
         def tensor(key: str) -> Tensor:
@@ -533,7 +470,7 @@ class Checkpoints:
             elif manifest.facts.plan is not None:
                 log.warning("checkpoint %s has no %r: left as it is", manifest.facts.step, name)
 
-    def _optimizer_tensors(self, wanted: "Wanted") -> dict[str, Tensor]:
+    def _optimizer_tensors(self, wanted: Wanted) -> dict[str, Tensor]:
         """The tensors that the optimizer has now, under the keys that a checkpoint would give them."""
         found: dict[str, Tensor] = {}
         if self.optimizer is not None:
@@ -606,24 +543,6 @@ class Checkpoints:
         return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
 
 
-class Wanted(msgspec.Struct):
-    """What a rank takes from a checkpoint."""
-
-    tensors: dict[str, str]  # name: key
-    gradients: dict[str, str] = {}
-    optimizer_keys: dict[Tensor, str] = {}
-    optimizer: dict[Tensor, Json] = {}
-    registered: dict[str, Json] = {}
-    groups: list[dict[str, object]] | None = None  # hyper-parameters of the optimizer's groups
-
-    @property
-    def keys(self) -> list[str]:
-        """All tensors that are to be read, each once."""
-        trees = [tree["state"] for tree in self.optimizer.values()] + list(self.registered.values())
-        in_trees = [key for tree in trees for key in tensors_in(tree)]
-        return list(dict.fromkeys([*self.tensors.values(), *self.gradients.values(), *in_trees]))
-
-
 def _check_alike(words: Sequence[Word]) -> None:
     moments = {(word.facts.step, word.facts.iteration) for word in words}
     if len(moments) > 1:
@@ -639,28 +558,9 @@ def _check_alike(words: Sequence[Word]) -> None:
             )
 
 
-def _check_fits(name: str, own: Tensor, saved: TensorEntry, *, cast: bool) -> None:
-    spec = spec_of(name, own)
-    if saved.shape != spec.shape:
-        raise CheckpointError(
-            f"{name} has the shape {list(saved.shape)} in the checkpoint and {list(spec.shape)} in the model "
-            "(build the model that was saved)"
-        )
-    if saved.dtype != spec.dtype and not cast:
-        raise CheckpointError(
-            f"{name} is {saved.dtype} in the checkpoint and {spec.dtype} in the model "
-            "(build the model in that precision, or say cast=True)"
-        )
-
-
 def _pass_on(ended: "Future[Any]", done: "Future[str]", place: str) -> None:
     error = ended.exception()
     if error is None:
         done.set_result(place)
     else:
         done.set_exception(error)
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -1,5 +1,7 @@
 """The errors that users meet. Each says what was expected, what was found, and the way out."""
 
+from collections.abc import Sequence
+
 
 class VarunaError(Exception):
     """Any error of this library that has no closer built-in kin."""
@@ -35,3 +37,8 @@ class CheckpointError(VarunaError, RuntimeError):
 
 class StoreTaken(CheckpointError):
     """Another job writes its checkpoints to the same place."""
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few of many names, for a message."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -32,7 +32,7 @@ from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, decode_part,
 from varuna.checkpoint.part import Layout, Spec
 from varuna.checkpoint.save import abandon, commit, part_name, tidy, write_part
 from varuna.checkpoint.store import Store, local_folder, open_store, retrying
-from varuna.errors import CheckpointError
+from varuna.errors import CheckpointError, some
 
 REPORT_SECONDS = 0.5
 """Progress is told at most so often."""
@@ -284,10 +284,6 @@ def clear_away(manifest: Manifest, keep_last: int | None, store: Store, line: Li
         pass
     except OSError as error:
         line.send(Trouble(f"checkpoint {manifest.facts.step} is saved, but old ones stay: {error}"))
-
-
-def some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 if __name__ == "__main__":
