@@ -22,8 +22,8 @@ from varuna.types import (
 
 Spans = tuple[tuple[int, int], ...]
 
-TOTALS_BYTES = 24
-"""The sum of losses over all ranks: three numbers in double precision."""
+TOTALS_BYTES = 16
+"""The sum of losses over all ranks: two numbers in double precision."""
 
 
 class Draft(NamedTuple):
