@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.models import Size
 from benchmarks.sides import Ours
-from varuna.schedule import limit, row
+from varuna.schedule import held as most_held
 from varuna.types import ScheduleName
 
 
@@ -71,9 +71,6 @@ def held(size: Size, depth: int, microbatches: int, schedule: ScheduleName, reco
         side.close()
     (_, unit), (most, num_bytes) = found
     place: dict[str, Any] = {"stage": stage, "stages": depth, "microbatches": microbatches}
-    allowed = limit(schedule, **place)
-    if schedule == "zero-bubble":  # the limit counts up to part I; memory is held up to part W
-        balance = [{"F": 1, "W": -1}.get(i.op, 0) for i in row(schedule, **place)]
-        allowed = max(sum(balance[: stop + 1]) for stop in range(len(balance)))
+    allowed = most_held(schedule, **place)
     graphs = 1 if recompute else allowed  # a recomputing stage has one graph at a time
     return Held(stage, most, allowed, num_bytes, graphs * unit)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varuna.auto_config import AutoConfig
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
     from varuna.checkpointing import newest_checkpoint
     from varuna.data import SampleOrder
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoConfig",
     "CutPoint",
     "Profiler",
     "SampleOrder",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoConfig": "varuna.auto_config",
     "CutPoint": "varuna.capture",
     "Profiler": "varuna.profiler",
     "SampleOrder": "varuna.data",

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import varuna
+from varuna import planning
 from varuna.checkpoint.load import Found, find, look, newest, open_checkpoint, steps_in
 from varuna.checkpoint.load import verify as read_every_byte
 from varuna.checkpoint.manifest import Facts
@@ -41,6 +42,7 @@ checkpoint = typer.Typer(
     no_args_is_help=True, help="Look after checkpoints, without the job that wrote them."
 )
 app.add_typer(checkpoint, name="checkpoint")
+planning.register(app)
 
 
 def main() -> None:

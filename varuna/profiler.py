@@ -23,7 +23,7 @@ from varuna.execute.groups import make_group
 from varuna.measure.draft import Draft, Subject
 from varuna.measure.links import MESSAGE_BYTES
 from varuna.measure.memory import meter_for
-from varuna.measure.optimizer import Form, MakeOptimizer, measure_optimizer
+from varuna.measure.optimizer import NO_OPTIMIZER, Form, MakeOptimizer, measure_optimizer
 from varuna.measure.overheads import MANY, measure_overheads
 from varuna.measure.reductions import measure_reductions
 from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
@@ -116,14 +116,17 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
         )
-        self._make_optimizer: MakeOptimizer = torch.optim.AdamW
+        self._make_optimizer: MakeOptimizer | None = None
 
     def initialize(self, get_batch: GetBatch) -> None:
         """Says where samples come from, where that was not said at once."""
         self._get_batch = get_batch
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | MakeOptimizer) -> None:
-        """An optimizer like the one that will train, or what makes one of parameters; without: AdamW."""
+        """An optimizer like the one that will train, or what makes one of parameters.
+
+        Without, a profile keeps the one that it has, and a new one is made with AdamW.
+        """
         if isinstance(optimizer, torch.optim.Optimizer):
             kind: Any = type(optimizer)
             defaults = dict(optimizer.defaults)
@@ -257,9 +260,12 @@ class Profiler:
     # ------------------------------------------------------------ what comes once a step
 
     def _measure_optimizer(self, book: Book, captured: Captured, report: Report) -> None:
-        name = type(self._make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
         known = book.draft.optimizer
-        if known is not None and known.name in (name, "none"):
+        if known is not None and self._make_optimizer is None:
+            return
+        make = self._make_optimizer or torch.optim.AdamW
+        name = type(make([nn.Parameter(torch.zeros(1))])).__name__
+        if known is not None and known.name in (name, NO_OPTIMIZER):
             return
         every = trained_forms(self._source, captured)
         many = first_of(every, OPTIMIZER_ELEMENTS)
@@ -267,7 +273,7 @@ class Profiler:
         with report.item(f"the optimizer, {name}"):
             found = self._team.on_first(
                 lambda: measure_optimizer(
-                    self._make_optimizer,
+                    make,
                     few,
                     many,
                     device=self.device,

@@ -72,7 +72,7 @@ class ModelGraph(msgspec.Struct, frozen=True):
 
 # ---------------------------------------------------------------- the layout
 
-ScheduleName = Literal["varuna", "1f1b", "gpipe", "zero-bubble"]
+ScheduleName = Literal["varuna", "1f1b", "gpipe", "zero-bubble", "zero-bubble-2x"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 

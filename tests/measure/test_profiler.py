@@ -101,6 +101,7 @@ def test_another_optimizer_is_measured_and_takes_the_place_of_the_first(make_pro
     profiler.set_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     assert (found := profiler.profile_all([2])).optimizer.name == "SGD"
     assert found.optimizer.state_bytes_per_element == 0
+    assert make_profiler(Ladder(4)).profile_all([2]).optimizer == found.optimizer
     model = Ladder(4)
     profiler = make_profiler(model)
     profiler.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

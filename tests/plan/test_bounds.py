@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from varuna.plan.bounds import least_seconds
 from varuna.plan.simulate import Orders, Pipeline, StageTimes, Tie, Way, name_orders, simulate
-from varuna.schedule import NAMES
+from varuna.schedule import NAMES, splits
 
 seconds = st.floats(0.01, 4.0)
 maybe = st.one_of(st.just(0.0), st.floats(0.0, 3.0))
@@ -17,7 +17,7 @@ def layouts(draw: st.DrawFn) -> tuple[Orders, Pipeline]:
     stages = draw(st.integers(1, 6))
     split = draw(st.booleans())
     flags = draw(st.tuples(*[st.booleans()] * stages))
-    name = "zero-bubble" if split else draw(st.sampled_from([n for n in NAMES if n != "zero-bubble"]))
+    name = draw(st.sampled_from([name for name in NAMES if splits(name) == split]))
     orders = name_orders(name, stages=stages, microbatches=draw(st.integers(1, 10)), recompute=flags)
     smaller = draw(st.one_of(st.just(1.0), st.floats(0.1, 1.0)))
     reduces = draw(st.booleans())

@@ -33,3 +33,23 @@ def test_a_depth_beyond_the_segments_is_refused_with_the_range() -> None:
     for stages in (0, 4):
         with pytest.raises(ValueError, match="allows 1 to 3"):
             balance([1.0, 1.0, 1.0], stages=stages)
+
+
+@given(costs=st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.5]), min_size=1, max_size=9), data=st.data())
+def test_among_equally_good_cuts_the_last_stages_begin_earliest(
+    costs: list[float], data: st.DataObject
+) -> None:
+    """So that every rank finds the same, on every version: against the plain recurrence."""
+    stages = data.draw(st.integers(1, len(costs)))
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    for used in range(1, stages + 1):
+        for stop in range(used, len(costs) + 1):
+            best[used, stop] = min(
+                (max(best[used - 1, first][0], sum(costs[first:stop])), first)
+                for first in range(stop)
+                if (used - 1, first) in best
+            )
+    bounds = [len(costs)]
+    for used in range(stages, 0, -1):
+        bounds.append(best[used, bounds[-1]][1])
+    assert balance(costs, stages=stages) == tuple(pairwise(reversed(bounds)))

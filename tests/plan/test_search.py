@@ -138,7 +138,7 @@ def test_a_model_that_fits_one_device_and_has_one_gets_it() -> None:
 
 def test_where_gradients_travel_fast_replicas_beat_stages() -> None:
     """No bubble is shorter than the shortest: pure data parallel, where nothing speaks against it."""
-    best = search(blocks(8), machines(1, 4), batch_size=64).best
+    best = search(blocks(8), machines(1, 4), batch_size=64, schedules=["1f1b", "varuna", "gpipe"]).best
     assert (best.plan.depth, best.plan.width) == (1, 4)
 
 

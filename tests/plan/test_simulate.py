@@ -88,11 +88,16 @@ def test_recompute_costs_a_forward_more_where_the_backward_is_not_due_at_once() 
 
 
 def test_the_bubbles_of_the_papers_come_out() -> None:
-    """V23: 17.9 % for 1f1b with 8 stages and 32 micro-batches, 6.8 % for ZB-H1."""
-    for name, share in (("1f1b", 21 / 117), ("gpipe", 21 / 117), ("zero-bubble", 7 / 103)):
+    """V23: 17.9 % for 1f1b with 8 stages and 32 micro-batches, 6.8 % for ZB-H1, none for ZB-H2.
+
+    A single step, from the first start to the last end, can have no less than 6.8 % with one stage on each
+    rank: the last one begins when the first micro-batch has come through. But steps overlap.
+    """
+    single = {"1f1b": 21 / 117, "gpipe": 21 / 117, "zero-bubble": 7 / 103, "zero-bubble-2x": 7 / 103}
+    for name, share in (single | {"zero-bubble-2x": 0.0}).items():
         step = simulate(name_orders(name, stages=8, microbatches=32), [equal_stages(8)])
         assert 1 - 96 / step.seconds == pytest.approx(share)
-        assert bubble(step.timeline()) == {s: pytest.approx(share) for s in range(8)}
+        assert bubble(step.timeline()) == {s: pytest.approx(single[name]) for s in range(8)}
 
 
 # ---------------------------------------------------------------- the engine's own rule

@@ -79,6 +79,7 @@ def test_recompute_is_chosen_per_stage() -> None:
         ("gpipe", (9, 9, 9, 9)),
         ("1f1b", (4, 3, 2, 1)),
         ("zero-bubble", (4, 3, 2, 1)),
+        ("zero-bubble-2x", (7, 5, 3, 1)),
         ("varuna", (9, 7, 5, 1)),
     ],
 )
@@ -90,20 +91,21 @@ def test_the_micro_batches_held_are_bounded(name: str, limits: tuple[int, ...]) 
     assert build(name, stages=4, microbatches=1).limits == (1, 1, 1, 1)
 
 
-@given(st.integers(1, 8), st.integers(1, 40))
-def test_zero_bubble_keeps_no_more_alive_than_1f1b_does_on_its_first_stage(
-    stages: int, microbatches: int
+@given(st.sampled_from([("zero-bubble", 1), ("zero-bubble-2x", 2)]), st.integers(1, 8), st.integers(1, 40))
+def test_zero_bubble_keeps_no_more_alive_than_1f1b_does_on_its_first_stage_or_twice_that(
+    schedule: tuple[str, int], stages: int, microbatches: int
 ) -> None:
     """V19: a weight part keeps its micro-batch alive too, so its lag counts."""
-    for stage, instructions in enumerate(build("zero-bubble", stages=stages, microbatches=microbatches).rows):
+    name, times = schedule
+    for stage, instructions in enumerate(build(name, stages=stages, microbatches=microbatches).rows):
         alive = most = most_deferred = deferred = 0
         for i in instructions:
             alive += (i.op == "F") - (i.op == "W")
             deferred += (i.op == "I") - (i.op == "W")
             most, most_deferred = max(most, alive), max(most_deferred, deferred)
-        assert most <= stages
-        assert most == held("zero-bubble", stage=stage, stages=stages, microbatches=microbatches)
-        assert most_deferred <= stage + 1
+        assert most <= times * stages
+        assert most == held(name, stage=stage, stages=stages, microbatches=microbatches)
+        assert most_deferred <= times * stage + 1
 
 
 def test_an_unknown_name_is_answered_with_the_names() -> None:
@@ -146,3 +148,12 @@ def test_with_unit_times_every_order_takes_what_its_paper_says(stages: int, more
 
     assert units("gpipe") == units("1f1b") == units("varuna") == 3 * microbatches + 3 * (stages - 1)
     assert units("zero-bubble") == 3 * microbatches + (stages - 1)
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_with_twice_the_memory_no_stage_waits_once_it_has_begun(stages: int, more: int) -> None:
+    """V19: so one step can follow the other without a gap, each stage a forward later than the one before."""
+    microbatches = 2 * stages - 1 + more
+    rows = build("zero-bubble-2x", stages=stages, microbatches=microbatches).rows
+    for stage, begun in enumerate(play(rows).starts):
+        assert begun == list(range(stage, stage + 3 * microbatches))

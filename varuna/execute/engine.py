@@ -93,9 +93,11 @@ class Engine:
         limit: int,
         opportunistic: bool,
         seed_gradients: Sequence[float],
-        before_last_backward: Callable[[float], Callable[[], None]],
+        announce: Callable[[float], None],
+        before_last_backward: Callable[[], Callable[[], None]],
     ) -> None:
-        """Runs the row. `before_last_backward(sum of weight × loss)` returns what to call after it."""
+        """Runs the row. `announce` is told the sum of weight × loss as soon as all losses are known and none
+        of the neighbours waits; `before_last_backward` returns what to call after it."""
         cursor = Cursor(row, stage=self.index, stages=self.stages, limit=limit, opportunistic=opportunistic)
         recomputed = {i.microbatch for i in row if i.op == "R"}
         last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
@@ -136,7 +138,9 @@ class Engine:
             elif op == "R":
                 self.stage.recompute(number)
             else:
-                stop = before_last_backward(_weighted_sum(losses, jobs)) if (op, number) == last else None
+                if op != "W" and number == len(jobs) - 1:
+                    announce(_weighted_sum(losses, jobs))
+                stop = before_last_backward() if (op, number) == last else None
                 if op == "W":
                     self.stage.backward_weights(number)
                 else:

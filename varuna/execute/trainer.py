@@ -4,7 +4,7 @@ The trainer is given a plan, this rank's stage and its ties to the others; it as
 program that fits a micro-batch's inputs, and so knows nothing of how models are captured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -138,10 +138,6 @@ class Trainer:
         )
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
-        def before_last_backward(loss: float) -> Callable[[], None]:
-            self.reducer.announce(loss, self._weight_of_losses(jobs))
-            return self.reducer.expect_last_backward()
-
         if not jobs:  # a replica without samples takes part in the reductions alone
             self.reducer.announce(0.0, 0.0)
             return
@@ -153,7 +149,8 @@ class Trainer:
             limit=limit(name, stage=stage, stages=stages, microbatches=len(jobs)),
             opportunistic=opportunistic(name),
             seed_gradients=[job.microbatch.weight / total_weight * loss_scale.value for job in jobs],
-            before_last_backward=before_last_backward,
+            announce=lambda loss: self.reducer.announce(loss, self._weight_of_losses(jobs)),
+            before_last_backward=self.reducer.expect_last_backward,
         )
 
     def _weight_of_losses(self, jobs: Sequence[Job]) -> float:

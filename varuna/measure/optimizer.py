@@ -18,6 +18,10 @@ Finish = Callable[[Sequence[nn.Parameter]], None]
 """What is done to the gradients of a step before the optimizer: scaled, looked through for overflows."""
 
 
+NO_OPTIMIZER = "none"
+"""Of a model in which nothing trains."""
+
+
 class Form(NamedTuple):
     """A weight without its values."""
 
@@ -41,7 +45,7 @@ def measure_optimizer(
 ) -> OptimizerCost:
     """A line through two points: some of the model's tensors, and as many as there is room for."""
     if not many:
-        return OptimizerCost("none", 0.0, 0.0, 0.0)
+        return OptimizerCost(NO_OPTIMIZER, 0.0, 0.0, 0.0)
     name, less, state_bytes, fewer = _step(make, few, device, finish, stopwatch, effort)
     _, more, state_bytes, total = _step(make, many, device, finish, stopwatch, effort)
     slope = (more - less) / (total - fewer) if total > fewer else 0.0
@@ -64,7 +68,7 @@ def _step(
     gradients = [torch.full_like(weight, 1e-3) for weight in weights]
     optimizer = make(weights)
 
-    def run() -> tuple[float, float]:
+    def run() -> float:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
         begin = stopwatch.mark()
@@ -72,17 +76,11 @@ def _step(
         optimizer.step()
         optimizer.zero_grad()
         end = stopwatch.mark()
-        # The first backward of a step has nothing to add its gradients to. Backwards are measured with.
-        with torch.no_grad():
-            for weight, gradient in zip(weights, gradients, strict=True):
-                gradient.add_(weight, alpha=0.0)
-        added = stopwatch.mark()
         stopwatch.settle()
-        return stopwatch.seconds(begin, end), stopwatch.seconds(end, added)
+        return stopwatch.seconds(begin, end)
 
     warm = [run() for _ in range(effort.warmups)]
-    samples = [run() for _ in range(effort.runs(sum(min(warm))))]
-    seconds = median(step for step, _ in samples) - median(adding for _, adding in samples)
+    seconds = median(run() for _ in range(effort.runs(min(warm))))
     kept = (value for state in optimizer.state.values() for value in state.values())
     state_bytes = sum(value.nbytes for value in kept if isinstance(value, Tensor))
-    return type(optimizer).__name__, max(seconds, 0.0), state_bytes, sum(w.numel() for w in weights)
+    return type(optimizer).__name__, seconds, state_bytes, sum(w.numel() for w in weights)

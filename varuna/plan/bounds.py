@@ -80,7 +80,7 @@ def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
             max(end + stage.last_seconds[W], down[s] + _all_work(orders, stage, s, again))
             for s, (end, stage) in enumerate(zip(ends, stages, strict=True))
         ]
-    told = max(stop - stage.last_seconds[final] for stop, stage in zip(stops, stages, strict=True))
+    told = max(end - stage.last_seconds[back] for end, stage in zip(ends, stages, strict=True))
     told += pipeline.totals_seconds
     bare = longest = 0.0
     for stop, stage, begun in zip(stops, stages, down, strict=True):
@@ -144,7 +144,7 @@ class Open(NamedTuple):
     last_backward: float
     last_weights: float
     heaviest: float  # what some stage does in the whole step, however the model is cut
-    forward_share: tuple[float, float]  # of all three, in the segments where it is least and most
+    forward_share: float  # of all three, in the segment where it is most
     at_the_end: float  # the stages' reductions and optimizers together, as far as nothing hides them
     messages: tuple[float, float] = (0.0, 0.0)  # down the pipeline, at least and at most
     lanes: int = 0  # over which the stages' reductions queue, and how many in one of them
@@ -175,21 +175,17 @@ def least_of_any_cut(layout: Open) -> float:
         forward + backward + there_and_back,
         forward + layout.last_backward + there_and_back + (again - 1) * backward / depth,
     )
-    full = microbatches if last >= whole else again
-    least_share, most_share = layout.forward_share
-    if layout.weights:
-        # Until a stage begins its last weight part, for which all wait, it has waited for the forwards
-        # before it and done all its other work.
-        longest = max(longest, _spread_out(whole, depth, work=full - 1, before=least_share))
-    else:
-        longest = max(longest, _spread_out(whole, depth, work=full, before=1.0))
+    # Down to a stage, all its forwards and backwards, and up again.
+    through = forward + backward
+    full = microbatches if layout.last_forward + layout.last_backward >= through else again
+    longest = max(longest, _spread_out(through, depth, work=full, before=1.0))
     if layout.reduction and layout.lanes:
         # A stage's reductions begin with its last backward at the earliest, and those of the stages of
         # its lane that are later than it queue up behind. Which of them is last, and begins when, is
         # known only where the backward is in one part.
         share = _spread_out(1.0, layout.longest_lane, work=again + layout.reduction, before=layout.reduction)
         if layout.weights:
-            longest = max(longest, (share - most_share) * whole / layout.lanes - layout.messages[1])
+            longest = max(longest, (share - layout.forward_share) * whole / layout.lanes - layout.messages[1])
         else:
             longest = max(longest, share * whole / layout.lanes)
     return longest * (1 - 1e-12)

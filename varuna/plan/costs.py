@@ -11,8 +11,10 @@ from itertools import accumulate, pairwise
 from math import ceil, log2
 from typing import NamedTuple
 
+import msgspec
+
 from varuna.errors import PlanError
-from varuna.types import LinkCost, Profile, SegmentCost, SizeCost
+from varuna.types import Duration, LinkCost, MessageCost, Profile, SegmentCost, SizeCost
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -51,10 +53,15 @@ class Sizes(NamedTuple):
 
 
 class Costs:
-    """A profile, made ready for many questions."""
+    """A profile, made ready for many questions.
 
-    def __init__(self, profile: Profile) -> None:
+    With `fill_in`, a segment that was not run with a micro-batch size that others were is taken to grow in
+    proportion; else such a size is an error.
+    """
+
+    def __init__(self, profile: Profile, *, fill_in: bool = False) -> None:
         self.profile = profile
+        self._fill_in = fill_in
         kinds = [profile.kinds[kind] for kind in profile.segments]
         self.num_segments = len(kinds)
         self.parameter_bytes = _sums(kind.parameter_bytes for kind in kinds)
@@ -91,15 +98,15 @@ class Costs:
     # ------------------------------------------------------------ segments
 
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """All that were measured, up to the largest that every segment ran with."""
+        """All that were measured, up to the largest that every segment ran with, if none is filled in."""
         measured = {size.microbatch_size for kind in self.profile.kinds for size in kind.sizes}
         largest = min(kind.sizes[-1].microbatch_size for kind in self.profile.kinds)
-        return tuple(sorted(size for size in measured if size <= largest))
+        return tuple(sorted(size for size in measured if size <= largest or self._fill_in))
 
     def sizes(self, microbatch_size: int) -> Sizes:
         if microbatch_size not in self._sizes:
             notes: dict[str, None] = {}
-            rows = [_at_size(kind, microbatch_size, notes) for kind in self.profile.kinds]
+            rows = [_at_size(kind, microbatch_size, notes, self._fill_in) for kind in self.profile.kinds]
             of = [rows[kind] for kind in self.profile.segments]
             cuts = self.profile.cuts
             forward, forward_only, backward, inputs, weights = (
@@ -291,9 +298,14 @@ class _Row(NamedTuple):
     entry_seconds: float
 
 
-def _at_size(kind: SegmentCost, microbatch_size: int, notes: dict[str, None]) -> _Row:
+def _at_size(kind: SegmentCost, microbatch_size: int, notes: dict[str, None], fill_in: bool) -> _Row:
     measured = [size.microbatch_size for size in kind.sizes]
     place = bisect_left(measured, microbatch_size)
+    if place == len(measured) and fill_in:
+        notes[f"micro-batches of {microbatch_size} are estimated from {measured[-1]} for some segments"] = (
+            None
+        )
+        return _scaled(_row(kind.sizes[-1]), microbatch_size / measured[-1])
     if place == len(measured):
         raise PlanError(
             f"micro-batches of {microbatch_size} are larger than any that was measured with all segments, "
@@ -318,6 +330,14 @@ def _at_size(kind: SegmentCost, microbatch_size: int, notes: dict[str, None]) ->
         tuple(map(mix, low.seconds, high.seconds)),  # type: ignore[arg-type]
         tuple(map(mix, low.variances, high.variances)),  # type: ignore[arg-type]
         *map(mix, low[2:], high[2:]),
+    )
+
+
+def _scaled(row: _Row, factor: float) -> _Row:
+    return _Row(
+        tuple(factor * seconds for seconds in row.seconds),  # type: ignore[arg-type]
+        tuple(factor**2 * variance for variance in row.variances),  # type: ignore[arg-type]
+        *(factor * value for value in row[2:]),
     )
 
 
@@ -396,6 +416,36 @@ def _regroup(points: Sequence[tuple[int, float]], measured: int, wanted: int, nu
     latency = min(seconds, points[0][1])
     moved = ((wanted - 1) / wanted) / ((measured - 1) / measured)
     return latency * log2(wanted) / log2(measured) + (seconds - latency) * moved
+
+
+def assumed_link(latency_seconds: float, bytes_per_second: float) -> LinkCost:
+    """A link that nobody measured: what its makers promise, with nothing lost on either side."""
+    if not (latency_seconds > 0 and bytes_per_second > 0):
+        raise PlanError(
+            f"a link needs a latency and a bandwidth above zero, not {latency_seconds} s and "
+            f"{bytes_per_second} bytes/s"
+        )
+    return LinkCost(
+        tuple(
+            MessageCost(size, Duration(seconds), Duration(seconds), 0.0, 0.0)
+            for size in (1 << 10, 1 << 30)
+            for seconds in (latency_seconds + size / bytes_per_second,)
+        )
+    )
+
+
+def with_network(profile: Profile, latency_seconds: float, bytes_per_second: float) -> Profile:
+    """The same profile with another network between the machines; reductions over it are then estimated."""
+    return msgspec.structs.replace(
+        profile,
+        between=assumed_link(latency_seconds, bytes_per_second),
+        reductions=tuple(cost for cost in profile.reductions if not cost.between_machines),
+        notes=(
+            *profile.notes,
+            f"the network between machines is assumed: {bytes_per_second * 8 / 1e9:g} Gbit/s, "
+            f"{latency_seconds * 1e6:g} µs",
+        ),
+    )
 
 
 def _sums(values: Iterable[float]) -> list[float]:

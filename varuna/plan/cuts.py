@@ -94,20 +94,7 @@ class Tempo:
 
     def possible(self, budget: float, recompute: bool) -> bool:
         """Whether there is a cut within a budget, were there memory enough."""
-        if budget == inf:
-            return True
-        work = self.work
-
-        def reach(stage: int, first: int) -> int:
-            stop = self.reach(stage, first, budget, recompute)
-            if not work.split or self.microbatches == 1:
-                return stop
-            # All stages wait until each has begun its last weight part.
-            speed, whole = self.speeds[stage], work.whole[recompute]
-            left = (budget - work.forward[first] / speed) / (self.microbatches - 1) - work.overhead
-            return min(stop, bisect_right(whole, whole[first] + left * speed) - 1)
-
-        return cut_within(segments=self.segments, stages=len(self.speeds), reach=reach) is not None
+        return budget == inf or self._cut(budget, recompute) is not None
 
     def fastest(self, recompute: bool) -> Spans:
         """Where memory is no matter."""

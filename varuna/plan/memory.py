@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from varuna.plan.costs import Costs, Sizes
-from varuna.schedule import held, limit, recomputes
+from varuna.schedule import half_done, held, recomputes
 from varuna.types import MemoryForecast
 
 
@@ -117,6 +117,6 @@ def keeps(name: str, *, stage: int, stages: int, microbatches: int, recompute: b
     """
     size = {"stage": stage, "stages": stages, "microbatches": microbatches}
     number = held(name, **size)
-    split = number - limit(name, **size)
-    whole = split + 1 if recompute and recomputes(name, **size) else number
+    split = half_done(name, stage=stage, microbatches=microbatches)
+    whole = max(1, split) if recompute and recomputes(name, **size) else number
     return Kept(number, whole, split)

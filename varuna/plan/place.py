@@ -98,7 +98,8 @@ class Ground:
         )
         self._machines = [range(firsts[index], firsts[index + 1]) for index in order]
         self._in_order = [device for machine in self._machines for device in machine]
-        self.unequal = len({(m.devices, m.memory_bytes, m.speed, m.cards) for m in cluster.machines}) > 1
+        self.unequal = len({(machine.memory_bytes, machine.speed) for machine in cluster.machines}) > 1
+        self._uneven = len({(machine.devices, machine.cards) for machine in cluster.machines}) > 1
         self._aligned: dict[int, list[Sequence[int]]] = {}
         self._placed: dict[tuple[int, int, Way], Placement] = {}
 
@@ -168,7 +169,9 @@ class Ground:
         machines, machine_of = self.cluster.machines, self.machine_of
         depth = len(replicas[0])
         # On equal machines replicas repeat each other after at most as many as one has devices.
-        number = len(replicas) if self.unequal else min(len(replicas), 2 * machines[0].devices)
+        number = len(replicas)
+        if not self.unequal and not self._uneven:
+            number = min(number, 2 * machines[0].devices)
         homes = [[machine_of[device] for device in replicas[r]] for r in range(number)]
         speeds = [machine.speed for machine in machines]
         kinds = dict.fromkeys(

@@ -34,13 +34,16 @@ from varuna.plan.memory import Needs, Room
 from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
+from varuna.schedule import splits
 from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName
 
 FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
+PROBES = 6
+"""Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
 EQUAL = 1e-9
 """Steps whose times differ by less than this share take equally long."""
-PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "gpipe")
+PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
 """Among equally fast ones: the one that bears jitter best, then those that hold least."""
 
 
@@ -67,7 +70,8 @@ def search(
     recompute: bool | None = None,  # None: where memory asks for it, or it pays
     shard_optimizer: bool = False,
     headroom: float = 0.0,  # the share of each device's memory to leave free
-    every_depth: bool = False,  # the best of each, rather than the best of all and some that lost to it
+    fill_in: bool = False,  # see `Costs`
+    every_depth: bool = False,  # something of each, rather than the best of all and some that lost to it
 ) -> Ranking:
     """The fastest layouts; a PlanError where none fits."""
     if batch_size < 1:
@@ -76,7 +80,7 @@ def search(
         raise PlanError("the cluster has no machine (name at least one)")
     if not 0.0 <= headroom < 1.0:
         raise PlanError(f"headroom is the share of a device's memory to leave free, 0 to 1, not {headroom}")
-    costs = Costs(profile)
+    costs = Costs(profile, fill_in=fill_in)
     asked = Asked(
         batch_size,
         _depths(costs, depths),
@@ -136,7 +140,7 @@ class Least(NamedTuple):
     backward: float  # what the stage before waits for
     weights: float
     at_least: tuple[tuple[float, int], ...]  # so many segments take so long each, all three
-    forward_share: tuple[float, float]  # of all three, at least and at most
+    forward_share: float  # of all three, at most
     gradient_bytes: float  # for each second of a segment, at least
 
     def heaviest(self, depth: int) -> float:
@@ -153,6 +157,7 @@ class Search:
         self.found: dict[int, Found] = {}  # by depth
         self.num_simulated = 0
         self.few_cuts = costs.num_segments <= FEW_SEGMENTS
+        self._depths_apart = every_depth and self.few_cuts  # each judged by its own best alone
         self._queue: list[tuple[float, int, Node | Site | Draft]] = []
         self._num_queued = 0
         self._placed: set[Node] = set()
@@ -171,7 +176,7 @@ class Search:
             bound, _, item = heapq.heappop(self._queue)
             node = _node_of(item)
             if bound > self._worth(node.depth):
-                if not self.every_depth:
+                if not self._depths_apart:
                     break
             elif not self.few_cuts and self._scaled(node) > self._worth(node.depth):
                 continue
@@ -186,9 +191,20 @@ class Search:
         if not self.found:
             raise PlanError(self._why_nothing_fits())
         if not self.few_cuts:
-            for found in self._ranked() if self.every_depth else self._ranked()[:3]:
+            for found in self._ranked()[:3]:
                 self._move_cuts(found.draft.depth)
+            if self.every_depth:
+                self._look_at_every_depth()
         return self._rank()
+
+    def _look_at_every_depth(self) -> None:
+        """Of depths that could not win: the most promising layout of each."""
+        self._depths_apart = True
+        for depth in self.asked.depths:
+            promising = sorted(self._nodes(depth), key=self._bound)
+            for node in promising[:PROBES]:
+                if depth not in self.found:
+                    self._probe(node)
 
     def _put(self, bound: float, item: Node | Site | Draft) -> None:
         self._num_queued += 1  # of equal bounds, what came first goes first
@@ -199,7 +215,7 @@ class Search:
 
     def _worth(self, depth: int) -> float:
         """What a layout of this depth must not take longer than, to be of interest."""
-        if self.every_depth:
+        if self._depths_apart:
             return self.found[depth].seconds * (1 + EQUAL) if depth in self.found else inf
         return min((found.seconds for found in self.found.values()), default=inf) * (1 + EQUAL)
 
@@ -251,20 +267,23 @@ class Search:
             self._misfits.add(depth)
         return fits
 
+    def _nodes(self, depth: int) -> list[Node]:
+        if not self._can_hold(depth):
+            return []
+        return [
+            Node(depth, size, split, width)
+            for size in self.asked.microbatch_sizes
+            for width in self._first_widths(depth, size)
+            for split in sorted({splits(name) for name in self.asked.schedules})
+        ]
+
     def _put_nodes(self) -> None:
         """All depths and micro-batches, each with the most replicas.
 
         Of a few depths the most promising one is gone through to the end first: with something found,
         much else need not be looked at.
         """
-        nodes = [
-            Node(depth, size, split, width)
-            for depth in self.asked.depths
-            if self._can_hold(depth)
-            for size in self.asked.microbatch_sizes
-            for width in self._first_widths(depth, size)
-            for split in sorted({name == "zero-bubble" for name in self.asked.schedules})
-        ]
+        nodes = [node for depth in self.asked.depths for node in self._nodes(depth)]
         bounds = {node: self._bound(node) for node in nodes}
         for node, bound in bounds.items():
             self._put(bound, node)
@@ -438,7 +457,7 @@ class Search:
         return seconds * self._bound(node) / self._bound(wider) if wider.width > node.width else 0.0
 
     def _schedules(self, split: bool) -> list[ScheduleName]:
-        return [name for name in self.asked.schedules if (name == "zero-bubble") == split]
+        return [name for name in self.asked.schedules if splits(name) == split]
 
     def _settle(self, site: Site) -> None:
         """Chooses schedule, recompute and cut, in all ways that fit."""
@@ -703,7 +722,7 @@ def _reason(forecast: Forecast, best: Forecast) -> str:
 
 def _node_of(item: Node | Site | Draft) -> Node:
     if isinstance(item, Draft):
-        return Node(item.depth, item.microbatch_size, item.schedule == "zero-bubble", item.width)
+        return Node(item.depth, item.microbatch_size, splits(item.schedule), item.width)
     return item.node if isinstance(item, Site) else item
 
 
@@ -750,7 +769,7 @@ def _least(costs: Costs, size: int, split: bool, speed: float) -> Least:
         sum(backwards),
         sum(wholes) - sum(backwards),
         tuple({total: place + 1 for place, total in enumerate(sorted(totals, reverse=True))}.items()),
-        (min(shares), max(shares)),
+        max(shares),
         min(g / total for g, total in zip(gradients, totals, strict=True)),
     )
 

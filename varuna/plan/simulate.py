@@ -269,11 +269,14 @@ def _end(orders: Orders, replicas: Sequence[Pipeline], played: Sequence[Played])
     stages = len(orders.letters)
     last_starts: list[list[float]] = []
     last_stops: list[list[float]] = []
+    told = 0.0  # when the last stage of all knows its losses and has sent all but its last gradient
     for one in played:
         places = [
             first + letters.rindex("W" if "W" in letters else "B")
             for first, letters in zip(one.firsts, orders.letters, strict=False)
         ]
+        for first, letters in zip(one.firsts, orders.letters, strict=False):
+            told = max(told, float(one.starts[first + max(letters.rfind("B"), letters.rfind("I"))]))
         last_starts.append([float(one.starts[place]) for place in places])
         last_stops.append([float(one.stops[place]) for place in places])
 
@@ -293,7 +296,7 @@ def _end(orders: Orders, replicas: Sequence[Pipeline], played: Sequence[Played])
         free[lanes[stage]] = start + seconds
         reductions[stage].append((start, start + seconds))
 
-    totals = max(map(max, last_starts)) + replicas[0].totals_seconds
+    totals = told + replicas[0].totals_seconds
     finished = []
     for pipeline, stops in zip(replicas, last_stops, strict=True):
         reduced = [

@@ -2,7 +2,18 @@
 
 from varuna.schedule.check import check
 from varuna.schedule.cursor import Cursor
-from varuna.schedule.orders import NAMES, build, held, limit, opportunistic, ops, recomputes, row
+from varuna.schedule.orders import (
+    NAMES,
+    build,
+    half_done,
+    held,
+    limit,
+    opportunistic,
+    ops,
+    recomputes,
+    row,
+    splits,
+)
 from varuna.schedule.text import from_csv, grid, to_csv
 
 __all__ = [
@@ -12,11 +23,13 @@ __all__ = [
     "check",
     "from_csv",
     "grid",
+    "half_done",
     "held",
     "limit",
     "opportunistic",
     "ops",
     "recomputes",
     "row",
+    "splits",
     "to_csv",
 ]

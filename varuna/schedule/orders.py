@@ -3,10 +3,12 @@
 Every order keeps two rules that the rest of the library leans on: forwards run by micro-batch
 index, and so do backwards. A link is then a plain FIFO, and a count of what has arrived says what.
 
-    gpipe        all forwards, then all backwards
-    1f1b         as many forwards as there are stages from here on, then one backward, one forward
-    varuna       the order of 1f1b as a preference: what is late is overtaken by what is ready
-    zero-bubble  the order of 1f1b with the backward in two parts; the second part fills the gaps
+    gpipe           all forwards, then all backwards
+    1f1b            as many forwards as there are stages from here on, then one backward, one forward
+    varuna          the order of 1f1b as a preference: what is late is overtaken by what is ready
+    zero-bubble     the order of 1f1b with the backward in two parts; the second part fills the gaps
+    zero-bubble-2x  the same with twice the memory: no stage waits between its first forward and its last
+                    weight part, so that steps follow each other without a gap
 """
 
 from collections.abc import Iterator
@@ -77,6 +79,7 @@ def limit(name: str, *, stage: int, stages: int, microbatches: int) -> int:
         "gpipe": microbatches,
         "1f1b": to_the_end,
         "zero-bubble": to_the_end,
+        "zero-bubble-2x": 2 * to_the_end - 1,
         # Room to run ahead while a gradient is late. Played with links whose delays vary by one
         # forward (P=8, M=64; ideal 192): 1x 416, 1.5x 311, 2x+1 261, 3x 239, no bound 233; with
         # half that, 2x+1 is within 1% of 3x. The last stage never waits for a gradient.
@@ -91,6 +94,17 @@ def held(name: str, *, stage: int, stages: int, microbatches: int) -> int:
     return min(microbatches, between + (_lag(name, stage) or 0))
 
 
+def half_done(name: str, *, stage: int, microbatches: int) -> int:
+    """Of how many micro-batches the stage has done only the first part of the backward, at most."""
+    lag = _lag(name, stage)
+    return 0 if lag is None else min(microbatches, lag + 1)
+
+
+def splits(name: str) -> bool:
+    """Whether the backward is in two parts."""
+    return _lag(name, 0) is not None
+
+
 def opportunistic(name: str) -> bool:
     """Whether the order is a preference rather than a command.
 
@@ -102,12 +116,14 @@ def opportunistic(name: str) -> bool:
 
 def _ahead(name: str, stage: int, stages: int, microbatches: int) -> int:
     """How many forwards come before the first backward."""
-    return microbatches if name == "gpipe" else min(microbatches, stages - stage)
+    to_the_end = stages - stage
+    bounds = {"gpipe": microbatches, "zero-bubble-2x": 2 * to_the_end - 1}
+    return min(microbatches, bounds.get(name, to_the_end))
 
 
 def _lag(name: str, stage: int) -> int | None:
     """By how many micro-batches the weight part comes later; None where the backward is in one part."""
-    return stage if name == "zero-bubble" else None
+    return {"zero-bubble": stage, "zero-bubble-2x": 2 * stage}.get(name)
 
 
 def _whole(microbatches: int, *, ahead: int) -> str:
@@ -115,10 +131,14 @@ def _whole(microbatches: int, *, ahead: int) -> str:
 
 
 def _split(microbatches: int, *, ahead: int, lag: int) -> str:
-    """ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
+    """ZB-H1 and ZB-H2 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 
-    A stage puts off each weight part by as many micro-batches as there are stages before it: what
+    H1: a stage puts off each weight part by as many micro-batches as there are stages before it: what
     1f1b saves there in waiting forwards. So `ahead + lag` never exceeds the number of stages.
+
+    H2: enough forwards to work until the first gradient is back, 2(P - s) - 1 units after they begin;
+    and enough weight parts put off, 2s, that the last gradient is back at stage 0 when it has nothing
+    else to do. Every stage then works without a gap, and `ahead + lag` is 2P - 1 on all of them.
     """
     lag = min(lag, microbatches)
     last_forward_after = microbatches - ahead  # input parts; from then on no forward is left
