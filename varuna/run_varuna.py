@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,10 @@ from varuna.launcher import (
     say,
     split_command,
 )
-from varuna.morph.machines import parse_environment, parse_machines, require_this_machine
+from varuna.leading import JobFolder, lead
+from varuna.morph.machines import parse_environment, read_machines, require_machines, require_this_machine
+from varuna.morph.placement import Layout, lay_out
+from varuna.morph.state import Proposal, Settings
 
 
 class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +117,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str], *, home: Path) -> Job:
+class Typed(msgspec.Struct, frozen=True):
+    """What was typed, made sense of."""
+
+    job: Job
+    arguments: LaunchArguments
+    machines: tuple[str, ...]
+    resume: bool
+    folder: Path
+
+
+def parse(argv: Sequence[str], *, home: Path) -> Typed:
     parser = make_parser()
     own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--resume"))
     options = parser.parse_args(own)
@@ -131,11 +145,16 @@ def parse(argv: Sequence[str], *, home: Path) -> Job:
         if options.resume:
             arguments = update(read_saved(memory, code_dir), arguments)
         machine_list = arguments.machine_list or "available_machines.out"
-        require_this_machine(parse_machines(read_file(machine_list, "machine list")))
+        machines, problems = read_machines(read_file(machine_list, "machine list"))
+        for problem in problems:
+            say(problem)
+        if arguments.no_morphing:
+            require_this_machine(machines)
+        require_machines(machines)
         environment = user_environment(arguments)
         job = prepare(
             arguments.command,
-            num_machines=1,
+            num_machines=len(machines),
             devices_per_machine=4 if arguments.gpus_per_node is None else arguments.gpus_per_node,
             num_stages=arguments.nstages,
             num_replicas=0,
@@ -147,10 +166,12 @@ def parse(argv: Sequence[str], *, home: Path) -> Job:
             resume_step=options.resume_step,
         )
         # Kept whole: `--resume` may be typed in another folder.
-        save(memory, absolute(arguments, machine_list))
+        arguments = absolute(arguments, machine_list)
+        save(memory, arguments)
     except ValueError as error:
         parser.error(str(error))
-    return msgspec.structs.replace(job, environment=environment, master_port=free_port())
+    job = msgspec.structs.replace(job, environment=environment, master_port=free_port())
+    return Typed(job, arguments, machines, options.resume, memory.with_suffix(""))
 
 
 def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
@@ -161,9 +182,45 @@ def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
 
 
 def main() -> None:
-    job = parse(sys.argv[1:], home=Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna"))
-    say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
-    sys.exit(launch(job))
+    typed = parse(sys.argv[1:], home=Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna"))
+    job = typed.job
+    if typed.arguments.no_morphing:
+        say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
+        sys.exit(launch(job))
+    try:
+        sys.exit(morph(typed))
+    except (ValueError, OSError) as error:
+        sys.exit(f"varuna: {error}")
+
+
+def morph(typed: Typed) -> int:
+    job, arguments = typed.job, typed.arguments
+    assert arguments.machine_list is not None
+    return lead(
+        job,
+        machine_list=arguments.machine_list,
+        machines=typed.machines,
+        planner=partial(plan_by_hand, job),
+        folder=JobFolder(typed.folder),
+        resume=typed.resume,
+        manager_ip=arguments.manager_ip,
+        settings=Settings(),
+    )
+
+
+def plan_by_hand(job: Job, machines: tuple[str, ...]) -> Proposal:
+    """As many replicas as there is room for, of the stages and micro-batches that were typed."""
+    layout = lay_out(
+        len(machines) * job.devices_per_machine,
+        job.layout.depth,
+        batch_size=job.layout.batch_size,
+        microbatch_size=job.layout.microbatch_size,
+    )
+    return Proposal(machines, used_machines(layout, machines, job.devices_per_machine), layout)
+
+
+def used_machines(layout: Layout, machines: tuple[str, ...], devices_per_machine: int) -> tuple[str, ...]:
+    return machines[: -(-layout.num_ranks // devices_per_machine)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The door to training: class `Varuna`, which wraps a model and runs its steps over all ranks."""
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge
 from varuna.on_demand import Attention, usr1
+from varuna.progress import Progress, open_progress
 from varuna.types import (
     Op,
     Plan,
@@ -123,6 +125,7 @@ class Varuna(nn.Module):
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
+        self._progress = open_progress()
         usr1.tell(self._attention)  # first of all: no signal is lost, however long the rest takes
         weakref.finalize(self, usr1.release, self._attention).atexit = False
         self._session = open_session(
@@ -226,6 +229,7 @@ class Varuna(nn.Module):
         """
         with self._errors_reach_everyone("step"):
             self._see_to_requests()
+            self._progress.enter()
             if self._optimizer is None:
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
@@ -248,13 +252,17 @@ class Varuna(nn.Module):
                 max_norm=clip_grad_max_norm,
             )
         self.grad_norm = totals.norm
+        if self._progress.watched:
+            self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
         return totals.loss, totals.overflow
 
     def evaluate(self, inputs: Mapping[str, object]) -> float:
         """The loss on `inputs` (this replica's share) in evaluation mode; changes nothing."""
         with self._errors_reach_everyone("evaluate"):
             batch = self._batch(inputs)
-            return self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+            loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+        self._progress.alive()
+        return loss
 
     def forward(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError(
@@ -295,9 +303,7 @@ class Varuna(nn.Module):
             self._asked_for.append(asked)
             self.on_demand_checkpoint(global_store)
             return asked
-        return self._checkpoints.save(
-            global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
-        )
+        return self._save(global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last)
 
     def load_checkpoint(
         self,
@@ -316,9 +322,11 @@ class Varuna(nn.Module):
         `check_complete=False` takes what is there of an incomplete one, `strict=False` what the model
         knows of another's, `cast=True` other dtypes; hashes are checked always.
         """
-        return self._checkpoints.load(
+        step = self._checkpoints.load(
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
+        self._progress.uses(self._checkpoints.store)
+        return step
 
     def resume(self, global_store: str | os.PathLike[str]) -> int:
         """Loads the newest complete checkpoint where there is one; returns the iteration to go on with."""
@@ -466,16 +474,32 @@ class Varuna(nn.Module):
         if self._trainer.reducer.attention:
             self._trainer.reducer.attention = False
             self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
+            self._progress.answering(True)
             self._attention.act(
                 self._session.gather,
                 save=self._save_on_demand,
                 usual_store=self._checkpoints.store,
                 leave=self.close,
             )
+            self._progress.answering(False)
+
+    def _save(self, global_store: str | os.PathLike[str], **options: Any) -> "Future[str]":
+        started, step = time.monotonic(), options.get("step")
+        done = self._checkpoints.save(global_store, **options)
+        waited = time.monotonic() - started
+        self._progress.uses(self._checkpoints.store)
+        written = self.iteration if step is None else step
+
+        def tell(ended: "Future[str]", progress: Progress = self._progress) -> None:
+            if ended.exception() is None:
+                progress.saved(written, waited)
+
+        done.add_done_callback(tell)
+        return done
 
     def _save_on_demand(self, global_store: str) -> "Future[str]":
         try:
-            done = self._checkpoints.save(global_store, gradients=True)
+            done = self._save(global_store, gradients=True)
         except CheckpointError as error:
             while self._asked_for:
                 self._asked_for.pop().set_exception(error)

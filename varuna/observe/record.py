@@ -26,6 +26,10 @@ class Recorder:
     def clear(self) -> None:
         self._entries.clear()
 
+    def compute_seconds(self) -> float:
+        """Of forwards and backwards, without the waiting in between."""
+        return sum(stop - start for what, _, start, stop in self._entries if what in COMPUTE)
+
     def timeline(self, rank: int, stage: int) -> Timeline:
         """What was added, still by this rank's clock; `merge` makes it start at zero."""
         return Timeline(tuple(Interval(rank, stage, *entry) for entry in self._entries))

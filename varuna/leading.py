@@ -1,0 +1,223 @@
+"""Opens a job's folder on the manager's machine, and leads the job from there, or takes it up again.
+
+~/.varuna/jobs/<hash of the code's folder>/
+    lock            held while a manager leads the job
+    manager.json    where it listens, and the job's secret: for this user alone
+    journal.jsonl   what a manager that is started again must know
+"""
+
+import asyncio
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from varuna.checkpoint.load import newest
+from varuna.checkpoint.store import open_store, retrying
+from varuna.codec import decode, encode
+from varuna.execute.address import address_facing
+from varuna.launcher import Job, say
+from varuna.manager import ManagedJob, Manager, Planner
+from varuna.morph.adapters.local import LocalStarter
+from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
+from varuna.morph.machines import is_loopback
+from varuna.morph.start import Starter
+from varuna.morph.state import JobState, Settings, Verdict
+
+STORE_SECONDS = 30.0
+"""How long a store that does not answer is asked for the newest checkpoint."""
+
+
+class Contact(msgspec.Struct, frozen=True):
+    """How `varuna status` and its kin find the manager."""
+
+    job: str
+    pid: int
+    address: str
+    port: int
+    secret: str
+    log_dir: str
+
+
+class JobFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def contact(self) -> Path:
+        return self.path / "manager.json"
+
+    def lock(self) -> int:
+        """Until this process ends; the kernel lets go of it however that is."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ValueError(
+                "a manager leads the job of this folder already (`varuna status` shows it, `varuna stop` "
+                "ends it; for a second job use another --code_dir)"
+            ) from None
+        return fd
+
+    def read_contact(self) -> Contact | None:
+        try:
+            return decode(self.contact.read_bytes(), Contact, str(self.contact))
+        except FileNotFoundError:
+            return None
+
+    def write_contact(self, contact: Contact) -> None:
+        part = self.contact.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(encode(contact))
+        part.replace(self.contact)
+
+
+def lead(
+    job: Job,
+    *,
+    machine_list: str,
+    machines: tuple[str, ...],
+    planner: Planner,
+    folder: JobFolder,
+    resume: bool,
+    manager_ip: str | None,
+    settings: Settings,
+) -> int:
+    """Leads the job to its end; the exit status says how that was."""
+    lock = folder.lock()
+    try:
+        address_for = addresses(machines, manager_ip)
+        records = read(folder.journal)
+        before = folder.read_contact()
+        goes_on = resume and bool(records) and not any(isinstance(record, Over) for record in records)
+        listener = listen(address_for(machines[0]), before.port if before is not None else 0)
+        name = (
+            before.job
+            if goes_on and before is not None
+            else f"{Path(job.script).stem}-{secrets.token_hex(4)}"
+        )
+        contact = Contact(
+            job=name,
+            pid=os.getpid(),
+            address=listener.getsockname()[0],
+            port=listener.getsockname()[1],
+            secret=before.secret if before is not None else secrets.token_hex(32),
+            log_dir=before.log_dir if goes_on and before is not None else job.log_dir,
+        )
+        folder.write_contact(contact)
+        journal = Journal(folder.journal)
+        now = time.monotonic()
+        if goes_on:
+            say(f"job {name} is taken up again")
+            state = restore(records, settings=settings, now=now)
+        else:
+            journal.write(Begun(name, contact.port, contact.log_dir))
+            state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
+            stores = [record.store for record in records if isinstance(record, StoreSeen)]
+            if resume and stores:
+                journal.write(StoreSeen(stores[-1]))
+                state = msgspec.structs.replace(state, store=stores[-1])
+        managed = ManagedJob(
+            name=name,
+            script=job.script,
+            arguments=job.arguments,
+            flags=job.flags,
+            code_dir=job.code_dir,
+            log_dir=contact.log_dir,
+            devices_per_machine=job.devices_per_machine,
+            environment=job.environment,
+            machine_list=machine_list,
+            port=contact.port,
+            secret=contact.secret,
+        )
+        verdict = asyncio.run(
+            run(managed, state, planner=planner, address_for=address_for, journal=journal, listener=listener)
+        )
+        return tell(verdict, contact.log_dir)
+    finally:
+        os.close(lock)
+
+
+async def run(
+    job: ManagedJob,
+    state: JobState,
+    *,
+    planner: Planner,
+    address_for: Callable[[str], str],
+    journal: Journal,
+    listener: socket.socket,
+) -> Verdict:
+    manager = Manager(
+        job,
+        state,
+        planner=planner,
+        starter_of=starters(Path(job.log_dir)),
+        newest=newest_step,
+        address_for=address_for,
+        journal=journal,
+        say=say,
+    )
+    return await manager.lead(listener)
+
+
+def tell(verdict: Verdict, log_dir: str) -> int:
+    failed = verdict.how == "failed"
+    ending = "all workers are ended; logs in" if failed else "logs in"
+    say(f"{verdict.how}: {verdict.reason}{chr(10) * 2 if failed else '; '}{ending} {log_dir}", error=failed)
+    return verdict.exit_code
+
+
+def addresses(machines: tuple[str, ...], manager_ip: str | None) -> Callable[[str], str]:
+    """The address of this machine that another one dials; sends nothing."""
+
+    @cache
+    def facing(machine: str) -> str:
+        if manager_ip:
+            return manager_ip
+        if not is_loopback(machine):
+            return address_facing(machine)
+        # Beside real machines, this one must be known by an address that those can reach.
+        others = [other for other in machines if not is_loopback(other)]
+        return address_facing(others[0]) if others else "127.0.0.1"
+
+    return facing
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """On the port of before, where agents look for a manager that was started again, if it is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for wanted in (port, 0):
+        try:
+            return socket.create_server((address, wanted), family=family, backlog=1024)
+        except OSError:
+            if not wanted:
+                raise ValueError(
+                    f"this machine cannot listen on {address} (name an address of its own: --manager_ip)"
+                ) from None
+    raise AssertionError("one of the two returns or raises")
+
+
+def starters(log_folder: Path) -> Callable[[str], Starter]:
+    def starter_of(machine: str) -> Starter:
+        if is_loopback(machine):
+            return LocalStarter(log_folder)
+        raise ValueError(f"{machine} is another machine, and there is no way to start agents there yet")
+
+    return starter_of
+
+
+def newest_step(store: str) -> int | None:
+    return newest(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))
