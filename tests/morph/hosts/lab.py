@@ -47,7 +47,8 @@ class Host:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
-            "SetEnv": f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1",
+            # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
+            "SetEnv": f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1 SHLVL=1",
         }
         sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
         sshd += [f"-o{name}={value}" for name, value in options.items()]
