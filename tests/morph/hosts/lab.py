@@ -5,6 +5,7 @@ a bridge joins them, and the tests stand on it as the manager's machine does. Th
 It takes root and Debian's iproute2 and openssh-server, which `make test` installs.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -144,7 +145,7 @@ class Lab:
         remove_orphans()
         self.name, self.network = claim_network()
         self.address = f"{self.network}.1"  # of the manager's side
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self.folder = folder_of(self.name)
         self.ssh_config = self.folder / "ssh_config"
         self.known_hosts = self.folder / "known_hosts"
         self.ssh = ("ssh", "-F", str(self.ssh_config))
@@ -158,6 +159,7 @@ class Lab:
             raise
 
     def _prepare(self) -> None:
+        self.folder.mkdir(mode=0o700)
         Path("/run/sshd").mkdir(exist_ok=True)
         ip("addr", "add", f"{self.address}/24", "dev", self.name)
         ip("link", "set", self.name, "up")
@@ -187,7 +189,6 @@ class Lab:
         for host in self.hosts:
             host.kill()
         remove(self.name)
-        shutil.rmtree(self.folder)
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +237,8 @@ def remove_orphans() -> None:
         except OSError:
             continue  # removed by its owner meanwhile
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            remove(alias.parent.name)
+            with contextlib.suppress(RuntimeError):  # another run does the same at this moment
+                remove(alias.parent.name)
 
 
 def remove(lab: str) -> None:
@@ -248,7 +250,12 @@ def remove(lab: str) -> None:
             ip("netns", "delete", namespace)
             shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
             subprocess.run([tool("ip"), "link", "delete", namespace.replace("-n", "-")], capture_output=True)
+    shutil.rmtree(folder_of(lab), ignore_errors=True)
     ip("link", "delete", lab)
+
+
+def folder_of(lab: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"varuna-{lab}"
 
 
 def processes_of(namespace: str) -> list[int]:
