@@ -156,6 +156,8 @@ class Agent:
                     task.result()  # it never returns: it has raised
             return 0
         finally:
+            for task in tasks:  # first of all: who goes does not dial again
+                task.cancel()
             if local is not None:
                 local.close()
             self.kill_workers()
@@ -164,8 +166,6 @@ class Agent:
                 self.nursery._process.stdin.close()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.nursery._process.wait(), 5)
-            for task in tasks:
-                task.cancel()
             for worker in self.workers.values():
                 if worker.outcome is None:
                     worker.reading.close()

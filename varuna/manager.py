@@ -554,4 +554,4 @@ def state_of(state: JobState, machine: str) -> str:
         return "leaving"
     if state.active and state.generation is not None and machine in state.generation.machines:
         return "at work"
-    return "spare" if member.store_port else "warming up"
+    return "spare" if member.warm else "warming up"

@@ -162,6 +162,7 @@ class Thought:
             seen=self.now,
             starting=None,
             start_failures=0,
+            warm=event.store_port > 0 or event.generation is not None,
             store_port=event.store_port,
             workers=event.generation,
         )
@@ -169,7 +170,7 @@ class Thought:
         if event.generation is not None and not goes_on:
             why = f"generation {event.generation} is not the one at work"
             self.do(KillWorkers(name, event.generation, why))
-        if self.at_work(name) and not goes_on:
+        if self.at_work(name) and not goes_on and self.state.phase != "ending":
             self.end(f"{name} came back without its workers")
 
     def leave(self, event: AgentLeft) -> None:
@@ -185,14 +186,15 @@ class Thought:
             member.name,
             agent="",
             workers=None,
+            warm=False,
             store_port=0,
             starting=None,
             retry_at=self.now + (2.0 ** min(len(recent), 5) if recent else 0.0),
             lost_at=(*recent, self.now),
             welcome_at=self.now + patience,
         )
-        again = f" (for the {len(recent) + 1}th time: it may rejoin in {patience:.0f} s)" if recent else ""
-        self.tell("machine lost", f"{member.name}: {why}{again}")
+        again = f" (lost {len(recent) + 1} times lately: it rejoins no sooner than in {patience:.0f} s)"
+        self.tell("machine lost", f"{member.name}: {why}{again if recent else ''}")
         if part:
             self.set(losses=self.state.losses + 1)
             if self.state.phase != "ending":
@@ -209,7 +211,7 @@ class Thought:
 
     def store_ready(self, event: StoreReady) -> None:
         if self.agent_of(event.machine, event.agent):
-            self.set_member(event.machine, store_port=event.port)
+            self.set_member(event.machine, store_port=event.port, warm=True)
 
     def worker_failed(self, event: WorkerFailed) -> None:
         if self.agent_of(event.machine, event.agent) and self.is_at_work(event.machine, event.generation):
@@ -256,7 +258,9 @@ class Thought:
         proposal = self.state.proposal
         if self.state.phase != "gathering" or self.state.asked_plan is not None or proposal is None:
             return
-        if proposal.layout is not None and proposal.machines == self.ready():
+        if proposal.layout is None or proposal.machines != self.ready():
+            return
+        if self.state.members[proposal.used[0]].store_port:
             self.launch(proposal, event.step)
 
     def notice(self, event: Notice) -> None:
@@ -285,6 +289,7 @@ class Thought:
         if self.state.ticked_at and gap > PAUSE_SECONDS:
             for name, member in members.items():
                 members[name] = msgspec.structs.replace(member, seen=member.seen + gap)
+            self.set(progressed_at=self.state.progressed_at + gap, deadline=self.state.deadline + gap)
         pulses: list[Pulse] = []
         for name, (agent, generation, found) in event.beats.items():
             if self.agent_of(name, agent):
@@ -373,7 +378,7 @@ class Thought:
             and member.agent
             and member.leave_by is None
             and (member.workers is None or member.workers == current)
-            and (member.store_port or self.at_work(name))
+            and member.warm
             and (not patient or self.now >= member.welcome_at or self.at_work(name))
         )
 
@@ -394,7 +399,11 @@ class Thought:
         proposal = self.state.proposal
         if proposal is None or proposal.machines != ready:
             self.ask_for_plan(ready)
-        elif proposal.layout is not None and self.state.asked_plan is None:
+        elif (
+            proposal.layout is not None
+            and self.state.asked_plan is None
+            and self.state.members[proposal.used[0]].store_port
+        ):
             first = self.state.generation is None
             if first and self.state.resume_step is not None:
                 self.launch(proposal, self.state.resume_step)

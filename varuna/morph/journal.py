@@ -102,7 +102,7 @@ def _launched(state: JobState, generation: Generation, now: float) -> JobState:
     # They count as connected and are given time: those that do not show up in it are lost.
     seen = now + state.settings.attach_seconds - state.settings.lost_seconds
     members = {
-        name: Member(name, agent=agent, seen=seen, workers=generation.number)
+        name: Member(name, agent=agent, seen=seen, warm=True, workers=generation.number)
         for name, agent in zip(generation.machines, generation.agents, strict=True)
     }
     return msgspec.structs.replace(

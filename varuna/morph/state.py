@@ -44,6 +44,7 @@ class Member(msgspec.Struct, frozen=True):
     agent: str = ""  # the agent that is connected; "" where none is
     address: str = ""  # where other machines reach it
     seen: float = 0.0  # when it was last heard of
+    warm: bool = False  # a start costs no import there
     store_port: int = 0  # where it has a store ready for the next generation
     starting: float | None = None  # since when an agent is being started
     retry_at: float = 0.0  # no start before
