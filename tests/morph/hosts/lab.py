@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.morph.hosts.box import Box, missing_tools, tool
+
 ROOT = Path(__file__).parents[3]
 OWNED = "varuna test hosts of process "  # the alias of a lab's bridge tells who made it
 MOST_LABS = 250
 TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
-PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class Host:
@@ -34,11 +35,11 @@ class Host:
         self._namespace = f"{lab.name}-{self.name}"
         self._link = f"{lab.name}-{number}"
         self._key = lab.folder / f"{self.name}.key"
-        self._init: subprocess.Popen[str] | None = None
+        self._box: Box | None = None
 
     def boot(self) -> None:
         """Returns once sshd listens."""
-        assert self._init is None, f"{self.name} is up already"
+        assert self._box is None, f"{self.name} is up already"
         options = {
             "HostKey": self._key,
             "AuthorizedKeysFile": self._lab.folder / "authorized_keys",
@@ -53,33 +54,24 @@ class Host:
         }
         sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
         sshd += [f"-o{name}={value}" for name, value in options.items()]
-        # sshd is the init of its own process namespace: all that ever ran on the host dies with it.
-        machine = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         named = ["sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", self.name]
-        self._init = subprocess.Popen(
-            [tool("ip"), "netns", "exec", self._namespace, *machine, *named, *sshd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._init.stderr is not None
+        self._box = Box([*named, *sshd], within=[tool("ip"), "netns", "exec", self._namespace])
+        output = self._box.outer.stdout
+        assert output is not None
         said = []
-        for line in self._init.stderr:
-            said.append(line)
-            if "Server listening on 0.0.0.0" in line:
-                break
-        else:
-            raise RuntimeError(f"host {self.name} did not come up: {''.join(said)}")
-        self._init.stderr.close()  # sshd does not mind that nobody reads on
+        for line in output:
+            said.append(line.decode())
+            if b"Server listening on 0.0.0.0" in line:
+                output.close()  # sshd does not mind that nobody reads on
+                return
+        self.kill()
+        raise RuntimeError(f"host {self.name} did not come up: {''.join(said)}")
 
     def kill(self) -> None:
         """The machine dies: every process on it at once. Its peers' connections are reset."""
-        if self._init is not None:
-            if self._init.poll() is None:
-                os.kill(self._first_process(), signal.SIGKILL)
-            self._init.wait()  # the kernel has ended and reaped all of them by then
-            self._init = None
+        if self._box is not None:
+            self._box.kill()
+            self._box = None
 
     def cut(self) -> None:
         """The machine goes on, but nothing reaches it or comes from it, and nobody is told."""
@@ -96,7 +88,8 @@ class Host:
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """The same command, to be run on this host without ssh."""
-        return [tool("nsenter"), "--target", str(self._first_process()), "--all", *argv]
+        assert self._box is not None, f"{self.name} is down"
+        return self._box.command(argv)
 
     def run(self, argv: Sequence[str]) -> str:
         return command(self.command(argv))
@@ -109,13 +102,9 @@ class Host:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue  # gone meanwhile
-            if line and not line.startswith(("sshd: ", "unshare ", tool("sshd"))):
+            if line and not line.startswith(("sshd: ", tool("unshare"), tool("sshd"))):
                 found[pid] = line
         return found
-
-    def _first_process(self) -> int:
-        assert self._init is not None, f"{self.name} is down"
-        return int(Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()[0])
 
     def _connect(self) -> None:
         lab = self._lab
@@ -205,7 +194,7 @@ def require_tools() -> None:
         raise RuntimeError(
             "test hosts are network namespaces, which only root may make: run the tests as root"
         )
-    if missing := [name for name in TOOLS if shutil.which(name, path=PATH) is None]:
+    if missing := missing_tools(TOOLS):
         raise RuntimeError(
             f"test hosts need {', '.join(missing)}, which this machine does not have "
             "(apt-get install iproute2 openssh-server openssh-client util-linux; `make test` does it as root)"
@@ -272,12 +261,6 @@ def kill_and_wait(pid: int) -> None:
     gone.register(handle, select.POLLIN)
     gone.poll()
     os.close(handle)
-
-
-def tool(name: str) -> str:
-    found = shutil.which(name, path=PATH)
-    assert found is not None, name
-    return found
 
 
 def ip(*arguments: str) -> str:
