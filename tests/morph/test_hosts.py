@@ -49,7 +49,7 @@ def test_hosts_reach_each_other(lab: Lab) -> None:
 def test_all_processes_die_with_their_host_and_it_boots_again(lab: Lab) -> None:
     host = lab.hosts[0]
     ssh(lab, "n1", "setsid sleep 1000 >/dev/null 2>&1 </dev/null &")
-    assert list(host.processes().values()) == ["sleep 1000"]
+    assert any("sleep 1000" in line for line in host.processes().values())
     host.kill()
     assert host.processes() == {}
     with pytest.raises(RuntimeError, match="refused"):
