@@ -44,7 +44,7 @@ from varuna.morph.messages import (
 )
 from varuna.morph.placement import worker_environment, worker_flags
 from varuna.morph.start import AgentOrders
-from varuna.morph.state import Outcome
+from varuna.morph.state import Outcome, Pulse
 from varuna.morph.wire import Refused, Wire
 from varuna.progress import VARIABLE, Reading
 
@@ -67,6 +67,7 @@ class Worker:
         self.reading = Reading(folder / f"rank_{rank}.progress", rank)
         self.pid: int | None = None
         self.outcome: Outcome | None = None
+        self.last_pulse = Pulse(rank)
         self.shown = {False: 0, True: 0}  # bytes of out and of err that were passed on
 
     def end(self, code: int) -> None:
@@ -77,6 +78,7 @@ class Worker:
             on_demand=not failed and self.reading.answering,
             last_lines=last_lines(self.err) if failed else "",
         )
+        self.last_pulse = self.reading.pulse()
         self.reading.close()
 
     def news(self) -> list[Output]:
@@ -244,7 +246,13 @@ class Agent:
             generation = self.start.generation if self.start is not None else None
             self.send(
                 Hello(
-                    self.orders.job, self.orders.machine, self.name, self.address, generation, self.store_port
+                    job=self.orders.job,
+                    machine=self.orders.machine,
+                    agent=self.name,
+                    pid=os.getpid(),
+                    address=self.address,
+                    generation=generation,
+                    store_port=self.store_port,
                 )
             )
             if self.told_end:
@@ -269,7 +277,7 @@ class Agent:
             for worker in alive:
                 self.show(worker)
             generation = self.start.generation if self.start is not None and alive else None
-            self.send(Beat(generation, tuple(worker.reading.pulse() for worker in alive)))
+            self.send(Beat(generation, tuple(worker.reading.pulse(worker.pid or 0) for worker in alive)))
 
     async def obey(self, message: object) -> None:
         if isinstance(message, Welcome):
@@ -405,8 +413,9 @@ class Agent:
     def tell_end(self) -> None:
         assert self.start is not None
         self.told_end = True
-        outcomes = tuple(worker.outcome for worker in self.workers.values() if worker.outcome is not None)
-        self.send(Ended(self.start.generation, outcomes))
+        ended = [worker for worker in self.workers.values() if worker.outcome is not None]
+        outcomes = tuple(worker.outcome for worker in ended if worker.outcome is not None)
+        self.send(Ended(self.start.generation, outcomes, tuple(worker.last_pulse for worker in ended)))
 
     def signal_workers(self, generation: int, number: int) -> None:
         if self.start is None or self.start.generation > generation or self.nursery is None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import varuna
-from varuna import planning
+from varuna import managing, planning
 from varuna.checkpoint.load import Found, find, look, newest, open_checkpoint, steps_in
 from varuna.checkpoint.load import verify as read_every_byte
 from varuna.checkpoint.manifest import Facts
@@ -43,6 +43,7 @@ checkpoint = typer.Typer(
 )
 app.add_typer(checkpoint, name="checkpoint")
 planning.register(app)
+managing.register(app)
 
 
 def main() -> None:

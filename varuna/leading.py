@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from varuna.execute.address import address_facing
 from varuna.launcher import Job, say
 from varuna.manager import ManagedJob, Manager, Planner
 from varuna.morph.adapters.local import LocalStarter
+from varuna.morph.adapters.ssh import SshStarter
+from varuna.morph.clock import WakingClock
 from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
 from varuna.morph.machines import is_loopback
 from varuna.morph.start import Starter
@@ -94,6 +96,9 @@ def lead(
     folder: JobFolder,
     resume: bool,
     manager_ip: str | None,
+    leaves_slow: bool,
+    ssh: Sequence[str],
+    python: str,
     settings: Settings,
 ) -> int:
     """Leads the job to its end; the exit status says how that was."""
@@ -119,7 +124,8 @@ def lead(
         )
         folder.write_contact(contact)
         journal = Journal(folder.journal)
-        now = time.monotonic()
+        clock = WakingClock(time.monotonic)
+        now = clock.now()
         if goes_on:
             say(f"job {name} is taken up again")
             state = restore(records, settings=settings, now=now)
@@ -142,35 +148,34 @@ def lead(
             machine_list=machine_list,
             port=contact.port,
             secret=contact.secret,
+            slow_file=str(Path("slow_machines.out").absolute()),
+            leaves_slow=leaves_slow,
         )
-        verdict = asyncio.run(
-            run(managed, state, planner=planner, address_for=address_for, journal=journal, listener=listener)
-        )
+
+        def starter_of(machine: str) -> Starter:
+            logs = Path(managed.log_dir)
+            if is_loopback(machine):
+                return LocalStarter(logs)
+            return SshStarter(log_folder=logs, folder=managed.code_dir, python=python, ssh=ssh)
+
+        async def run() -> Verdict:
+            manager = Manager(
+                managed,
+                state,
+                planner=planner,
+                starter_of=starter_of,
+                newest=newest_step,
+                address_for=address_for,
+                journal=journal,
+                clock=clock,
+                say=say,
+            )
+            return await manager.lead(listener)
+
+        verdict = asyncio.run(run())
         return tell(verdict, contact.log_dir)
     finally:
         os.close(lock)
-
-
-async def run(
-    job: ManagedJob,
-    state: JobState,
-    *,
-    planner: Planner,
-    address_for: Callable[[str], str],
-    journal: Journal,
-    listener: socket.socket,
-) -> Verdict:
-    manager = Manager(
-        job,
-        state,
-        planner=planner,
-        starter_of=starters(Path(job.log_dir)),
-        newest=newest_step,
-        address_for=address_for,
-        journal=journal,
-        say=say,
-    )
-    return await manager.lead(listener)
 
 
 def tell(verdict: Verdict, log_dir: str) -> int:
@@ -208,15 +213,6 @@ def listen(address: str, port: int) -> socket.socket:
                     f"this machine cannot listen on {address} (name an address of its own: --manager_ip)"
                 ) from None
     raise AssertionError("one of the two returns or raises")
-
-
-def starters(log_folder: Path) -> Callable[[str], Starter]:
-    def starter_of(machine: str) -> Starter:
-        if is_loopback(machine):
-            return LocalStarter(log_folder)
-        raise ValueError(f"{machine} is another machine, and there is no way to start agents there yet")
-
-    return starter_of
 
 
 def newest_step(store: str) -> int | None:

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +19,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
+from varuna.morph.interval import failure_seconds, interval_seconds
 from varuna.morph.journal import Journal, Launched, Over, StoreSeen
 from varuna.morph.machines import read_machines
 from varuna.morph.messages import (
@@ -34,14 +35,17 @@ from varuna.morph.messages import (
     Hello,
     Kill,
     LogLines,
+    MachineStatus,
     Message,
     Noticed,
     Output,
     Save,
     Stacks,
     Start,
+    Status,
     StoreOpen,
     Welcome,
+    WorkerStatus,
     read_from_agent,
     write,
 )
@@ -64,6 +68,7 @@ from varuna.morph.state import (
     Launch,
     ListRead,
     MakePlan,
+    Member,
     Notice,
     Planned,
     Proposal,
@@ -78,6 +83,7 @@ from varuna.morph.state import (
     WorkerFailed,
     WorkersEnded,
 )
+from varuna.morph.stragglers import Rule, Watch, look
 from varuna.morph.wire import Refused, Wire
 
 TICK_SECONDS = 0.25
@@ -103,6 +109,12 @@ class ManagedJob(msgspec.Struct, frozen=True, kw_only=True):
     machine_list: str
     port: int  # that agents dial
     secret: str
+    slow_file: str  # where slow machines are listed
+    leaves_slow: bool = False
+
+
+Heard = tuple[str, int | None, tuple[Pulse, ...]]
+"""A heartbeat: the agent, the generation that it runs, how far its workers are."""
 
 
 class Planner(Protocol):
@@ -120,6 +132,8 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.agent = ""
         self.machine = ""
+        self.pid = 0
+        self.pulses: tuple[Pulse, ...] = ()  # the last
         self.timer: asyncio.TimerHandle | None = None
         self.closed_because = ""
 
@@ -182,6 +196,7 @@ class Manager:
         newest: Callable[[str], int | None],
         address_for: Callable[[str], str],
         journal: Journal,
+        clock: WakingClock,
         say: Callable[..., None],
     ) -> None:
         self.job = job
@@ -193,14 +208,18 @@ class Manager:
         self.address_for = address_for  # that a machine dials: the manager listens where it is asked for
         self.servers: dict[str, asyncio.Server] = {}
         self.journal = journal
+        self.clock = clock
         self.say = say
         self.strangers: set[Connection] = set()
         self.agents: dict[str, Connection] = {}  # by machine
         self.started: dict[str, StartedAgent] = {}
-        self.beats: dict[str, tuple[str, int | None, tuple[Pulse, ...]]] = {}
+        self.beats: dict[str, Heard] = {}
         self.questions: dict[int, Connection] = {}
         self.num_questions = 0
         self.list_seen: object = None
+        self.stragglers = Watch()
+        self.slow: dict[str, None] = {}  # machines, in the order in which they were found
+        self.begun_at = self.clock.now()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.verdict: Verdict | None = None
@@ -256,12 +275,13 @@ class Manager:
                     if machine not in self.agents:
                         self.events.put_nowait(AgentNotStarted(machine, why))
             beats, self.beats = self.beats, {}
+            self.look_for_stragglers(beats)
             self.events.put_nowait(Tick(beats))
             await asyncio.sleep(TICK_SECONDS)
 
     async def see_agents_off(self) -> None:
-        deadline = time.monotonic() + LINGER_SECONDS
-        while time.monotonic() < deadline and (
+        deadline = self.clock.now() + LINGER_SECONDS
+        while self.clock.now() < deadline and (
             self.agents or any(started.ended() is None for started in self.started.values())
         ):
             await asyncio.sleep(0.02)
@@ -271,6 +291,8 @@ class Manager:
 
     def read_list(self) -> None:
         """The file is looked at each tick, and read where it has changed."""
+        if not self.state.settings.morphs and self.list_seen is not None:
+            return
         try:
             found = os.stat(self.job.machine_list)
             seen: object = (found.st_mtime_ns, found.st_size, found.st_ino)
@@ -288,11 +310,32 @@ class Manager:
             self.log("list", problem)
         self.events.put_nowait(ListRead(machines))
 
+    def look_for_stragglers(self, beats: Mapping[str, Heard]) -> None:
+        generation = self.state.generation
+        if generation is None or not beats:
+            return
+        times = {
+            pulse.rank: (pulse.steps, pulse.compute_seconds)
+            for _, number, pulses in beats.values()
+            for pulse in pulses
+            if number == generation.number
+        }
+        self.stragglers, ranks = look(self.stragglers, times, generation.layout.stage_map, Rule())
+        for machine in (self.machine_of(generation, rank) for rank in sorted(ranks)):
+            if machine is None or machine in self.slow:
+                continue
+            self.slow[machine] = None
+            Path(self.job.slow_file).write_text("".join(f"{name}\n" for name in self.slow))
+            why = f"{machine} computes more slowly than others that do the same work"
+            self.log("slow machine", f"{why}; see {self.job.slow_file}")
+            if self.job.leaves_slow:
+                self.noticed(machine, None, why)
+
     # ------------------------------------------------------------ what happens
 
     def happened(self, event: Event) -> None:
         before = self.state
-        self.state, commands = decide(self.state, event, time.monotonic())
+        self.state, commands = decide(self.state, event, self.clock.now())
         if self.state.store != before.store:
             self.journal.write(StoreSeen(self.state.store))
         for command in commands:
@@ -311,12 +354,15 @@ class Manager:
         machine, agent = connection.machine, connection.agent
         if isinstance(message, Beat):
             self.beats[machine] = (agent, message.generation, message.pulses)
+            connection.pulses = message.pulses
         elif isinstance(message, StoreOpen):
             self.events.put_nowait(StoreReady(machine, agent, message.port))
         elif isinstance(message, Failed):
             self.events.put_nowait(WorkerFailed(machine, agent, message.generation, message.outcome))
         elif isinstance(message, Ended):
-            self.events.put_nowait(WorkersEnded(machine, agent, message.generation, message.outcomes))
+            self.events.put_nowait(
+                WorkersEnded(machine, agent, message.generation, message.outcomes, message.pulses)
+            )
         elif isinstance(message, Noticed):
             self.noticed(message.machine or machine, message.seconds, message.why)
         elif isinstance(message, Output):
@@ -337,7 +383,7 @@ class Manager:
                 earlier.send(Dismiss("another agent of this machine has come"))
             earlier.machine = ""  # its end is no loss
             earlier.close("replaced")
-        connection.machine, connection.agent = hello.machine, hello.agent
+        connection.machine, connection.agent, connection.pid = hello.machine, hello.agent, hello.pid
         self.agents[hello.machine] = connection
         connection.send(Welcome(self.job.environment))
         self.events.put_nowait(
@@ -350,7 +396,7 @@ class Manager:
             self.events.put_nowait(AgentLeft(connection.machine, connection.agent, why))
 
     def noticed(self, machine: str, seconds: float | None, why: str) -> None:
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else self.clock.now() + seconds
         self.events.put_nowait(Notice(machine, deadline, why))
 
     def answer(self, connection: Connection, ask: Ask) -> None:
@@ -392,42 +438,47 @@ class Manager:
         in_job = 0 <= rank < generation.layout.num_ranks
         return generation.machines[index] if in_job else None
 
-    def status(self) -> dict[str, object]:
-        state, now = self.state, time.monotonic()
+    def status(self) -> Status:
+        state, now = self.state, self.clock.now()
         generation = state.generation
-        return {
-            "job": self.job.name,
-            "pid": os.getpid(),
-            "phase": state.phase,
-            "phase_seconds": round(now - state.since, 3),
-            "reason": state.reason,
-            "generation": None if generation is None else generation.number,
-            "layout": None if generation is None else str(generation.layout),
-            "resume_step": None if generation is None else generation.resume_step,
-            "iteration": state.best_iteration,
-            "step_seconds": state.step_seconds,
-            "store": state.store,
-            "saved_step": state.saved_step,
-            "losses": state.losses,
-            "log_dir": self.job.log_dir,
-            "machines": [
-                {
-                    "machine": member.name,
-                    "state": state_of(state, member.name),
-                    "ranks": [] if generation is None or not state.active else self.ranks(member.name),
-                    "seen_seconds_ago": round(now - member.seen, 3) if member.agent else None,
-                }
-                for member in state.members.values()
-            ],
-        }
+        return Status(
+            job=self.job.name,
+            pid=os.getpid(),
+            phase=state.phase,
+            phase_seconds=round(now - state.since, 3),
+            reason=state.reason,
+            generation=None if generation is None else generation.number,
+            layout=None if generation is None else str(generation.layout),
+            resume_step=None if generation is None else generation.resume_step,
+            iteration=state.best_iteration,
+            step_seconds=state.step_seconds,
+            store=state.store,
+            saved_step=state.saved_step if state.saved_step >= 0 else None,
+            losses=state.losses,
+            save_seconds=state.save_seconds,
+            save_every_seconds=round(
+                interval_seconds(state.save_seconds, failure_seconds(state.losses, now - self.begun_at)),
+                1,
+            ),
+            slow_machines=tuple(self.slow),
+            log_dir=self.job.log_dir,
+            machines=tuple(self.status_of(member, now) for member in state.members.values()),
+        )
 
-    def ranks(self, machine: str) -> list[int]:
-        generation = self.state.generation
-        if generation is None or machine not in generation.machines:
-            return []
-        index = generation.machines.index(machine)
-        return list(
-            ranks_of_machine(generation.layout, index, devices_per_machine=self.job.devices_per_machine)
+    def status_of(self, member: Member, now: float) -> MachineStatus:
+        connection = self.agents.get(member.name)
+        pulses = connection.pulses if connection is not None else ()
+        return MachineStatus(
+            machine=member.name,
+            state=state_of(self.state, member.name),
+            agent_pid=connection.pid if connection is not None else None,
+            seen_seconds_ago=round(now - member.seen, 3) if member.agent else None,
+            workers=tuple(
+                WorkerStatus(
+                    pulse.rank, pulse.pid, pulse.iteration, pulse.compute_seconds, pulse.step_seconds
+                )
+                for pulse in pulses
+            ),
         )
 
     # ------------------------------------------------------------ what is done about it
@@ -506,12 +557,15 @@ class Manager:
     def launch(self, command: Launch) -> None:
         generation = command.generation
         self.journal.write(Launched(generation))
+        self.stragglers = Watch()
         resumed = "" if generation.resume_step is None else f", from step {generation.resume_step}"
         self.log(
             "generation",
             f"{generation.number}: {generation.layout} on {', '.join(generation.machines)}{resumed} "
             f"({command.why})",
         )
+        if generation.layout.idle:
+            self.log("idle devices", self.name_idle(generation))
         for index, machine in enumerate(generation.machines):
             ranks = ranks_of_machine(
                 generation.layout, index, devices_per_machine=self.job.devices_per_machine
@@ -531,6 +585,15 @@ class Manager:
                 environment=generation.environment,
             )
             self.tell_agents((machine,), start)
+
+    def name_idle(self, generation: Generation) -> str:
+        """Of machines with ranks; whoever has none is a spare."""
+        per_machine = self.job.devices_per_machine
+        used = generation.layout.num_ranks % per_machine
+        here = f"{per_machine - used} of {generation.machines[-1]}" if used else ""
+        spares = [name for name in self.state.usable if name not in generation.machines]
+        there = f"all of {', '.join(spares)}" if spares else ""
+        return "; ".join(filter(None, (here, there)))
 
     def finish(self, verdict: Verdict) -> None:
         self.journal.write(Over(verdict))

@@ -137,12 +137,13 @@ class Reading:
         with path.open("rb") as file:
             self._page = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
 
-    def pulse(self) -> Pulse:
+    def pulse(self, pid: int = 0) -> Pulse:
         steps, iteration, activity, in_step, _, saved, compute, step, save = _NUMBERS.unpack_from(self._page)
         (length,) = _TEXT.unpack_from(self._page, _TEXT_AT)
         start = _TEXT_AT + _TEXT.size
         return Pulse(
             self.rank,
+            pid=pid,
             iteration=iteration,
             steps=steps,
             activity=activity,

@@ -7,6 +7,7 @@ that `--resume` needs no more than the folder of the code.
 import argparse
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from varuna.launcher import (
     split_command,
 )
 from varuna.leading import JobFolder, lead
-from varuna.morph.machines import parse_environment, read_machines, require_machines, require_this_machine
+from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.placement import Layout, lay_out
 from varuna.morph.state import Proposal, Settings
 
@@ -38,6 +39,9 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int | None = None
     manager_ip: str | None = None
     no_morphing: bool | None = None
+    exclude_slow: bool | None = None
+    ssh: str | None = None
+    python: str | None = None
     env_file: str | None = None
     profile_folder: str | None = None
     nstages: int | None = None
@@ -104,7 +108,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus_per_node", type=int, help="workers on each machine (default: 4)")
     parser.add_argument("--manager_ip", help="handed to the workers as VARUNA_MANAGER_IP")
     parser.add_argument(
-        "--no_morphing", action="store_true", default=None, help="keep to the machines of the start"
+        "--no_morphing",
+        action="store_true",
+        default=None,
+        help="keep to the machines of the start, and end with the first failure",
+    )
+    parser.add_argument("--ssh", help="the ssh client and its options, such as 'ssh -F FILE' (default: ssh)")
+    parser.add_argument("--python", help="the interpreter of other machines (default: as here)")
+    parser.add_argument(
+        "--exclude_slow",
+        action="store_true",
+        default=None,
+        help="go on without machines that compute more slowly than others; all are in slow_machines.out",
     )
     parser.add_argument(
         "--env_file", help="KEY=VALUE lines for the workers (default: varuna.env, if it is there)"
@@ -129,7 +144,7 @@ class Typed(msgspec.Struct, frozen=True):
 
 def parse(argv: Sequence[str], *, home: Path) -> Typed:
     parser = make_parser()
-    own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--resume"))
+    own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--exclude_slow", "--resume"))
     options = parser.parse_args(own)
     try:
         code_dir = Path(options.code_dir or ".").absolute()
@@ -148,8 +163,6 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
         machines, problems = read_machines(read_file(machine_list, "machine list"))
         for problem in problems:
             say(problem)
-        if arguments.no_morphing:
-            require_this_machine(machines)
         require_machines(machines)
         environment = user_environment(arguments)
         job = prepare(
@@ -181,10 +194,14 @@ def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
     )
 
 
+def home_folder() -> Path:
+    return Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna")
+
+
 def main() -> None:
-    typed = parse(sys.argv[1:], home=Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna"))
+    typed = parse(sys.argv[1:], home=home_folder())
     job = typed.job
-    if typed.arguments.no_morphing:
+    if typed.arguments.no_morphing and len(typed.machines) == 1 and is_loopback(typed.machines[0]):
         say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
         sys.exit(launch(job))
     try:
@@ -204,7 +221,10 @@ def morph(typed: Typed) -> int:
         folder=JobFolder(typed.folder),
         resume=typed.resume,
         manager_ip=arguments.manager_ip,
-        settings=Settings(),
+        leaves_slow=bool(arguments.exclude_slow),
+        ssh=shlex.split(arguments.ssh or "ssh"),
+        python=arguments.python or sys.executable,
+        settings=Settings(morphs=not arguments.no_morphing),
     )
 
 

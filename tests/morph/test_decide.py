@@ -407,15 +407,6 @@ def test_stopping_saves_first_and_a_second_word_kills() -> None:
     assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
 
 
-def test_a_manager_that_stood_still_blames_nobody_for_its_own_silence() -> None:
-    world = begun("a", "b")
-    world.now += 100
-    world.happens(Tick({}))
-    world.carry_out()
-    world.passes(1, steps=1)
-    assert len(world.generations) == 1
-
-
 # ---------------------------------------------------------------- any story
 
 NAMES = st.sampled_from("abcd")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import given, settings
 
 from varuna.morph.journal import Begun, Journal, Launched, Over, Record, StoreSeen, read, restore
 from varuna.morph.placement import lay_out
@@ -25,7 +25,8 @@ def write(path: Path, records: list[Record]) -> None:
     journal.close()
 
 
-@given(st.integers(0, 2000))
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000))
 def test_wherever_the_last_line_is_torn_the_others_stand_and_the_next_is_whole(
     tmp_path_factory: object, cut: int
 ) -> None:

@@ -9,7 +9,7 @@ Events only change what is known; what follows from it is looked at anew after e
 order in which news arrives decides nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,9 +49,6 @@ from varuna.morph.state import (
     WorkerFailed,
     WorkersEnded,
 )
-
-PAUSE_SECONDS = 1.0
-"""Between two ticks: more, and the manager itself stood still, and knows nothing of the others' silence."""
 
 
 def decide(state: JobState, event: Event, now: float) -> tuple[JobState, tuple[Command, ...]]:
@@ -238,6 +235,8 @@ class Thought:
                     if outcome.failure is not None:
                         self.add_failure(outcome)
             self.set(ended={**self.state.ended, event.machine: event.outcomes})
+            if event.pulses:
+                self.learn(event.pulses)
         if member.workers == event.generation:
             self.set_member(event.machine, workers=None)
 
@@ -285,18 +284,13 @@ class Thought:
 
     def tick(self, event: Tick) -> None:
         members = dict(self.state.members)
-        gap = self.now - self.state.ticked_at
-        if self.state.ticked_at and gap > PAUSE_SECONDS:
-            for name, member in members.items():
-                members[name] = msgspec.structs.replace(member, seen=member.seen + gap)
-            self.set(progressed_at=self.state.progressed_at + gap, deadline=self.state.deadline + gap)
         pulses: list[Pulse] = []
         for name, (agent, generation, found) in event.beats.items():
             if self.agent_of(name, agent):
                 members[name] = msgspec.structs.replace(members[name], seen=self.now)
                 if self.state.active and generation == self.generation.number:
                     pulses += found
-        self.set(members=members, ticked_at=self.now)
+        self.set(members=members)
         if pulses:
             self.feel(pulses)
         for member in list(self.state.members.values()):
@@ -305,15 +299,21 @@ class Thought:
                 self.lose(member, f"no heartbeat for {silence:.1f} s")
 
     def feel(self, pulses: list[Pulse]) -> None:
-        """Progress, and where the job saves."""
+        """Progress, or that there is none."""
         activity = sum(pulse.activity for pulse in pulses)
         if activity != self.state.activity:
             self.set(activity=activity, progressed_at=self.now)
-        trained = [pulse.iteration for pulse in pulses if pulse.steps]
-        saved = max(pulses, key=lambda pulse: pulse.saved_step)
         self.set(
             in_step=any(pulse.in_step for pulse in pulses),
             step_seconds=max((pulse.step_seconds for pulse in pulses), default=0.0),
+        )
+        self.learn(pulses)
+
+    def learn(self, pulses: Sequence[Pulse]) -> None:
+        """What stays true of a worker when it is gone."""
+        trained = [pulse.iteration for pulse in pulses if pulse.steps]
+        saved = max(pulses, key=lambda pulse: pulse.saved_step)
+        self.set(
             best_iteration=max([self.state.best_iteration, *trained]),
             store=next((pulse.store for pulse in pulses if pulse.store), self.state.store),
             saved_step=max(self.state.saved_step, saved.saved_step),
@@ -470,7 +470,7 @@ class Thought:
             silence = self.now - self.state.progressed_at
             self.do(DumpStacks(self.generation.number, self.generation.machines))
             self.end(f"no progress for {silence:.0f} s (a step takes {self.state.step_seconds:.2g} s)")
-        else:
+        elif self.state.settings.morphs:
             self.consider_change()
 
     def cause_is_known(self) -> bool:
@@ -549,6 +549,8 @@ class Thought:
 
     def end(self, why: str) -> None:
         number = self.generation.number
+        if not self.state.settings.morphs and self.state.verdict is None:
+            self.set(verdict=Verdict("failed", 1, why))
         self.enter("ending", why, deadline=self.now + self.state.settings.end_seconds)
         self.tell("generation ended", f"{number}: {why}")
         for name in self.generation.machines:

@@ -35,16 +35,6 @@ def require_machines(machines: tuple[str, ...]) -> None:
         )
 
 
-def require_this_machine(machines: tuple[str, ...]) -> None:
-    """Without morphing a job runs on one machine, this one."""
-    if len(machines) > 1 or not all(map(is_loopback, machines)):
-        raise ValueError(
-            f"the machine list names {', '.join(machines)}, but with --no_morphing a job runs on this "
-            "machine alone (leave --no_morphing out; or one line, 127.0.0.1; or start varuna.launcher on "
-            "each machine by hand)"
-        )
-
-
 def is_loopback(address: str) -> bool:
     if address == "localhost":
         return True

@@ -21,6 +21,7 @@ class Hello(Message, frozen=True):
     job: str
     machine: str
     agent: str  # this very process
+    pid: int
     address: str  # where other machines reach this one
     generation: int | None  # whose workers it has, or had last
     store_port: int  # of the store for the next generation; 0 while it is not warm
@@ -47,6 +48,7 @@ class Ended(Message, frozen=True):
 
     generation: int
     outcomes: tuple[Outcome, ...]
+    pulses: tuple[Pulse, ...] = ()  # their last
 
 
 class Noticed(Message, frozen=True):
@@ -144,6 +146,45 @@ class Answer(Message, frozen=True):
     ok: bool
     text: str
     status: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    rank: int
+    pid: int
+    iteration: int
+    compute_seconds: float
+    step_seconds: float
+
+
+class MachineStatus(msgspec.Struct, frozen=True):
+    machine: str
+    state: str
+    agent_pid: int | None
+    seen_seconds_ago: float | None
+    workers: tuple[WorkerStatus, ...]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What `varuna status` shows."""
+
+    job: str
+    pid: int
+    phase: str
+    phase_seconds: float
+    reason: str
+    generation: int | None
+    layout: str | None
+    resume_step: int | None
+    iteration: int
+    step_seconds: float
+    store: str
+    saved_step: int | None
+    losses: int
+    save_seconds: float  # that a checkpoint keeps training waiting
+    save_every_seconds: float  # what that and the failures so far advise; 0: not known
+    slow_machines: tuple[str, ...]
+    log_dir: str
+    machines: tuple[MachineStatus, ...]
 
 
 FromAgent = Hello | Beat | StoreOpen | Failed | Ended | Noticed | Output | LogLines | Ask

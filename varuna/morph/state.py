@@ -21,6 +21,7 @@ Phase = Literal["gathering", "running", "saving", "ending", "over"]
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How patient the manager is."""
 
+    morphs: bool = True  # else it keeps to the machines of the start, and ends with the first that fails
     settle_seconds: float = 1.0  # machines must have been the same for so long before a change is planned
     gather_seconds: float = 30.0  # how long those that are there wait for the others when a job starts
     start_seconds: float = 60.0  # from the start of an agent until it dials in
@@ -99,6 +100,7 @@ class Pulse(msgspec.Struct, frozen=True):
     """How far a worker is, as its agent reads it off the progress board."""
 
     rank: int
+    pid: int = 0
     iteration: int = 0
     steps: int = 0  # done by this process
     activity: int = 0  # counts whatever shows life: steps, evaluations, checkpoints
@@ -148,7 +150,6 @@ class JobState(msgspec.Struct, frozen=True):
     saved_step: int = -1
     save_seconds: float = 0.0
     losses: int = 0  # of machines or workers, since the start
-    ticked_at: float = 0.0
     attach_until: float = 0.0  # agents of before may dial in: no second one is started
     verdict: Verdict | None = None  # to be carried out when all has ended
 
@@ -208,6 +209,7 @@ class WorkersEnded(Event, frozen=True):
     agent: str
     generation: int
     outcomes: tuple[Outcome, ...]
+    pulses: tuple[Pulse, ...] = ()  # their last
 
 
 class Planned(Event, frozen=True):
