@@ -35,7 +35,8 @@ from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.schedule import splits
-from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName
+from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
+from varuna.units import count, duration, memory
 
 FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
@@ -91,6 +92,34 @@ def search(
         headroom,
     )
     return Search(costs, Ground(cluster), asked, every_depth=every_depth).run()
+
+
+def cut_layout(
+    profile: Profile,
+    cluster: Cluster,
+    stage_map: StageMap,  # of the cluster's devices, in order
+    *,
+    batch_size: int,
+    microbatch_size: int,
+    schedule: ScheduleName,
+    recompute: bool | None = None,  # None: where memory asks for it
+    shard_optimizer: bool = False,
+    headroom: float = 0.0,
+) -> Proposal:
+    """The fastest way to cut a model for a layout that is given but for that; a PlanError where none fits."""
+    costs = Costs(profile)
+    mode: Mode = "where needed" if recompute is None else "everywhere" if recompute else "never"
+    asked = Asked(
+        batch_size,
+        _depths(costs, [len(stage_map)]),
+        _microbatch_sizes(costs, [microbatch_size]),
+        _schedules([schedule]),
+        (mode,),
+        shard_optimizer,
+        headroom,
+    )
+    ground = Ground(cluster)
+    return Search(costs, ground, asked).cut(ground.look_at(stage_map))
 
 
 class Asked(NamedTuple):
@@ -196,6 +225,19 @@ class Search:
             if self.every_depth:
                 self._look_at_every_depth()
         return self._rank()
+
+    def cut(self, placement: Placement) -> Proposal:
+        """The best cut for places that are given, where one micro-batch size and schedule are asked for."""
+        (size,), (schedule,) = self.asked.microbatch_sizes, self.asked.schedules
+        node = Node(placement.depth, size, splits(schedule), placement.width)
+        tempo = self._tempo(node, placement.speeds, self._room(node).sizes, placement)
+        self._settle(Site(node, placement, tempo))
+        self._simulate_queued(node.depth)
+        if not self.found:
+            raise PlanError(self._why_nothing_fits())
+        if not self.few_cuts:
+            self._move_cuts(node.depth)
+        return self._rank().best
 
     def _look_at_every_depth(self) -> None:
         """Of depths that could not win: the most promising layout of each."""
@@ -522,10 +564,14 @@ class Search:
                 for recompute in {cutter.recompute(spans) for cutter in cutters}:
                     if recompute is not None:
                         self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
-            while self._queue and self._queue[0][0] <= self._worth(depth):
-                draft = heapq.heappop(self._queue)[2]
-                assert isinstance(draft, Draft)
-                self._simulate(draft)
+            self._simulate_queued(depth)
+
+    def _simulate_queued(self, depth: int) -> None:
+        """Drafts of a depth alone, as long as they may be of interest."""
+        while self._queue and self._queue[0][0] <= self._worth(depth):
+            draft = heapq.heappop(self._queue)[2]
+            assert isinstance(draft, Draft)
+            self._simulate(draft)
 
     def _room(self, node: Node) -> Room:
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
@@ -603,14 +649,12 @@ class Search:
                 plan_of(found.draft, self.costs.profile),
                 forecast,
                 self._idle(found.draft),
-                _reason(forecast, forecasts[0]) if index else "the shortest step of all layouts",
+                why_slower(forecast, forecasts[0]) if index else "the shortest step of all layouts",
             )
             for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
         )
-        refused = tuple(
-            f"{_count(depth, 'stage')}: {self._shortage(depth)}"
-            for depth in sorted(self._misfits - self.found.keys())
-        )
+        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self.found.keys())}
+        refused = tuple(f"{count(depth, 'stage')}: {why}" for depth, why in shortages.items() if why)
         return Ranking(proposals, refused, self.num_simulated)
 
     def _idle(self, draft: Draft) -> tuple[str, ...]:
@@ -620,10 +664,13 @@ class Search:
         )
 
     def _shortage(self, depth: int) -> str:
+        """Empty where something fits that could not have won, and so was not looked at."""
         need, stage, have = self._least_need(depth)
+        if need <= have:
+            return ""
         return (
-            f"stage {stage} needs {_size(need)} at least, a device has {_size(have)}: {_size(need - have)} "
-            "too little"
+            f"stage {stage} needs {memory(need)} at least, a device has {memory(have)}: "
+            f"{memory(need - have)} too little"
         )
 
     def _least_need(self, depth: int) -> tuple[float, int, int]:
@@ -649,7 +696,7 @@ class Search:
         possible = [depth for depth in self.asked.depths if depth <= self.ground.num_devices]
         if not possible:
             return (
-                f"no layout fits: {_count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
+                f"no layout fits: {count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
                 f"device, and there are {self.ground.num_devices} (try fewer stages, or add devices)"
             )
         depth = min(possible, key=lambda depth: self._least_need(depth)[0] / self._least_need(depth)[2])
@@ -657,9 +704,9 @@ class Search:
         size = self.asked.microbatch_sizes[0]
         recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
         return (
-            f"no layout fits: with {_count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
-            f"needs least, stage {stage} takes {_size(need)} and its device has {_size(have)}, "
-            f"{_size(need - have)} too little ({self._way_out(need)})"
+            f"no layout fits: with {count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
+            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}, "
+            f"{memory(need - have)} too little ({self._way_out(need)})"
         )
 
     def _way_out(self, need: float) -> str:
@@ -681,7 +728,7 @@ class Search:
             else:
                 recompute = " with recompute" if any(stage.recompute for stage in other.stages) else ""
                 return (
-                    f"it fits with {_count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
+                    f"it fits with {count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
                     f"{other.schedule}{recompute}"
                 )
         machine = max(self.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
@@ -690,14 +737,14 @@ class Search:
             needs, _, has = Search(self.costs, wider, everything)._least_need(depth)
             if needs <= has:
                 missing = depth - self.ground.num_devices
-                return f"with {_count(missing, 'device')} more, {_count(depth, 'stage')} would fit"
-        ways = f"take devices with {_size(need)}"
+                return f"with {count(missing, 'device')} more, {count(depth, 'stage')} would fit"
+        ways = f"take devices with {memory(need)}"
         if not self.asked.shard_optimizer:
             ways += ", or spread the optimizer's state over replicas"
         return ways + ", or cut the model finer"
 
 
-def _reason(forecast: Forecast, best: Forecast) -> str:
+def why_slower(forecast: Forecast, best: Forecast) -> str:
     """Where the time goes that the best one does not need."""
 
     def mean(of: Forecast, part: str) -> float:
@@ -715,8 +762,8 @@ def _reason(forecast: Forecast, best: Forecast) -> str:
     }
     part = max(parts, key=lambda part: mean(forecast, part) - mean(best, part))
     return (
-        f"{slower:.1%} slower: {mean(forecast, part) * 1e3:.4g} ms a step for {parts[part]} "
-        f"against {mean(best, part) * 1e3:.4g}"
+        f"{slower:.1%} slower: {duration(mean(forecast, part))} a step for {parts[part]}, "
+        f"not {duration(mean(best, part))}"
     )
 
 
@@ -802,14 +849,3 @@ def _schedules(asked: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]
             known = ", ".join(get_args(ScheduleName))
             raise PlanError(f"there is no schedule {name!r} (choose among {known})")
     return tuple(name for name in PREFERENCE if asked is None or name in asked)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{ceil(num_bytes)} bytes"
