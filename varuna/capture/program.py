@@ -66,8 +66,8 @@ class Program:
             for name, value in _attributes(self.graph_module).items()
         }
         for node in graph.nodes:
-            node.args = _on(node.args, device)
-            node.kwargs = _on(node.kwargs, device)
+            node.args = on_device(node.args, device)
+            node.kwargs = on_device(node.kwargs, device)
             if node.target is under_autocast:
                 operation, _device_type, *rest = node.args
                 node.args = (operation, device.type, *rest)
@@ -115,7 +115,7 @@ def _attributes(module: fx.GraphModule) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _on(args: Any, device: torch.device) -> Any:
+def on_device(args: Any, device: torch.device) -> Any:
     return torch.fx.node.map_aggregate(args, lambda arg: device if isinstance(arg, torch.device) else arg)
 
 
