@@ -25,6 +25,18 @@ def read_quantity(text: str, units: Mapping[str, float], key: str) -> float:
     return number
 
 
+def read_numbers(text: str, key: str) -> list[int]:
+    """The numbers of "1,2,4", each once."""
+    try:
+        found = [int(number) for number in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ValueError(f"{key} {text!r} must be whole numbers, parted by commas: 8 or 8,16,32") from None
+    for number in found:
+        if number < 1:
+            raise ValueError(f"{key} must be 1 or more, not {number}")
+    return list(dict.fromkeys(found))
+
+
 def duration(seconds: float) -> str:
     if seconds == 0:
         return "0"
