@@ -184,6 +184,7 @@ class Search:
         self.asked = asked
         self.every_depth = every_depth
         self.found: dict[int, Found] = {}  # by depth
+        self._shortest = inf  # of these, in seconds
         self.num_simulated = 0
         self.few_cuts = costs.num_segments <= FEW_SEGMENTS
         self._depths_apart = every_depth and self.few_cuts  # each judged by its own best alone
@@ -191,8 +192,11 @@ class Search:
         self._num_queued = 0
         self._placed: set[Node] = set()
         self._misfits: set[int] = set()  # depths of which some layout did not fit
+        self._fit: set[int] = set()  # depths of which some layout does
+        self._cramped = False  # whether memory has moved any cut from where it would be best
         self._never_fit: set[object] = set()
         self._bare: dict[tuple[object, ...], tuple[Node, float]] = {}  # simulated, without reductions
+        self._bounds: dict[Node, float] = {}
         self._leasts: dict[tuple[int, bool], Least] = {}
         self._rates: dict[tuple[int, bool], float] = {}
         self._sendings: dict[object, tuple[float, ...]] = {}
@@ -214,7 +218,9 @@ class Search:
                     self._placed.add(item)
                     self._place(item, bound)
             elif isinstance(item, Site):
-                self._settle(item)
+                following = self._settle(item)
+                if self._wider_is_roomier and not self.few_cuts:
+                    self._put_narrower(node, following)
             else:
                 self._simulate(item)
         if not self.found:
@@ -243,10 +249,13 @@ class Search:
         """Of depths that could not win: the most promising layout of each."""
         self._depths_apart = True
         for depth in self.asked.depths:
-            promising = sorted(self._nodes(depth), key=self._bound)
-            for node in promising[:PROBES]:
-                if depth not in self.found:
-                    self._probe(node)
+            self._look_at_depth(depth)
+
+    def _look_at_depth(self, depth: int) -> None:
+        """Its most promising layout that fits."""
+        for node in sorted(self._nodes(depth), key=self._bound)[:PROBES]:
+            if depth not in self.found:
+                self._probe(node)
 
     def _put(self, bound: float, item: Node | Site | Draft) -> None:
         self._num_queued += 1  # of equal bounds, what came first goes first
@@ -259,7 +268,7 @@ class Search:
         """What a layout of this depth must not take longer than, to be of interest."""
         if self._depths_apart:
             return self.found[depth].seconds * (1 + EQUAL) if depth in self.found else inf
-        return min((found.seconds for found in self.found.values()), default=inf) * (1 + EQUAL)
+        return self._shortest * (1 + EQUAL)
 
     # ------------------------------------------------------------ which layouts there are
 
@@ -325,21 +334,23 @@ class Search:
         Of a few depths the most promising one is gone through to the end first: with something found,
         much else need not be looked at.
         """
-        nodes = [node for depth in self.asked.depths for node in self._nodes(depth)]
-        bounds = {node: self._bound(node) for node in nodes}
-        for node, bound in bounds.items():
-            self._put(bound, node)
+        for depth in self.asked.depths:
+            for node in self._nodes(depth):
+                self._put(self._bound(node), node)
         if not self.few_cuts:
-            best: dict[int, Node] = {}
-            for node in nodes:
-                if node.depth & (node.depth - 1) == 0 or node.depth == self.asked.depths[-1]:
-                    best[node.depth] = min(best.get(node.depth, node), node, key=bounds.__getitem__)
-            for node in best.values():
-                self._probe(node)
+            for depth in self.asked.depths:
+                if depth & (depth - 1) == 0 or depth == self.asked.depths[-1]:
+                    self._look_at_depth(depth)
 
     # ------------------------------------------------------------ what they take at least
 
-    def _bound(self, node: Node, placement: Placement | None = None) -> float:
+    def _bound(self, node: Node) -> float:
+        """For any cut and any places."""
+        if node not in self._bounds:
+            self._bounds[node] = self._bound_at(node, None)
+        return self._bounds[node]
+
+    def _bound_at(self, node: Node, placement: Placement | None) -> float:
         """For any cut; where the places are known, with messages and reductions."""
         profile, depth = self.costs.profile, node.depth
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
@@ -431,8 +442,7 @@ class Search:
         """Finds places, and a bound that knows of messages and reductions."""
         room = self._room(node)
         needs = Needs(self.costs, room)
-        narrower = node._replace(width=self._step_down(max(2, node.width)))
-        following = inf if not self.few_cuts else 0.0  # for the narrower one, as far as this one tells
+        following = inf if not self.few_cuts else 0.0  # for fewer replicas, as far as this number tells
         fits = False
         for way in self.ground.ways(node.depth, node.width):
             worth = self._worth(node.depth)
@@ -445,23 +455,57 @@ class Search:
                 self._misfits.add(node.depth)
                 following = 0.0
                 continue
-            fits = True
             site = Site(node, placement, self._tempo(node, placement.speeds, room.sizes, placement))
-            least = max(bound, self._bound(node, placement))
-            if not self.few_cuts and least <= worth:
+            least = max(bound, self._bound_at(node, placement))
+            if self._cramped and self._wider_is_roomier and least <= worth and not self._has_cut(site, worth):
+                if self._has_cut(site, inf):
+                    fits = True
+                else:
+                    self._misfits.add(node.depth)
+                    following = 0.0
+                continue
+            fits = True
+            if self.few_cuts:
+                following = 0.0
+            elif least > worth:
+                following = min(following, self._following(site, least, self._bound(node)))
+            else:
                 promised, bare = self._promise(site)
                 least = max(least, promised)
-                quicker = min(1.0, self._least_rate(narrower.width) / self._rate_of(placement))
-                following = min(following, bare + quicker * (promised - bare))
-            else:
-                following = 0.0
+                if least > worth or not self._wider_is_roomier:  # else it is settled first, and tells more
+                    following = min(following, self._following(site, promised, bare))
             if least <= worth:
                 self._put(least, site)
+        self._put_narrower(node, following, fits=fits)
+
+    def _has_cut(self, site: Site, seconds: float) -> bool:
+        """Whether some cut fits its memory, and is not known to take longer than so long."""
+        needs = Needs(self.costs, self._room(site.node))
+        memory_bytes = self._memory_bytes(site.placement)
+        mode = self.asked.modes[0]  # of several, the one that leaves most open
+        for schedule in self._schedules(site.node.split):
+            if (site.node[:3], memory_bytes, schedule, mode, site.node.width == 1) not in self._never_fit:
+                cutter = Cutter(site.tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
+                if cutter.possible(seconds):
+                    self._fit.add(site.node.depth)
+                    return True
+        return False
+
+    def _following(self, site: Site, seconds: float, bare: float) -> float:
+        """What this site's time tells of fewer replicas: their reductions may be quicker, nothing else is."""
+        narrower = self._step_down(max(2, site.node.width))
+        quicker = min(1.0, self._least_rate(narrower) / self._rate_of(site.placement))
+        return bare + quicker * (seconds - bare)
+
+    def _put_narrower(self, node: Node, following: float, *, fits: bool = True) -> None:
+        """Fewer replicas, of which each gets more; unless they cannot do better than these."""
+        if node.width == 1 or following == inf:
+            return
+        narrower = node._replace(width=self._step_down(node.width))
         if not fits and self._wider_is_roomier:  # but a single replica has no buckets
             narrower = node._replace(width=1)
-        if node.width > 1 and following < inf:  # fewer replicas, of which each gets more
-            least = self._bound(narrower)
-            self._put(max(least, following * least / bound if bound else 0.0), narrower)
+        least = self._bound(narrower)
+        self._put(max(least, following + least - self._bound(node)), narrower)
 
     def _rate_of(self, placement: Placement) -> float:
         """Of all-reduces; a single replica has none, and nothing is quicker."""
@@ -488,7 +532,8 @@ class Search:
         """The bounds of the cut that they like best, with memory enough."""
         recompute = self._only_recompute
         cut = Cut(site.tempo.fastest(recompute), (recompute,) * site.node.depth)
-        draft = self._draft(site, self._schedules(site.node.split)[0], cut)
+        placement = site.placement._replace(kinds=site.placement.kinds[:1])  # the slowest, or near it
+        draft = self._draft(site._replace(placement=placement), self._schedules(site.node.split)[0], cut)
         orders = orders_of(draft)
         orders = orders._replace(limits=(orders.microbatches,) * site.node.depth)
         return _least_seconds(orders, pipelines(self.costs, draft, orders))
@@ -501,12 +546,13 @@ class Search:
     def _schedules(self, split: bool) -> list[ScheduleName]:
         return [name for name in self.asked.schedules if splits(name) == split]
 
-    def _settle(self, site: Site) -> None:
-        """Chooses schedule, recompute and cut, in all ways that fit."""
+    def _settle(self, site: Site) -> float:
+        """Chooses schedule, recompute and cut, in all ways that fit; what follows for fewer replicas."""
         node, placement, tempo = site
         needs = Needs(self.costs, self._room(node))
         memory_bytes = self._memory_bytes(placement)
         made: dict[object, list[Pipeline]] = {}  # schedules that run the same instructions share times
+        following = inf
         for schedule in self._schedules(node.split):
             cuts: dict[Cut, None] = {}
             for mode in self.asked.modes:
@@ -514,23 +560,33 @@ class Search:
                 if key in self._never_fit:
                     continue
                 cutter = Cutter(tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
-                fitting = dict.fromkeys(cutter.cuts())
+                fitting = dict.fromkeys(cutter.cuts(self._worth(node.depth)))
                 cuts |= fitting
-                if not fitting:
+                if fitting:
+                    self._fit.add(node.depth)
+                    self._cramped |= not self.few_cuts and tempo.fastest(self._only_recompute) not in {
+                        cut.spans for cut in fitting
+                    }
+                elif not cutter.possible(inf):
                     self._misfits.add(node.depth)
+                    if node.width > 1:  # a single replica has no buckets
+                        following = min(following, self._bound(node))
                     if self._wider_is_roomier:
                         self._never_fit.add(key)
             for cut in cuts:
-                self._put_draft(self._draft(site, schedule, cut), made)
+                least, bare = self._put_draft(self._draft(site, schedule, cut), made)
+                following = min(following, self._following(site, least, bare))
+        return following
 
-    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> None:
+    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> tuple[float, float]:
         orders = orders_of(draft)
         key = (draft.spans, tuple(["R" in letters for letters in orders.letters]))
         if key not in made:
             made[key] = pipelines(self.costs, draft, orders)
-        least, _ = _least_seconds(orders, made[key])
+        least, bare = _least_seconds(orders, made[key])
         if least <= self._worth(draft.depth):
             self._put(least, draft)
+        return least, bare
 
     def _simulate(self, draft: Draft) -> None:
         orders = orders_of(draft)
@@ -547,6 +603,7 @@ class Search:
         before = self.found.get(draft.depth)
         if before is None or found[:4] < before[:4]:
             self.found[draft.depth] = found
+            self._shortest = min(self._shortest, found.seconds)
         node = _node_of(draft)
         other, bare = self._bare.get(node[:3], (node, inf))
         if other.width <= node.width:
@@ -560,7 +617,11 @@ class Search:
             self._queue = []
             made: dict[object, list[Pipeline]] = {}
             cutters = [self._cutter(before.draft, mode) for mode in self.asked.modes]
-            for spans in neighbours(before.draft.spans):
+            tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
+            for spans in neighbours(spans_before):
+                moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
+                if not all(tempo.done_within(worth, *stage, self._only_recompute) for stage in moved):
+                    continue
                 for recompute in {cutter.recompute(spans) for cutter in cutters}:
                     if recompute is not None:
                         self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
@@ -653,7 +714,7 @@ class Search:
             )
             for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
         )
-        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self.found.keys())}
+        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self._fit)}
         refused = tuple(f"{count(depth, 'stage')}: {why}" for depth, why in shortages.items() if why)
         return Ranking(proposals, refused, self.num_simulated)
 
