@@ -136,7 +136,7 @@ class Cutter:
         self._kept = _kept(schedule, self.depth, tempo.microbatches)
 
     def cuts(self, worth: float) -> Iterator[Cut]:
-        """All that fit, where there are few; else the one with the smallest bound, if that is not too large."""
+        """All that fit, where there are few; else the one with the smallest bound, if it is small enough."""
         if self.tempo.segments <= FEW_SEGMENTS:
             candidates = all_cuts(self.tempo.segments, self.depth)
         else:
