@@ -92,7 +92,7 @@ def plan_stages(
     depth = len(stage_map)
     if spans is None:
         cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
-        spans = cached or balance([s.flops_per_sample for s in captured.graph.segments], stages=depth)
+        spans = cached or estimated_spans(captured, depth)
     bounds = [first for first, _ in spans] + [captured.num_segments]
     if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
         raise ValueError(
@@ -114,6 +114,11 @@ def plan_stages(
     )
 
 
+def estimated_spans(captured: Captured, depth: int) -> tuple[tuple[int, int], ...]:
+    """Stages of equal work, as far as shapes tell, before anything is measured."""
+    return balance([segment.flops_per_sample for segment in captured.graph.segments], stages=depth)
+
+
 def check_once(
     model: nn.Module, captured: Captured, inputs: Mapping[str, object], plan: Plan, *, from_cache: bool
 ) -> None:
@@ -125,7 +130,8 @@ def check_once(
         log.info("the captured model is not compared with the original: it is on meta, or large")
     else:
         check_capture(model, captured, inputs)
-    write_spans(plan.fingerprint, [(stage.first, stage.stop) for stage in plan.stages])
+    # A cut that was given, or follows from a profile, is for this run alone.
+    write_spans(plan.fingerprint, estimated_spans(captured, plan.depth))
 
 
 def all_names(model: nn.Module) -> frozenset[str]:

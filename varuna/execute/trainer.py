@@ -4,6 +4,7 @@ The trainer is given a plan, this rank's stage and its ties to the others; it as
 program that fits a micro-batch's inputs, and so knows nothing of how models are captured.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,12 +82,14 @@ class Trainer:
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
         self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+        started = time.perf_counter()
         totals = self.reducer.finish(
             nominal_weight=shares.total_weight,
             loss_scale=loss_scale.value,
             checks_overflow=loss_scale.checks_overflow,
             max_norm=max_norm,
         )
+        self.engine.recorder.add("reduce", -1, started, time.perf_counter())
         self._even_out(before, buffers, shares)
         loss_scale.update(overflow=totals.overflow)
         self.iteration += 1
@@ -139,6 +142,7 @@ class Trainer:
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
         if not jobs:  # a replica without samples takes part in the reductions alone
+            self.engine.recorder.clear()
             self.reducer.announce(0.0, 0.0)
             return
         name, stage, stages = self.plan.schedule, self.session.stage, self.plan.depth
