@@ -456,12 +456,14 @@ class Schedule(msgspec.Struct, frozen=True):
 class Work(msgspec.Struct, frozen=True):
     """Which samples of which step: all that randomness may depend on.
 
-    `first_sample` counts within the global batch, so that it is the same whatever the layout.
+    `first_sample` counts within the global batch, so that it is the same whatever the layout;
+    `first_ordinal` is added to the number under which a program's operations draw.
     """
 
     seed: int
     step: int
     first_sample: int
+    first_ordinal: int = 0
 
 
 class Interval(msgspec.Struct, frozen=True):

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
+from varuna.capture.chain import Chain, chain_of
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.engine import Engine
 from varuna.execute.groups import stages_of_ties
+from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
 from varuna.execute.reduce import Reducer, Tie
+from varuna.execute.room import Layout, explained
 from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session, tie_groups
 from varuna.execute.shard import shard_optimizer as shard
@@ -30,6 +33,7 @@ from varuna.on_demand import Attention, usr1
 from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.profiling import device_name
 from varuna.reporting import Reporter
+from varuna.schedule import held
 from varuna.types import (
     Op,
     Plan,
@@ -105,6 +109,7 @@ class Varuna(nn.Module):
         loss_weight: WeightFunction | None = None,
         initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None = None,
         shard_optimizer: bool = False,
+        offload_optimizer: bool = False,
         compile: bool = False,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
@@ -123,9 +128,10 @@ class Varuna(nn.Module):
         self._batch_dims = dict(batch_dims or {})
         self._compiles = compile
         self._shards_optimizer = shard_optimizer
+        self._offloads_optimizer = offload_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
-        self._programs: dict[object, Program] = {}
+        self._programs: dict[object, Program | Chain] = {}
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
@@ -245,6 +251,8 @@ class Varuna(nn.Module):
                 )
             if self._shards_optimizer and self._session.replicas is not None:
                 shard(optimizer, replica=self._session.replica, group=self._session.replicas)
+            if self._offloads_optimizer and self.device.type == "cuda":
+                keep_state_on_host(optimizer)
             self._optimizer = self._checkpoints.optimizer = optimizer
             self._checkpoints.loss_scale = self._loss_scale
 
@@ -432,6 +440,13 @@ class Varuna(nn.Module):
         self._trainer.iteration = value
 
     @property
+    def channels(self) -> dict[int, str]:
+        """How tensors reach the ranks that this one is linked to; what is shared is shared from a first
+        message on."""
+        network = self._session.network
+        return {} if network is None else {peer: link.way for peer, link in network.links.items()}
+
+    @property
     def _own(self) -> StagePlan:
         return self.plan.stages[self._session.stage]
 
@@ -499,8 +514,32 @@ class Varuna(nn.Module):
             where = trainer.engine.where if trainer is not None else ""
             if trainer is not None and self._session.board is not None:
                 self._checkpoints.held.failed = True  # with all other ranks
-            self._session.explain(error, where or f"stage {self._session.stage}, {what}")
+            told = error if trainer is None else self._with_consumers(error)
+            self._session.explain(told, where or f"stage {self._session.stage}, {what}")
+            if told is not error:
+                raise told from error
             raise
+
+    def _with_consumers(self, error: Exception) -> Exception:
+        """An error that names who has the memory, where that is what is lacking."""
+        stage = self._session.stage
+        count = -(-self.batch_size // self.plan.microbatch_size)
+        size = {"stage": stage, "stages": self.plan.depth, "microbatches": count}
+        layout = Layout(
+            self.plan.depth,
+            self.plan.microbatch_size,
+            held(self.plan.schedule, **size),
+            self.plan.stages[stage].recompute,
+        )
+        return explained(
+            error,
+            device=self.device,
+            parameters=self._weights,
+            buffers=self._state.buffers(),
+            optimizer=self._optimizer,
+            layout=layout,
+            begun=len(self._trainer.engine.stage.held) + 1,
+        )
 
     def _see_to_requests(self) -> None:
         """What any rank has been asked for (SIGUSR1, a checkpoint on demand), on all ranks at this step."""
@@ -540,7 +579,7 @@ class Varuna(nn.Module):
 
     def _program(
         self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
-    ) -> Program:
+    ) -> Program | Chain:
         """The program of this stage for inputs of this form, captured when first met."""
         batch = Batch(size, dims)
         key = training, self._source.signature(inputs, batch)
@@ -551,8 +590,12 @@ class Varuna(nn.Module):
                     f"with these inputs the model has {captured.num_segments} segments, with the sample's "
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
-            program = captured.carve(self._own.first, self._own.stop).to(self.device)
-            self._programs[key] = program.compiled() if self._compiles else program
+            span = self._own.first, self._own.stop
+            self._programs[key] = (
+                chain_of(self._source, captured, *span, self.device).compiled()
+                if self._compiles
+                else captured.carve(*span).to(self.device)
+            )
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]

@@ -71,14 +71,38 @@ def join_job(stage_map: StageMap) -> int:
 
 
 def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
-    if isinstance(device, torch.device):
-        return device
-    if isinstance(device, str):
-        return torch.device(device)
+    """Where this rank computes; a GPU that is not there is an error, never another one in its place."""
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        local_rank = local_rank if local_rank >= 0 else int(os.environ.get("LOCAL_RANK", -1))
+        return choose_gpu(device, local_rank, rank, count=torch.cuda.device_count())
+    found = torch.device(device)
+    if found.type != "cuda":
+        return found
     if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = device if device >= 0 else (local_rank if local_rank >= 0 else rank)
-    return torch.device("cuda", index % torch.cuda.device_count())
+        raise ValueError(
+            f"device={str(device)!r} asks for a GPU, but torch {torch.__version__} sees none here "
+            "(look at nvidia-smi and CUDA_VISIBLE_DEVICES, or pass device='cpu')"
+        )
+    if found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return choose_gpu(found.index, -1, rank, count=torch.cuda.device_count())
+
+
+def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.device:
+    """The one that is named, else the one of this worker's place on its machine."""
+    if index >= count:
+        raise ValueError(
+            f"rank {rank} is to compute on GPU {index}, but this machine has {count}: 0 to {count - 1}"
+        )
+    if index < 0 and local_rank >= count:
+        raise ValueError(
+            f"rank {rank} is worker {local_rank} of its machine, which has {count} "
+            f"GPU{'s' if count > 1 else ''}: expected one for each worker (start {count} on it, or say which "
+            "one they share: device='cuda:0')"
+        )
+    return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)
 
 
 def plan_stages(

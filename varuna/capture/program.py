@@ -52,7 +52,7 @@ class Program:
 
     def compiled(self) -> Program:
         """The same program, compiled when it first runs; draws stay as they are."""
-        return replace(self, graph_module=torch.compile(self.graph_module, dynamic=True))  # type: ignore[arg-type]
+        return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Program:
         """The same program with what it makes by itself on another device."""

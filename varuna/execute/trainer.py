@@ -15,7 +15,7 @@ from torch import Tensor
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
-from varuna.execute.scatter import MicroBatch, WeightFunction, move_inputs, scatter
+from varuna.execute.scatter import MicroBatch, WeightFunction, scatter
 from varuna.execute.session import Session
 from varuna.execute.stage import Program, State
 from varuna.schedule import limit, opportunistic, row
@@ -107,10 +107,11 @@ class Trainer:
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
     ) -> list[MicroBatch]:
         return scatter(
-            move_inputs(inputs, self.engine.device),
+            inputs,
             num_samples=num_samples,
             dims=dims,
             microbatch_size=self.plan.microbatch_size,
+            device=self.engine.device,
             weigh=self.weigh,
         )
 
