@@ -272,7 +272,7 @@ def _search(profile: Profile, cluster: Cluster, wishes: Wishes) -> Ranking:
 
 def other_depths(best: int, seen: Sequence[int], possible: Sequence[int]) -> list[int]:
     """Those that somebody would ask about: what came near, twice and half of it, one more and one fewer."""
-    wanted = [*seen[:1], best * 2, best // 2, best + 1, best - 1, *seen[1:]]
+    wanted = [*seen[:1], best * 2, best // 2, best + 1, best - 1, *seen[1:], best * 4, best + 2]
     return [depth for depth in dict.fromkeys(wanted) if depth in possible and depth != best]
 
 
@@ -377,6 +377,9 @@ def _look_again(profile: Profile, pinned: PinnedPlan, asked: Asked) -> Ground:
 
 
 def _without_holes(profile: Profile, cluster: Cluster, network: Network | None) -> Ground:
+    if network is not None or len(cluster.machines) == 1:  # then nobody asks why it was not measured
+        rest = tuple(note for note in profile.notes if not note.startswith("between:"))
+        profile = msgspec.structs.replace(profile, notes=rest)
     if network is not None:
         profile = with_network(profile, network.latency_seconds, network.bytes_per_second)
     if profile.between is None and len(cluster.machines) > 1:

@@ -192,7 +192,7 @@ def facts(profile: Profile) -> list[str]:
         f"{memory(profile.device_memory_bytes)}; model {profile.fingerprint[:12]}",
         f"optimizer: {optimizer.name}, {duration(optimizer.fixed_seconds)} and "
         f"{duration(optimizer.seconds_per_element * 1e6)} for a million weights, "
-        f"{optimizer.state_bytes_per_element:g} bytes of state for each",
+        f"{optimizer.state_bytes_per_element:.3g} bytes of state for each",
         f"engine: {duration(overheads.instruction_seconds)} an instruction, "
         f"{duration(overheads.step_seconds)} a step",
         f"link within a machine: {_link(profile.within)}",

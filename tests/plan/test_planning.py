@@ -1,6 +1,7 @@
 """`varuna plan`, `explain` and `simulate`, as they are typed, on profiles made by hand."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,7 @@ def _pin(planner: Planner) -> Path:
 
 def test_depths_to_compare_with_are_those_that_somebody_would_ask_about() -> None:
     assert other_depths(4, [6, 1], range(1, 9)) == [6, 8, 2, 5, 3, 1]
+    assert other_depths(1, [], range(1, 9)) == [2, 4, 3]
     assert other_depths(1, [], range(1, 2)) == []
     assert other_depths(2, [4], [2, 4]) == [4]
 
@@ -420,17 +422,23 @@ def test_an_infeasible_request_says_which_limit_by_how_much_and_what_would_fit(p
 def test_a_link_that_nobody_measured_is_asked_for(planner: Planner) -> None:
     """V25: a hole in the profile is an error that says how to fill it; what is stated instead is told."""
     planner.keep(
-        profile([segment(1e-3)], [0] * 4, between=None, reduce_costs=reductions(50e9, between=False))
+        profile(
+            [segment(1e-3)],
+            [0] * 4,
+            between=None,
+            reduce_costs=reductions(50e9, between=False),
+            notes=("between: all processes ran on one machine",),
+        )
     )
     asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
     assert planner.refuse(*asked) == (
         "the profile knows of no link between machines, and there are 2 (say what the network can do: "
         "--network 25Gbit --latency 20us; or profile with workers on two machines)"
     )
-    assert "the network between machines is assumed: 25 Gbit/s, 20 µs" in planner.tell(
-        *asked, "--network", "25Gbit"
-    )
-    planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 4, "--batch-size", 32)
+    told = planner.tell(*asked, "--network", "25Gbit")
+    assert "the network between machines is assumed: 25 Gbit/s, 20 µs" in told
+    told += planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 4, "--batch-size", 32)
+    assert "ran on one machine" not in told  # nobody asks any more
     planner.keep(profile([segment(1e-3)], [0] * 4, within=None))
     assert "no link within a machine" in planner.refuse(*asked)
 
@@ -489,3 +497,27 @@ assert "torch" not in sys.modules
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- the document
+
+
+def test_the_commands_of_the_document_do_what_it_shows(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs, or is refused as the document has it; numbers are those of another machine."""
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    monkeypatch.chdir(planner.folder)
+    (planner.folder / "profiles").mkdir()
+    hidden = profile(
+        [segment(2e-3, sizes=(1, 2, 4, 8))], [0] * 12, between=None, fixed_bytes=229 * MB, precision="fp32"
+    )
+    (planner.folder / "profiles" / "profile.json").write_text(encode(hidden))
+    (planner.folder / "cluster.json").write_text(text.split("```json\n")[1].split("```")[0])
+    shown = re.findall(r"^\$ varuna ((?:plan|explain|simulate) .*)\n(.*)", text, re.MULTILINE)
+    assert len(shown) == 7
+    for command, answer in shown:
+        refused = answer.startswith("varuna: ")
+        assert planner(*command.split()) == (2 if refused else 0), (command, planner.err)
+        told = (planner.err if refused else planner.out).splitlines()[0]
+        assert re.findall(r"[a-z]+", told)[:2] == re.findall(r"[a-z]+", answer)[:2]
