@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.choosing import Choice, Wanted, choose
 from varuna.codec import decode, encode
 from varuna.launcher import (
     SWITCHES,
@@ -28,8 +29,10 @@ from varuna.launcher import (
 )
 from varuna.leading import JobFolder, lead
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
-from varuna.morph.placement import Layout, lay_out
+from varuna.morph.placement import ranks_of_machine
 from varuna.morph.state import Proposal, Settings
+from varuna.plan_file import read_plan
+from varuna.profile_file import read_profile
 
 
 class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,7 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     nstages: int | None = None
     batch_size: int | None = None
     chunk_size: int | None = None
+    plan: str | None = None
     worker_args: bool | None = None
     command: tuple[str, ...] = ()
 
@@ -125,8 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--env_file", help="KEY=VALUE lines for the workers (default: varuna.env, if it is there)"
     )
     parser.add_argument(
-        "--profile_folder", help="profiles to choose --nstages and --chunk_size from (not yet)"
+        "--profile_folder", help="what varuna.Profiler wrote: --nstages and --chunk_size are chosen from it"
     )
+    parser.add_argument("--plan", help="what `varuna plan --out` wrote: used as it is")
     parser.add_argument("--resume", action="store_true", help="start the last job of --code_dir again")
     add_common_arguments(parser)
     return parser
@@ -136,6 +141,8 @@ class Typed(msgspec.Struct, frozen=True):
     """What was typed, made sense of."""
 
     job: Job
+    choice: Choice
+    wanted: Wanted
     arguments: LaunchArguments
     machines: tuple[str, ...]
     resume: bool
@@ -165,14 +172,13 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
             say(problem)
         require_machines(machines)
         environment = user_environment(arguments)
+        devices = 4 if arguments.gpus_per_node is None else arguments.gpus_per_node
+        wanted = read_wanted(arguments)
+        choice = choose(wanted, num_machines=len(machines), devices_per_machine=devices)
         job = prepare(
             arguments.command,
-            num_machines=len(machines),
-            devices_per_machine=4 if arguments.gpus_per_node is None else arguments.gpus_per_node,
-            num_stages=arguments.nstages,
-            num_replicas=0,
-            batch_size=arguments.batch_size,
-            microbatch_size=arguments.chunk_size,
+            choice.layout,
+            devices_per_machine=devices,
             code_dir=str(code_dir),
             log_dir=options.log_dir,
             worker_args=arguments.worker_args,
@@ -181,16 +187,46 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
         # Kept whole: `--resume` may be typed in another folder.
         arguments = absolute(arguments, machine_list)
         save(memory, arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    job = msgspec.structs.replace(job, environment=environment, master_port=free_port())
-    return Typed(job, arguments, machines, options.resume, memory.with_suffix(""))
+    job = msgspec.structs.replace(
+        job,
+        environment=environment,
+        planned=tell_workers(choice, arguments.profile_folder),
+        master_port=free_port(),
+    )
+    return Typed(job, choice, wanted, arguments, machines, options.resume, memory.with_suffix(""))
+
+
+def read_wanted(arguments: LaunchArguments) -> Wanted:
+    """What the user typed, and what is in the files that it names."""
+    return Wanted(
+        batch_size=arguments.batch_size,
+        num_stages=arguments.nstages,
+        microbatch_size=arguments.chunk_size,
+        profile=read_profile(arguments.profile_folder) if arguments.profile_folder else None,
+        pinned=read_plan(arguments.plan) if arguments.plan else None,
+    )
+
+
+def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
+    """The plan itself, for machines without a common disk; and the profile, for those that can read it."""
+    told = {}
+    if choice.proposal is not None:
+        told["VARUNA_PLAN"] = msgspec.json.encode(choice.proposal).decode()
+    if profile_folder is not None:
+        told["VARUNA_PROFILE"] = str(Path(profile_folder).absolute())
+    return told
 
 
 def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
-    env_file = arguments.env_file and str(Path(arguments.env_file).absolute())
+    paths = {"machine_list": machine_list} | {
+        name: path
+        for name in ("env_file", "profile_folder", "plan")
+        if (path := getattr(arguments, name)) is not None
+    }
     return msgspec.structs.replace(
-        arguments, machine_list=str(Path(machine_list).absolute()), env_file=env_file
+        arguments, **{name: str(Path(path).absolute()) for name, path in paths.items()}
     )
 
 
@@ -202,6 +238,8 @@ def main() -> None:
     typed = parse(sys.argv[1:], home=home_folder())
     job = typed.job
     if typed.arguments.no_morphing and len(typed.machines) == 1 and is_loopback(typed.machines[0]):
+        for reason in typed.choice.reasons:
+            say(reason)
         say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
         sys.exit(launch(job))
     try:
@@ -217,7 +255,7 @@ def morph(typed: Typed) -> int:
         job,
         machine_list=arguments.machine_list,
         machines=typed.machines,
-        planner=partial(plan_by_hand, job),
+        planner=partial(make_plan, typed),
         folder=JobFolder(typed.folder),
         resume=typed.resume,
         manager_ip=arguments.manager_ip,
@@ -228,19 +266,24 @@ def morph(typed: Typed) -> int:
     )
 
 
-def plan_by_hand(job: Job, machines: tuple[str, ...]) -> Proposal:
-    """As many replicas as there is room for, of the stages and micro-batches that were typed."""
-    layout = lay_out(
-        len(machines) * job.devices_per_machine,
-        job.layout.depth,
-        batch_size=job.layout.batch_size,
-        microbatch_size=job.layout.microbatch_size,
+def make_plan(typed: Typed, machines: tuple[str, ...]) -> Proposal:
+    """What to run on these machines, by the plan, profile or sizes that were typed."""
+    devices = typed.job.devices_per_machine
+    choice = choose(typed.wanted, num_machines=len(machines), devices_per_machine=devices)
+    ranks = {
+        machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices)
+        for index, machine in enumerate(machines)
+    }
+    used = tuple(machine for machine in machines if ranks[machine])
+    return Proposal(
+        machines,
+        used,
+        tuple(ranks[machine] for machine in used),
+        choice.layout,
+        plan="" if choice.proposal is None else encode(choice.proposal.plan),
+        environment=tell_workers(choice, typed.arguments.profile_folder),
+        reasons=choice.reasons,
     )
-    return Proposal(machines, used_machines(layout, machines, job.devices_per_machine), layout)
-
-
-def used_machines(layout: Layout, machines: tuple[str, ...], devices_per_machine: int) -> tuple[str, ...]:
-    return machines[: -(-layout.num_ranks // devices_per_machine)]
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def test_runners_up_say_why_they_lost() -> None:
         p.forecast.seconds for p in ranking.proposals
     )
     assert all(
-        "% slower: " in p.reason and "ms a step for" in p.reason and " against " in p.reason
+        "% slower: " in p.reason and "s a step for " in p.reason and ", not " in p.reason
         for p in ranking.proposals[1:]
     )
 
