@@ -49,7 +49,6 @@ from varuna.morph.messages import (
     read_from_agent,
     write,
 )
-from varuna.morph.placement import ranks_of_machine
 from varuna.morph.start import AgentOrders, StartedAgent, Starter
 from varuna.morph.state import (
     AgentJoined,
@@ -434,9 +433,8 @@ class Manager:
         self.agents[machine].send(AskLog(self.num_questions, number, ask.rank, ask.lines))
 
     def machine_of(self, generation: Generation, rank: int) -> str | None:
-        index = rank // self.job.devices_per_machine
-        in_job = 0 <= rank < generation.layout.num_ranks
-        return generation.machines[index] if in_job else None
+        places = zip(generation.machines, generation.ranks, strict=True)
+        return next((machine for machine, ranks in places if rank in ranks), None)
 
     def status(self) -> Status:
         state, now = self.state, self.clock.now()
@@ -564,12 +562,11 @@ class Manager:
             f"{generation.number}: {generation.layout} on {', '.join(generation.machines)}{resumed} "
             f"({command.why})",
         )
+        for reason in command.reasons:
+            self.log("plan", reason)
         if generation.layout.idle:
             self.log("idle devices", self.name_idle(generation))
-        for index, machine in enumerate(generation.machines):
-            ranks = ranks_of_machine(
-                generation.layout, index, devices_per_machine=self.job.devices_per_machine
-            )
+        for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             start = Start(
                 generation=generation.number,
                 layout=generation.layout,
@@ -588,12 +585,13 @@ class Manager:
 
     def name_idle(self, generation: Generation) -> str:
         """Of machines with ranks; whoever has none is a spare."""
-        per_machine = self.job.devices_per_machine
-        used = generation.layout.num_ranks % per_machine
-        here = f"{per_machine - used} of {generation.machines[-1]}" if used else ""
-        spares = [name for name in self.state.usable if name not in generation.machines]
-        there = f"all of {', '.join(spares)}" if spares else ""
-        return "; ".join(filter(None, (here, there)))
+        idle = {
+            machine: self.job.devices_per_machine - len(ranks)
+            for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
+        }
+        partly = [f"{count} of {machine}" for machine, count in idle.items() if count]
+        spares = [f"all of {name}" for name in self.state.usable if name not in generation.machines]
+        return ", ".join([*partly, *spares])
 
     def finish(self, verdict: Verdict) -> None:
         self.journal.write(Over(verdict))

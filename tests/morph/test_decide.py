@@ -143,7 +143,8 @@ class World:
             layout = lay_out(len(machines), self.stages, batch_size=12, microbatch_size=1)
         except ValueError as error:
             return Proposal(machines, problem=str(error))
-        return Proposal(machines, machines[: layout.num_ranks], layout)
+        used = machines[: layout.num_ranks]
+        return Proposal(machines, used, tuple((rank,) for rank in range(len(used))), layout)
 
     # ------------------------------------------------------------ what may happen
 

@@ -12,9 +12,9 @@ from varuna.morph.state import Generation, Settings, Verdict
 LAYOUT = lay_out(2, 1, batch_size=4, microbatch_size=1)
 RECORDS: list[Record] = [
     Begun("job", 4000, "/logs"),
-    Launched(Generation(1, ("a", "b"), ("x", "y"), LAYOUT, None, "a", 4001)),
+    Launched(Generation(1, ("a", "b"), ((0,), (1,)), ("x", "y"), LAYOUT, None, "a", 4001)),
     StoreSeen("/store"),
-    Launched(Generation(2, ("b", "a"), ("y", "z"), LAYOUT, 40, "b", 4002)),
+    Launched(Generation(2, ("b", "a"), ((0,), (1,)), ("y", "z"), LAYOUT, 40, "b", 4002)),
 ]
 
 

@@ -433,11 +433,13 @@ class Thought:
         generation = Generation(
             number=self.state.next_number,
             machines=proposal.used,
+            ranks=proposal.ranks,
             agents=tuple(members[name].agent for name in proposal.used),
             layout=proposal.layout,
             resume_step=resume_step,
             master_addr=master.address or master.name,
             master_port=master.store_port,
+            plan=proposal.plan,
             environment=proposal.environment,
         )
         members[master.name] = msgspec.structs.replace(master, store_port=0)
@@ -456,7 +458,7 @@ class Thought:
             in_step=False,
             progressed_at=self.now,
         )
-        self.do(Launch(generation, why))
+        self.do(Launch(generation, why, proposal.reasons))
 
     # ------------------------------------------------------------ running
 

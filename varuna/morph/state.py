@@ -60,12 +60,14 @@ class Generation(msgspec.Struct, frozen=True):
     """One start of the job's workers on a set of machines."""
 
     number: int
-    machines: tuple[str, ...]  # those with ranks, in the order of their ranks
+    machines: tuple[str, ...]  # those with ranks
+    ranks: tuple[tuple[int, ...], ...]  # of each
     agents: tuple[str, ...]  # of each
     layout: Layout
     resume_step: int | None
     master_addr: str
     master_port: int
+    plan: str = ""  # the planner's whole answer, to be compared
     environment: Mapping[str, str] = {}  # what the planner wants workers to know
 
 
@@ -73,18 +75,23 @@ class Proposal(msgspec.Struct, frozen=True):
     """What the planner answers for a set of machines; without a layout, why there is none."""
 
     machines: tuple[str, ...]  # that it was asked about
-    used: tuple[str, ...] = ()  # those with ranks, in the order of their ranks
+    used: tuple[str, ...] = ()  # those with ranks
+    ranks: tuple[tuple[int, ...], ...] = ()  # of each
     layout: Layout | None = None
+    plan: str = ""
     environment: Mapping[str, str] = {}
     problem: str = ""
+    reasons: tuple[str, ...] = ()  # of the planner, for whoever watches
 
     def same_as(self, generation: Generation) -> bool:
         assert self.layout is not None
-        return (self.used, self.layout.stage_map, self.layout.microbatch_size, self.environment) == (
+        layout = generation.layout
+        return (self.used, self.ranks, self.layout.stage_map, self.layout.microbatch_size, self.plan) == (
             generation.machines,
-            generation.layout.stage_map,
-            generation.layout.microbatch_size,
-            generation.environment,
+            generation.ranks,
+            layout.stage_map,
+            layout.microbatch_size,
+            generation.plan,
         )
 
 
@@ -276,6 +283,7 @@ class FindCheckpoint(Command, frozen=True):
 class Launch(Command, frozen=True):
     generation: Generation
     why: str
+    reasons: tuple[str, ...] = ()  # for this plan
 
 
 class SaveAndEnd(Command, frozen=True):

@@ -11,6 +11,7 @@ import msgspec
 
 class Rule(msgspec.Struct, frozen=True):
     factor: float = 1.25  # slower than the median of its stage
+    least_seconds: float = 0.01  # and by so much: what is shorter varies anyhow
     steps: int = 5  # one after the other
 
 
@@ -41,6 +42,7 @@ def look(
                 continue  # the same step as last time
             iterations[rank] = iteration
             peers = [theirs for other, (_, theirs) in known.items() if other != rank]
-            slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > rule.factor * median(peers) else 0
+            limit = max(rule.factor * median(peers), median(peers) + rule.least_seconds)
+            slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > limit else 0
     found = frozenset(rank for rank, count in slow_for.items() if count >= rule.steps)
     return Watch(slow_for, iterations), found

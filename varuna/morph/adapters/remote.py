@@ -3,14 +3,17 @@
 It is sent there as text, before anything of ours is known to be there, so it needs nothing but Python. It
 says what is missing, starts the agent, and hands over its orders. Its stdin brings a line of settings, the
 line of orders, and perhaps later the line `end`, which ends the agent. That nobody holds the other end any
-more ends nothing: a manager that was killed comes back, and what the agent writes meanwhile is dropped.
+more ends it only where the settings say so: a manager that was killed may come back, and what the agent
+writes meanwhile is dropped.
 """
 
 from __future__ import annotations  # a Python that is too old must be able to read this far and say so
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,6 +48,12 @@ def problem(settings: dict[str, Any]) -> str | None:
     return None
 
 
+def die_with_parent() -> None:
+    """On Linux, the one system that can; elsewhere an agent that is let go ends for want of a manager."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def pass_on(said: IO[bytes]) -> None:
     listening = True
     for chunk in iter(lambda: os.read(said.fileno(), 65536), b""):
@@ -55,8 +64,9 @@ def pass_on(said: IO[bytes]) -> None:
             listening = False
 
 
-def end_on_request(asked: IO[bytes], agent: subprocess.Popen[bytes]) -> None:
-    if asked.readline() == b"end\n":
+def end_on_request(agent: subprocess.Popen[bytes], ends_with_stdin: bool) -> None:
+    line = sys.stdin.buffer.readline()
+    if line == b"end\n" or (not line and ends_with_stdin):
         agent.kill()
 
 
@@ -72,11 +82,12 @@ def main() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # a hang-up is not for the agent
+        preexec_fn=die_with_parent if settings["ends_with_stdin"] else None,
     )
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(sys.stdin.buffer.readline())
     agent.stdin.flush()
-    threading.Thread(target=end_on_request, args=(sys.stdin.buffer, agent), daemon=True).start()
+    threading.Thread(target=end_on_request, args=(agent, settings["ends_with_stdin"]), daemon=True).start()
     pass_on(agent.stdout)
     status = agent.wait()
     os._exit(status if status >= 0 else 128 - status)  # at once: a thread still reads stdin

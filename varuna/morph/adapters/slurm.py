@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from varuna.morph.adapters.handover import AGENT
 from varuna.morph.start import AgentOrders
 
 # A constant, its values come as arguments. The file with the secret goes as soon as it is open.
@@ -79,7 +80,7 @@ class SlurmStarter:
         options: Sequence[str] = (),
         notice_seconds: int = 60,
         watch_seconds: float = 2.0,
-        agent: Sequence[str] = ("-m", "varuna.agent"),
+        agent: Sequence[str] = AGENT,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """All nodes see `shared_folder`, for orders and logs. `options` are sbatch's: `--partition=spot`.

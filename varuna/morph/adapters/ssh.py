@@ -1,21 +1,14 @@
 """Starts agents over ssh: with the user's own client, keys and configuration, and with host keys checked."""
 
 import contextlib
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-import varuna
-from varuna.morph.adapters import remote
+from varuna.morph.adapters.handover import AGENT, PROGRAM, check_machine, explain_end, preamble
 from varuna.morph.start import AgentOrders
-
-# The program comes over stdin: the remote shell, whichever it is, sees nothing that is hard to quote.
-PROGRAM = "import sys; exec(eval(sys.stdin.buffer.readline()))"
 
 OPTIONS = {
     "BatchMode": "yes",  # nobody is there to be asked
@@ -68,7 +61,7 @@ class SshStarter:
         python: str = sys.executable,
         ssh: Sequence[str] = ("ssh",),
         connect_seconds: int = 10,
-        agent: Sequence[str] = ("-m", "varuna.agent"),
+        agent: Sequence[str] = AGENT,
     ) -> None:
         """`folder` and `python` are those of the other machines; `ssh` may hold options, `ssh -F FILE`."""
         self._log_folder = log_folder
@@ -76,16 +69,12 @@ class SshStarter:
         self._ssh = tuple(ssh)
         self._options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
         self._options.append(f"-oConnectTimeout={connect_seconds}")
-        modules = ("varuna", "torch")
-        self._settings = msgspec.json.encode(
-            {"agent": agent, "folder": folder, "modules": modules, "version": varuna.__version__}
-        )
+        self._preamble = preamble(folder=folder, agent=agent)
 
     def start(self, orders: AgentOrders) -> SshAgent:
         machine = check_machine(orders.machine)
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{machine}.log"
-        program = Path(remote.__file__).read_text()
         with log.open("ab") as output:
             log_start = output.tell()
             try:
@@ -103,36 +92,17 @@ class SshStarter:
                 ) from None
         assert client.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and `ended` tells why
-            client.stdin.write(repr(program).encode() + b"\n" + self._settings + b"\n" + orders.line())
+            client.stdin.write(self._preamble + orders.line())
             client.stdin.flush()
         return SshAgent(machine, client, log, log_start)
 
 
-def check_machine(machine: str) -> str:
-    """What ssh would take for an option, or the user's ProxyCommand for more than a name, is refused."""
-    if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@\[\]-]*", machine):
-        raise ValueError(
-            f"{machine!r} is no name or address of a machine "
-            "(letters, digits and any of _ . : % @ [ ] -; aliases belong in ~/.ssh/config)"
-        )
-    return machine
-
-
 def explain(machine: str, status: int, said: str) -> str:
-    """Why an agent ended, or never began, with the way out."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(remote.MARK):
-            return f"{machine}: {line.removeprefix(remote.MARK)}"
-    for sign, meaning in SIGNS.items():
-        if status == 255 and sign in said:
-            return f"{machine}: {meaning.format(machine=machine)} (ssh: {lines[-1]})"
-    if status in (126, 127):
-        return f"{machine}: the python to run is not there (name it as that machine has it): {lines[-1:]}"
-    end = f"killed by signal {status - 128}" if 128 < status < 192 else f"exit status {status}"
-    return f"{machine}: {'ssh or the agent' if status == 255 else 'the agent'} ended, {end}: " + (
-        " | ".join(lines[-5:]) or "no word"
-    )
+    if status == 255:  # ssh's own
+        for sign, meaning in SIGNS.items():
+            if sign in said:
+                return f"{machine}: {meaning.format(machine=machine)} (ssh: {said.strip().splitlines()[-1]})"
+    return explain_end(machine, status, said)
 
 
 SIGNS = {
