@@ -21,6 +21,7 @@ from typing import Any
 
 from varuna.codec import decode
 from varuna.launcher import last_lines, read_error
+from varuna.listening import listen
 from varuna.morph.failures import WorkerFailure
 from varuna.morph.messages import (
     AskLog,
@@ -38,14 +39,17 @@ from varuna.morph.messages import (
     Stacks,
     Start,
     StoreOpen,
+    Unnoticed,
     Welcome,
     read_to_agent,
     write,
 )
+from varuna.morph.notices import Notice, service
 from varuna.morph.placement import worker_environment, worker_flags
 from varuna.morph.start import AgentOrders
 from varuna.morph.state import Outcome, Pulse
 from varuna.morph.wire import Refused, Wire
+from varuna.notify import SOCKET_VARIABLE
 from varuna.progress import VARIABLE, Reading
 
 REDIAL_SECONDS = 0.25
@@ -53,7 +57,6 @@ DIAL_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """What a SIGTERM leaves, unless somebody says otherwise."""
 MAX_OUTPUT = 16 * 2**10
-SOCKET_VARIABLE = "VARUNA_AGENT_SOCKET"
 
 
 class Worker:
@@ -150,6 +153,8 @@ class Agent:
             loop.add_signal_handler(number, self.terminated)
         local = await self.listen_locally()
         tasks = [asyncio.create_task(job()) for job in (self.stay_in_touch, self.beat)]
+        if self.orders.cloud:
+            tasks.append(asyncio.create_task(self.listen_to_the_cloud()))
         try:
             over = asyncio.create_task(self.over.wait())
             done, _ = await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +185,8 @@ class Agent:
 
     def terminated(self) -> None:
         """Somebody takes this machine away: the first time it is told on, the second time obeyed."""
-        if self.noticed or self.writer is None:
+        idle = all(worker.outcome is not None for worker in self.workers.values())
+        if self.noticed or self.writer is None or idle:
             self.end("SIGTERM")
         self.noticed = True
         self.send(Noticed(NOTICE_SECONDS, "the agent got SIGTERM"))
@@ -203,6 +209,16 @@ class Agent:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind("\0" + self.socket_name)
         return await asyncio.start_unix_server(hear, sock=listener, limit=4096)
+
+    async def listen_to_the_cloud(self) -> None:
+        def tell(notice: Notice | None) -> None:
+            if notice is None:
+                self.send(Unnoticed())
+            else:
+                self.send(Noticed(notice.deadline - time.time(), notice.reason))
+
+        cloud = service(self.orders.cloud)
+        await listen(cloud, tell, warn=lambda text: print(text, flush=True), url=self.orders.cloud_url)
 
     # ------------------------------------------------------------ the manager
 
@@ -408,6 +424,8 @@ class Agent:
         assert worker.outcome is not None
         if all(other.outcome is not None for other in self.workers.values()):
             self.tell_end()
+            if self.noticed:
+                asyncio.get_running_loop().call_later(1.0, self.end, "SIGTERM")
         elif worker.outcome.failure is not None:
             self.send(Failed(self.start.generation, worker.outcome))
 

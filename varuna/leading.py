@@ -99,6 +99,8 @@ def lead(
     leaves_slow: bool,
     ssh: Sequence[str],
     python: str,
+    cloud: str,
+    cloud_url: str,
     settings: Settings,
 ) -> int:
     """Leads the job to its end; the exit status says how that was."""
@@ -150,6 +152,8 @@ def lead(
             secret=contact.secret,
             slow_file=str(Path("slow_machines.out").absolute()),
             leaves_slow=leaves_slow,
+            cloud=cloud,
+            cloud_url=cloud_url,
         )
 
         def starter_of(machine: str) -> Starter:

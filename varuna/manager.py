@@ -44,6 +44,7 @@ from varuna.morph.messages import (
     Start,
     Status,
     StoreOpen,
+    Unnoticed,
     Welcome,
     WorkerStatus,
     read_from_agent,
@@ -72,6 +73,7 @@ from varuna.morph.state import (
     Planned,
     Proposal,
     Pulse,
+    Recalled,
     SaveAndEnd,
     StartAgent,
     StopAsked,
@@ -110,6 +112,8 @@ class ManagedJob(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     slow_file: str  # where slow machines are listed
     leaves_slow: bool = False
+    cloud: str = ""
+    cloud_url: str = ""
 
 
 Heard = tuple[str, int | None, tuple[Pulse, ...]]
@@ -364,6 +368,8 @@ class Manager:
             )
         elif isinstance(message, Noticed):
             self.noticed(message.machine or machine, message.seconds, message.why)
+        elif isinstance(message, Unnoticed):
+            self.events.put_nowait(Recalled(machine))
         elif isinstance(message, Output):
             stream = sys.stderr if message.error else sys.stdout
             for line in message.text.splitlines():
@@ -527,6 +533,8 @@ class Manager:
                     f"[{address}]:{self.job.port}" if ":" in address else f"{address}:{self.job.port}",
                 ),
                 secret=self.job.secret,
+                cloud=self.job.cloud,
+                cloud_url=self.job.cloud_url,
             )
             self.started[machine] = await asyncio.to_thread(self.starter_of(machine).start, orders)
         except (OSError, ValueError) as error:
@@ -611,7 +619,7 @@ def state_of(state: JobState, machine: str) -> str:
     member = state.members[machine]
     if not member.agent:
         return "starting" if member.starting is not None else "lost" if member.lost_at else "absent"
-    if member.leave_by is not None:
+    if member.leaves:
         return "leaving"
     if state.active and state.generation is not None and machine in state.generation.machines:
         return "at work"

@@ -45,6 +45,8 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     exclude_slow: bool | None = None
     ssh: str | None = None
     python: str | None = None
+    cloud: str | None = None
+    cloud_url: str | None = None
     env_file: str | None = None
     profile_folder: str | None = None
     nstages: int | None = None
@@ -119,6 +121,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ssh", help="the ssh client and its options, such as 'ssh -F FILE' (default: ssh)")
     parser.add_argument("--python", help="the interpreter of other machines (default: as here)")
+    parser.add_argument(
+        "--cloud", choices=["aws", "azure", "gcp"], help="listen for its notices on every machine"
+    )
+    parser.add_argument("--cloud_url", help="where its metadata service is, if not where it always is")
     parser.add_argument(
         "--exclude_slow",
         action="store_true",
@@ -262,6 +268,8 @@ def morph(typed: Typed) -> int:
         leaves_slow=bool(arguments.exclude_slow),
         ssh=shlex.split(arguments.ssh or "ssh"),
         python=arguments.python or sys.executable,
+        cloud=arguments.cloud or "",
+        cloud_url=arguments.cloud_url or "",
         settings=Settings(morphs=not arguments.no_morphing),
     )
 

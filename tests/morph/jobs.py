@@ -68,7 +68,7 @@ while model.iteration < STEPS:
     if model.iteration % EVERY == 0 and "VARUNA_GENERATION" in os.environ:
         model.checkpoint("store", keep_last=2)
     if not Path("hurry").exists():
-        time.sleep(0.1)
+        time.sleep(0.05 if step < 40 else 0.2 if step < 150 else 1.0)
 print("trained")
 """
 

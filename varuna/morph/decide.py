@@ -132,7 +132,7 @@ class Thought:
                 members[name] = Member(name, retry_at=self.state.attach_until)
                 self.tell("machine listed", name)
             elif not known.listed:
-                members[name] = msgspec.structs.replace(known, listed=True, leave_by=None)
+                members[name] = msgspec.structs.replace(known, listed=True, leave_by=None, drained=False)
                 self.tell("machine listed", name)
         for name, member in members.items():
             if member.listed and name not in event.machines:
@@ -156,6 +156,7 @@ class Thought:
             name,
             agent=event.agent,
             address=event.address or name,
+            leave_by=member.leave_by if member.agent == event.agent else None,
             seen=self.now,
             starting=None,
             start_failures=0,
@@ -266,13 +267,15 @@ class Thought:
         if event.machine not in self.state.members:
             self.tell("notice ignored", f"{event.machine} is not in the list: {event.why}")
             return
-        leave_by = self.now + 1e9 if event.deadline is None else event.deadline
-        self.set_member(event.machine, leave_by=leave_by)
+        if event.deadline is None:
+            self.set_member(event.machine, drained=True)
+        else:
+            self.set_member(event.machine, leave_by=event.deadline)
         self.tell("notice", f"{event.machine}: {event.why}")
 
     def recalled(self, event: Recalled) -> None:
         if event.machine in self.state.members:
-            self.set_member(event.machine, leave_by=None)
+            self.set_member(event.machine, leave_by=None, drained=False)
             self.tell("notice withdrawn", event.machine)
 
     def stop_asked(self, event: StopAsked) -> None:
@@ -355,7 +358,7 @@ class Thought:
                     )
             elif not member.listed:
                 self.forget(name)
-            elif self.now >= member.retry_at and not self.state.verdict:
+            elif self.now >= max(member.retry_at, member.leave_by or 0.0) and not self.state.verdict:
                 self.set_member(name, starting=self.now)
                 self.do(StartAgent(name))
 
@@ -376,7 +379,7 @@ class Thought:
             if (member := self.state.members.get(name)) is not None
             and member.listed
             and member.agent
-            and member.leave_by is None
+            and not member.leaves
             and (member.workers is None or member.workers == current)
             and member.warm
             and (not patient or self.now >= member.welcome_at or self.at_work(name))
@@ -418,7 +421,7 @@ class Thought:
         if self.state.generation is not None:
             return True
         waited = self.now - self.state.since >= self.state.settings.gather_seconds
-        expected = [m.name for m in self.state.members.values() if m.listed and m.leave_by is None]
+        expected = [m.name for m in self.state.members.values() if m.listed and not m.leaves]
         return waited or set(expected) <= set(ready)
 
     def ask_for_plan(self, machines: tuple[str, ...]) -> None:
@@ -506,7 +509,7 @@ class Thought:
         wanted = self.state.usable
         leaving = [name for name in self.generation.machines if name not in wanted]
         settled = self.now - self.state.changed_at >= self.state.settings.settle_seconds
-        pressed = any(self.deadline_of(name) is not None for name in leaving)
+        pressed = any(name in self.state.members and self.state.members[name].leaves for name in leaving)
         proposal = self.state.proposal
         if not wanted:
             if leaving and (settled or pressed):

@@ -59,6 +59,10 @@ class Noticed(Message, frozen=True):
     machine: str = ""
 
 
+class Unnoticed(Message, frozen=True):
+    """This machine stays after all."""
+
+
 class Output(Message, frozen=True):
     """What a worker has written, for the terminal."""
 
@@ -187,7 +191,7 @@ class Status(msgspec.Struct, frozen=True):
     machines: tuple[MachineStatus, ...]
 
 
-FromAgent = Hello | Beat | StoreOpen | Failed | Ended | Noticed | Output | LogLines | Ask
+FromAgent = Hello | Beat | StoreOpen | Failed | Ended | Noticed | Unnoticed | Output | LogLines | Ask
 ToAgent = Welcome | Start | Save | Kill | Stacks | Dismiss | AskLog | Answer
 
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)

@@ -26,6 +26,8 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     secret: str  # hex
     heartbeat_seconds: float = 0.5
     lease_seconds: float = 10.0  # a manager that is silent for so long has given this machine up
+    cloud: str = ""  # whose notices are listened for: aws, azure or gcp
+    cloud_url: str = ""  # where, if not at the cloud's own address
     patience_seconds: float = 60.0  # a manager that is gone for so long does not come back
 
     def line(self) -> bytes:

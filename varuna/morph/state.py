@@ -52,8 +52,13 @@ class Member(msgspec.Struct, frozen=True):
     start_failures: int = 0  # one after the other
     lost_at: tuple[float, ...] = ()
     welcome_at: float = 0.0  # a flapping machine takes part from then on
-    leave_by: float | None = None  # a notice or a drain: takes no part any more
+    leave_by: float | None = None  # a notice: takes no part any more
+    drained: bool = False  # nor this one, until it is listed anew
     workers: int | None = None  # the generation whose workers it has, or may have
+
+    @property
+    def leaves(self) -> bool:
+        return self.drained or self.leave_by is not None
 
 
 class Generation(msgspec.Struct, frozen=True):
