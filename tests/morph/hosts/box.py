@@ -30,18 +30,11 @@ class Box:
             stderr=subprocess.STDOUT,
         )
 
-    @property
-    def first_process(self) -> int:
-        pid = self.outer.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """The same command, to be run inside."""
-        return [tool("nsenter"), "--target", str(self.first_process), "--all", *argv]
-
     def kill(self) -> None:
         if self.outer.poll() is None:
-            os.kill(self.first_process, signal.SIGKILL)
+            pid = self.outer.pid
+            (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            os.kill(int(first), signal.SIGKILL)
         self.outer.wait()  # the kernel has ended and reaped all of them by then
         if self.outer.stdout is not None:
             self.outer.stdout.close()

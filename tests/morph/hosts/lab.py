@@ -8,11 +8,12 @@ It takes root and Debian's iproute2 and openssh-server, which `make test` instal
 import contextlib
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +23,7 @@ from tests.morph.hosts.box import Box, missing_tools, tool
 ROOT = Path(__file__).parents[3]
 OWNED = "varuna test hosts of process "  # the alias of a lab's bridge tells who made it
 MOST_LABS = 250
-TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
+TOOLS = ("ip", "tc", "unshare", "ssh", "ssh-keygen", "sshd")
 
 
 class Host:
@@ -86,10 +87,10 @@ class Host:
         command([tool("tc"), "qdisc", "replace", "dev", self._link, *limit])
         command([tool("tc"), "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *limit])
 
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """The same command, to be run on this host without ssh."""
-        assert self._box is not None, f"{self.name} is down"
-        return self._box.command(argv)
+    def command(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+        """The same command, to be run on this host."""
+        there = ["env", *(f"{name}={value}" for name, value in (environment or {}).items()), *argv]
+        return [*self._lab.ssh, "-oBatchMode=yes", self.name, shlex.join(there)]
 
     def run(self, argv: Sequence[str]) -> str:
         return command(self.command(argv))
