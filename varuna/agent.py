@@ -271,6 +271,8 @@ class Agent:
                     store_port=self.store_port,
                 )
             )
+            for worker in self.workers.values():
+                self.show(worker)
             if self.told_end:
                 self.tell_end()
             while data := await reader.read(65536):
@@ -450,9 +452,12 @@ class Agent:
     # ------------------------------------------------------------ what workers say
 
     def show(self, worker: Worker) -> None:
-        if worker.rank == 0:
-            for output in worker.news():
+        """What the first rank writes, to whoever watches the manager; it waits for one who is away."""
+        news = worker.news() if worker.rank == 0 and self.writer is not None else []
+        while news:
+            for output in news:
                 self.send(output)
+            news = worker.news() if worker.outcome is not None else []  # the rest of it, all at once
 
     def read_log(self, asked: AskLog) -> str:
         if self.start is None:

@@ -541,10 +541,15 @@ class Manager:
             self.events.put_nowait(AgentNotStarted(machine, str(error)))
 
     def end_agent(self, command: EndAgent) -> None:
-        if connection := self.agents.get(command.machine):
+        connection = self.agents.get(command.machine)
+        if connection is not None:
             connection.send(Dismiss(command.why))
-        elif started := self.started.pop(command.machine, None):
-            started.kill()
+        if connection is None or command.deaf:
+            if connection is not None:
+                del self.agents[command.machine]
+                connection.close(command.why)
+            if started := self.started.pop(command.machine, None):
+                started.kill()
 
     async def make_plan(self, machines: tuple[str, ...]) -> None:
         try:

@@ -109,6 +109,8 @@ class World:
                     self.join(command.machine)
                 else:
                     self.happens(AgentNotStarted(command.machine, "the machine is dead"))
+            elif isinstance(command, EndAgent) and command.machine in self.deaf:
+                pass  # it will see when it comes back
             elif isinstance(command, EndAgent):
                 self.agents.pop(command.machine, None)
                 self.workers.pop(command.machine, None)

@@ -299,6 +299,7 @@ class Thought:
         for member in list(self.state.members.values()):
             silence = self.now - member.seen
             if member.agent and silence > self.state.settings.lost_seconds:
+                self.do(EndAgent(member.name, "it is silent", deaf=True))
                 self.lose(member, f"no heartbeat for {silence:.1f} s")
 
     def feel(self, pulses: list[Pulse]) -> None:
@@ -574,7 +575,7 @@ class Thought:
         if waiting and self.now < self.state.deadline:
             return
         for member in waiting:
-            self.do(EndAgent(member.name, "it does not end its workers"))
+            self.do(EndAgent(member.name, "it does not end its workers", deaf=True))
             self.lose(member, "it did not end its workers in time")
         self.enter("gathering", self.state.reason)
 

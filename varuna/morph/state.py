@@ -271,10 +271,11 @@ class StartAgent(Command, frozen=True):
 
 
 class EndAgent(Command, frozen=True):
-    """Dismisses it where it is connected; kills what was started where it is not."""
+    """Dismisses it where it is connected; kills what was started where it is not, or does not listen."""
 
     machine: str
     why: str
+    deaf: bool = False
 
 
 class MakePlan(Command, frozen=True):
