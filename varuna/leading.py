@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,8 @@ from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
 from varuna.morph.machines import is_loopback
 from varuna.morph.start import Starter
 from varuna.morph.state import JobState, Settings, Verdict
+
+StarterName = Literal["ssh", "slurm", "ray"]
 
 STORE_SECONDS = 30.0
 """How long a store that does not answer is asked for the newest checkpoint."""
@@ -97,6 +100,8 @@ def lead(
     resume: bool,
     manager_ip: str | None,
     leaves_slow: bool,
+    starter: StarterName,
+    starter_options: Sequence[str],
     ssh: Sequence[str],
     python: str,
     cloud: str,
@@ -155,19 +160,15 @@ def lead(
             cloud=cloud,
             cloud_url=cloud_url,
         )
-
-        def starter_of(machine: str) -> Starter:
-            logs = Path(managed.log_dir)
-            if is_loopback(machine):
-                return LocalStarter(logs)
-            return SshStarter(log_folder=logs, folder=managed.code_dir, python=python, ssh=ssh)
+        elsewhere = make_starter(starter, starter_options, managed, ssh=ssh, python=python)
+        here = LocalStarter(Path(managed.log_dir))
 
         async def run() -> Verdict:
             manager = Manager(
                 managed,
                 state,
                 planner=planner,
-                starter_of=starter_of,
+                starter_of=lambda machine: here if is_loopback(machine) else elsewhere,
                 newest=newest_step,
                 address_for=address_for,
                 journal=journal,
@@ -189,6 +190,22 @@ def tell(verdict: Verdict, log_dir: str) -> int:
     return verdict.exit_code
 
 
+def make_starter(
+    name: StarterName, options: Sequence[str], job: ManagedJob, *, ssh: Sequence[str], python: str
+) -> Starter:
+    """For machines that are not this one."""
+    logs = Path(job.log_dir)
+    if name == "slurm":
+        from varuna.morph.adapters.slurm import SlurmStarter
+
+        return SlurmStarter(shared_folder=logs, folder=job.code_dir, python=python, options=options)
+    if name == "ray":
+        from varuna.morph.adapters.ray import RayStarter
+
+        return RayStarter(folder=job.code_dir, python=python)
+    return SshStarter(log_folder=logs, folder=job.code_dir, python=python, ssh=ssh)
+
+
 def addresses(machines: tuple[str, ...], manager_ip: str | None) -> Callable[[str], str]:
     """The address of this machine that another one dials; sends nothing."""
 
@@ -197,12 +214,24 @@ def addresses(machines: tuple[str, ...], manager_ip: str | None) -> Callable[[st
         if manager_ip:
             return manager_ip
         if not is_loopback(machine):
-            return address_facing(machine)
+            return address_towards(machine)
         # Beside real machines, this one must be known by an address that those can reach.
         others = [other for other in machines if not is_loopback(other)]
-        return address_facing(others[0]) if others else "127.0.0.1"
+        return address_towards(others[0]) if others else "127.0.0.1"
 
     return facing
+
+
+def address_towards(machine: str) -> str:
+    try:
+        return address_facing(machine)
+    except OSError:  # a name that only a scheduler or ssh knows: the address that faces the world
+        try:
+            return address_facing("192.0.2.1")
+        except OSError as error:
+            raise ValueError(
+                f"no address of this machine faces {machine} ({error.strerror}; name one: --manager_ip)"
+            ) from None
 
 
 def listen(address: str, port: int) -> socket.socket:

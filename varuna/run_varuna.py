@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -27,7 +28,7 @@ from varuna.launcher import (
     say,
     split_command,
 )
-from varuna.leading import JobFolder, lead
+from varuna.leading import JobFolder, StarterName, lead
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.placement import ranks_of_machine
 from varuna.morph.state import Proposal, Settings
@@ -43,6 +44,8 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     manager_ip: str | None = None
     no_morphing: bool | None = None
     exclude_slow: bool | None = None
+    starter: StarterName | None = None
+    starter_options: str | None = None
     ssh: str | None = None
     python: str | None = None
     cloud: str | None = None
@@ -119,6 +122,10 @@ def make_parser() -> argparse.ArgumentParser:
         default=None,
         help="keep to the machines of the start, and end with the first failure",
     )
+    parser.add_argument(
+        "--starter", choices=get_args(StarterName), help="who starts other machines' agents (default: ssh)"
+    )
+    parser.add_argument("--starter_options", help="sbatch's options with --starter slurm, in one word")
     parser.add_argument("--ssh", help="the ssh client and its options, such as 'ssh -F FILE' (default: ssh)")
     parser.add_argument("--python", help="the interpreter of other machines (default: as here)")
     parser.add_argument(
@@ -266,6 +273,8 @@ def morph(typed: Typed) -> int:
         resume=typed.resume,
         manager_ip=arguments.manager_ip,
         leaves_slow=bool(arguments.exclude_slow),
+        starter=arguments.starter or "ssh",
+        starter_options=shlex.split(arguments.starter_options or ""),
         ssh=shlex.split(arguments.ssh or "ssh"),
         python=arguments.python or sys.executable,
         cloud=arguments.cloud or "",
