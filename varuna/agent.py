@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +57,7 @@ REDIAL_SECONDS = 0.25
 DIAL_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """What a SIGTERM leaves, unless somebody says otherwise."""
+CLOSE_SECONDS = 5.0
 MAX_OUTPUT = 16 * 2**10
 
 
@@ -118,9 +120,14 @@ class NurseryLink:
             on_answer(what, facts)
         return await self._process.wait()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    async def close(self) -> None:
+        """Its input ends, so it ends whatever is left of the workers, and goes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._process.kill()
 
 
 class Agent:
@@ -155,29 +162,24 @@ class Agent:
         tasks = [asyncio.create_task(job()) for job in (self.stay_in_touch, self.beat)]
         if self.orders.cloud:
             tasks.append(asyncio.create_task(self.listen_to_the_cloud()))
-        try:
-            over = asyncio.create_task(self.over.wait())
-            done, _ = await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if task is not over:
-                    task.result()  # it never returns: it has raised
-            return 0
-        finally:
-            for task in tasks:  # first of all: who goes does not dial again
-                task.cancel()
-            if local is not None:
-                local.close()
-            self.kill_workers()
-            if self.nursery is not None:  # its input ends: it ends whatever is left
-                assert self.nursery._process.stdin is not None
-                self.nursery._process.stdin.close()
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.nursery._process.wait(), 5)
-            for worker in self.workers.values():
-                if worker.outcome is None:
-                    worker.reading.close()
-            if self.writer is not None:
-                self.writer.close()
+        over = asyncio.create_task(self.over.wait())
+        done, _ = await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        crashed = [task.exception() for task in done if task is not over]
+        if local is not None:
+            local.close()
+        await self.clear_up()
+        for error in crashed:
+            traceback.print_exception(error)
+        return 1 if crashed else 0
+
+    async def clear_up(self) -> None:
+        self.over.set()
+        self.kill_workers()
+        if self.nursery is not None:
+            await self.nursery.close()
+        for worker in self.workers.values():
+            if worker.outcome is None:
+                worker.reading.close()
 
     def end(self, why: str) -> None:
         self.why_over = why
@@ -240,6 +242,8 @@ class Agent:
             if now - self.connected_at > self.orders.patience_seconds:
                 self.end("no manager")
             await asyncio.sleep(REDIAL_SECONDS)
+            while self.over.is_set():  # who goes does not dial again
+                await asyncio.sleep(REDIAL_SECONDS)
 
     async def talk_to(self, host: str, port: int) -> None:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), DIAL_SECONDS)
@@ -482,12 +486,14 @@ def main() -> None:
     if not line:
         sys.exit("varuna: the agent was given no orders (the manager starts it; see `varuna run --help`)")
     orders = decode(line, AgentOrders, "the agent's orders")
-    agent_over = asyncio.run(_live(orders))
-    sys.exit(agent_over)
+    asyncio.run(live(orders))
 
 
-async def _live(orders: AgentOrders) -> int:
-    return await Agent(orders).live()
+async def live(orders: AgentOrders) -> None:
+    code = await Agent(orders).live()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # with the connection open: when the manager sees its end, this process is gone
 
 
 if __name__ == "__main__":

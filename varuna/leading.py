@@ -32,6 +32,7 @@ from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
 from varuna.morph.machines import is_loopback
 from varuna.morph.start import Starter
 from varuna.morph.state import JobState, Settings, Verdict
+from varuna.on_demand import STORE_VARIABLE
 
 StarterName = Literal["ssh", "slurm", "ray"]
 
@@ -151,7 +152,7 @@ def lead(
             code_dir=job.code_dir,
             log_dir=contact.log_dir,
             devices_per_machine=job.devices_per_machine,
-            environment=job.environment,
+            environment={**default_store(job.code_dir), **job.environment},
             machine_list=machine_list,
             port=contact.port,
             secret=contact.secret,
@@ -181,6 +182,11 @@ def lead(
         return tell(verdict, contact.log_dir)
     finally:
         os.close(lock)
+
+
+def default_store(code_dir: str) -> dict[str, str]:
+    """Where a script saves on demand that has named no place itself."""
+    return {STORE_VARIABLE: os.environ.get(STORE_VARIABLE) or str(Path(code_dir) / "varuna_checkpoints")}
 
 
 def tell(verdict: Verdict, log_dir: str) -> int:

@@ -90,7 +90,7 @@ from varuna.morph.wire import Refused, Wire
 TICK_SECONDS = 0.25
 HELLO_SECONDS = 5.0
 """How long a caller may take to show that it knows the secret."""
-MAX_STRANGERS = 64
+MAX_STRANGERS = 2048
 """Callers that have not done so yet; more are turned away at once."""
 LINGER_SECONDS = 5.0
 """How long agents may take to go when the job is over."""
@@ -165,7 +165,9 @@ class Connection(asyncio.Protocol):
     def refuse(self, why: str) -> None:
         """Tells the log, and the caller nothing."""
         peer = self.transport.get_extra_info("peername") if self.transport is not None else None
-        self.manager.log("caller refused", f"{peer}: {why}")
+        self.manager.num_refused = count = self.manager.num_refused + 1
+        if count <= 10 or not count & (count - 1):  # whoever knocks for ever must not fill the disk
+            self.manager.log("caller refused", f"{peer}: {why}" + (f" (the {count}th)" if count > 10 else ""))
         self.close(why)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -219,6 +221,7 @@ class Manager:
         self.beats: dict[str, Heard] = {}
         self.questions: dict[int, Connection] = {}
         self.num_questions = 0
+        self.num_refused = 0
         self.list_seen: object = None
         self.stragglers = Watch()
         self.slow: dict[str, None] = {}  # machines, in the order in which they were found

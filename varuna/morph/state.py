@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     crash_limit: int = 3  # crashes without progress; one more ends the job
     flap_seconds: float = 600.0  # losses of a machine further back than this are forgotten
     hang_steps: float = 10.0  # so many step times within a step without progress are a hang
-    hang_seconds: float = 30.0  # but no less than this
+    hang_seconds: float = 60.0  # but no less than this
     idle_seconds: float = 900.0  # and outside of steps, where anything may happen, than this
 
 
