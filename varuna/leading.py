@@ -113,6 +113,9 @@ def lead(
     lock = folder.lock()
     try:
         address_for = addresses(machines, manager_ip)
+        if starter != "ssh":
+            # What they start may be queued for days; where it runs and finds no manager, it ends.
+            settings = msgspec.structs.replace(settings, start_seconds=1e9)
         records = read(folder.journal)
         before = folder.read_contact()
         goes_on = resume and bool(records) and not any(isinstance(record, Over) for record in records)

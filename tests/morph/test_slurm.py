@@ -2,6 +2,8 @@
 
 import re
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +137,44 @@ def test_a_lost_node_is_told_and_its_machine_is_submitted_anew(
     wait_for_the_end(again)
     cluster.boot(node)
     cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print("workers:", int(total), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_whole_job_runs_on_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The command of any other machines, but for who starts the agents; no job is left in the queue."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "machines").write_text("alpha\nbeta\n")
+    options = {
+        "starter": "slurm",
+        "manager_ip": "127.0.0.1",
+        "machine_list": "machines",
+        "gpus_per_node": "1",
+        "batch_size": "4",
+        "nstages": "2",
+        "chunk_size": "2",
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    run = subprocess.run(
+        [sys.executable, "-m", "varuna.run_varuna", *flags, "train.py"],
+        cwd=tmp_path,
+        env={**cluster.environment, "PYTHONPATH": str(ROOT), "VARUNA_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "workers: 2" in run.stdout
+    while cluster.run("squeue", "-h"):
+        threading.Event().wait(0.05)
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(
