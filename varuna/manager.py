@@ -23,7 +23,7 @@ from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
 from varuna.morph.interval import failure_seconds, interval_seconds
 from varuna.morph.journal import Journal, Launched, Over, StoreSeen
-from varuna.morph.machines import read_machines
+from varuna.morph.machines import is_loopback, read_machines
 from varuna.morph.messages import (
     Answer,
     Ask,
@@ -235,13 +235,11 @@ class Manager:
 
     # ------------------------------------------------------------ its life
 
-    async def lead(self, listener: socket.socket) -> Verdict:
-        loop = asyncio.get_running_loop()
+    async def lead(self, listener: socket.socket, *, signals: bool = True) -> Verdict:
+        """To its end. Only in a main thread can it answer to `signals`."""
         await self.listen(listener.getsockname()[0], listener)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it goes on
-                loop.add_signal_handler(number, self.interrupted, number)
-        loop.add_signal_handler(signal.SIGUSR1, self.asked_to_save)
+        if signals:
+            self.answer_signals()
         ticking = asyncio.create_task(self.tick())
         try:
             while not self.finished.is_set():
@@ -255,6 +253,13 @@ class Manager:
                 server.close()
             for task in self.tasks:
                 task.cancel()
+
+    def answer_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it goes on
+                loop.add_signal_handler(number, self.interrupted, number)
+        loop.add_signal_handler(signal.SIGUSR1, self.asked_to_save)
 
     async def listen(self, address: str, listener: socket.socket | None = None) -> None:
         if address not in self.servers:
@@ -388,8 +393,9 @@ class Manager:
             return
         if earlier := self.agents.get(hello.machine):
             if earlier.agent != hello.agent:
-                earlier.send(Dismiss("another agent of this machine has come"))
-            earlier.machine = ""  # its end is no loss
+                connection.send(Dismiss("this machine has an agent already"))
+                return
+            earlier.machine = ""  # the same agent has dialled again: the end of this one is no loss
             earlier.close("replaced")
         connection.machine, connection.agent, connection.pid = hello.machine, hello.agent, hello.pid
         self.agents[hello.machine] = connection
@@ -551,7 +557,9 @@ class Manager:
             if connection is not None:
                 del self.agents[command.machine]
                 connection.close(command.why)
-            if started := self.started.pop(command.machine, None):
+            started = self.started.pop(command.machine, None)
+            # One that is cut off ends by itself; a word that reaches it later would only end its return.
+            if started is not None and (connection is None or is_loopback(command.machine)):
                 started.kill()
 
     async def make_plan(self, machines: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Queue
 from types import TracebackType
@@ -78,8 +78,19 @@ STEP = re.compile(r"\[rank 0\] step (\d+) loss (\S+)")
 class Job:
     """A manager under test, its machines 127.0.0.1, 127.0.0.2, ... with one worker each."""
 
-    def __init__(self, folder: Path, *, machines: int, stages: int = 1, script: str = TRAIN) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        machines: int,
+        stages: int = 1,
+        script: str = TRAIN,
+        addresses: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
+        self.addresses = tuple(addresses) or tuple(f"127.0.0.{number}" for number in range(1, 10))
+        self.options = options
         (folder / "script.py").write_text(script)
         self.write_list(*range(1, machines + 1))
         self.stages = stages
@@ -92,7 +103,7 @@ class Job:
             [
                 *[sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"],
                 *["--gpus_per_node", "1", "--batch_size", "12", "--chunk_size", "2"],
-                *["--nstages", str(self.stages), *more, "script.py"],
+                *["--nstages", str(self.stages), *self.options, *more, "script.py"],
             ],
             cwd=self.folder,
             env=environment(self.folder),
@@ -146,7 +157,7 @@ class Job:
     # ------------------------------------------------------------ what is done to it
 
     def write_list(self, *numbers: int) -> None:
-        (self.folder / "machines").write_text("".join(f"127.0.0.{number}\n" for number in numbers))
+        (self.folder / "machines").write_text("".join(f"{self.addresses[n - 1]}\n" for n in numbers))
 
     def agent(self, number: int) -> int:
         """The process id of a machine's agent."""
@@ -156,7 +167,8 @@ class Job:
         return int(self.machine(number)["workers"][0]["pid"])
 
     def machine(self, number: int) -> Any:
-        (found,) = (one for one in self.status()["machines"] if one["machine"] == f"127.0.0.{number}")
+        name = self.addresses[number - 1]
+        (found,) = (one for one in self.status()["machines"] if one["machine"] == name)
         return found
 
     def status(self) -> Any:

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.jobs import STEPS, TRAIN, Job, losses_without_trouble
 
 
@@ -85,6 +87,50 @@ def test_a_silent_agent_is_replaced_and_a_killed_manager_taken_up_again(
         job.wait_for("agent joined: 127.0.0.2, with generation 2")
         job.wait_for_steps(3)
         assert job.status()["generation"] == 2
+        check(job, peace)
+
+
+def test_machines_over_ssh_that_are_cut_off_return_and_die_change_no_loss(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V29, V42, V47: hosts of their own, without a common loopback; a return is fenced before it joins."""
+    (tmp_path / "varuna").symlink_to(ROOT / "varuna")  # other machines find the library in the code's folder
+    with Lab(3) as lab:
+        with Job(
+            tmp_path,
+            machines=3,
+            addresses=[host.address for host in lab.hosts],
+            options=["--ssh", shlex.join(lab.ssh)],
+        ) as job:
+            one, two, three = job.addresses
+            job.wait_for_steps(12)
+            lab.hosts[1].cut()
+            assert f"on {one}, {three}" in job.wait_for("generation: 2: 1 stage x 2 replicas")
+            assert f"{two} was lost: no heartbeat" in job.lines[-1]
+            job.wait_for_steps(3)
+            lab.hosts[1].mend()
+            assert f"on {one}, {three}, {two}" in job.wait_for("generation: 3: 1 stage x 3 replicas")
+            job.wait_for_steps(3)
+            lab.hosts[0].kill()
+            assert f"on {three}, {two}" in job.wait_for("generation: 4: 1 stage x 2 replicas")
+            job.wait_for_steps(3)
+            check(job, peace)
+        assert not [found for host in lab.hosts for found in host.processes().values() if "varuna" in found]
+
+
+def test_a_worker_that_hears_of_its_machines_end_has_it_left_in_time(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V41"""
+    script = """
+def misbehave(step):
+    if os.environ["VARUNA_MACHINE"] == "127.0.0.2":
+        from varuna import notify_manager_preempt
+        notify_manager_preempt(seconds=30, reason="the cloud wants it back")
+"""
+    with Job(tmp_path, machines=2, script=script + TRAIN) as job:
+        job.wait_for("notice: 127.0.0.2: the cloud wants it back")
+        assert "on 127.0.0.1" in job.wait_for("generation: 2: 1 stage x 1 replica")
         check(job, peace)
 
 
