@@ -408,7 +408,7 @@ class Agent:
                 "TORCHELASTIC_ERROR_FILE": str(worker.error),
                 "VARUNA_GENERATION": str(start.generation),
                 "VARUNA_MACHINE": self.orders.machine,
-                "VARUNA_LOG_DIR": str(folder),
+                "VARUNA_LOG_DIR": start.log_dir,
                 SOCKET_VARIABLE: self.socket_name,
                 VARIABLE: str(worker.reading.path),
             }

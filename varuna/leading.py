@@ -32,7 +32,6 @@ from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
 from varuna.morph.machines import is_loopback
 from varuna.morph.start import Starter
 from varuna.morph.state import JobState, Settings, Verdict
-from varuna.on_demand import STORE_VARIABLE
 
 StarterName = Literal["ssh", "slurm", "ray"]
 
@@ -155,7 +154,7 @@ def lead(
             code_dir=job.code_dir,
             log_dir=contact.log_dir,
             devices_per_machine=job.devices_per_machine,
-            environment={**default_store(job.code_dir), **job.environment},
+            environment=job.environment,
             machine_list=machine_list,
             port=contact.port,
             secret=contact.secret,
@@ -185,11 +184,6 @@ def lead(
         return tell(verdict, contact.log_dir)
     finally:
         os.close(lock)
-
-
-def default_store(code_dir: str) -> dict[str, str]:
-    """Where a script saves on demand that has named no place itself."""
-    return {STORE_VARIABLE: os.environ.get(STORE_VARIABLE) or str(Path(code_dir) / "varuna_checkpoints")}
 
 
 def tell(verdict: Verdict, log_dir: str) -> int:

@@ -587,7 +587,8 @@ class Manager:
             f"({command.why})",
         )
         for reason in command.reasons:
-            self.log("plan", reason)
+            what, _, why = reason.partition(": ")
+            self.log(what, why)
         if generation.layout.idle:
             self.log("idle devices", self.name_idle(generation))
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):

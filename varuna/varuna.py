@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
+from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing, machine_identity
@@ -380,7 +381,10 @@ class Varuna(nn.Module):
     def resume(self, global_store: str | os.PathLike[str]) -> int:
         """Loads the newest complete checkpoint where there is one; returns the iteration to go on with."""
         step = self._checkpoints.newest(global_store)
-        if step is not None:
+        if step is None:  # what is saved on demand belongs there too
+            self._checkpoints.store = open_store(os.fspath(global_store)).url
+            self._progress.uses(self._checkpoints.store)
+        else:
             self.load_checkpoint(global_store, step)
         return self.iteration
 
