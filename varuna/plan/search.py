@@ -494,7 +494,8 @@ class Search:
     def _following(self, site: Site, seconds: float, bare: float) -> float:
         """What this site's time tells of fewer replicas: their reductions may be quicker, nothing else is."""
         narrower = self._step_down(max(2, site.node.width))
-        quicker = min(1.0, self._least_rate(narrower) / self._rate_of(site.placement))
+        rate = self._rate_of(site.placement)  # zero, where larger reductions took no longer when measured
+        quicker = min(1.0, self._least_rate(narrower) / rate) if rate else 0.0
         return bare + quicker * (seconds - bare)
 
     def _put_narrower(self, node: Node, following: float, *, fits: bool = True) -> None:
