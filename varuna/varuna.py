@@ -289,7 +289,7 @@ class Varuna(nn.Module):
                 loss_scale=self._loss_scale,
                 max_norm=clip_grad_max_norm,
             )
-            self._reporter.pace.leave(self._trainer.engine.recorder.entries)
+            self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
             self._reporter.report_if_due()
         self.grad_norm = totals.norm
         return totals.loss, totals.overflow
@@ -345,6 +345,7 @@ class Varuna(nn.Module):
             self._asked_for.append(asked)
             self.on_demand_checkpoint(global_store)
             return asked
+        self._reporter.pace.interrupt()
         return self._checkpoints.save(
             global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
         )
@@ -366,6 +367,7 @@ class Varuna(nn.Module):
         `check_complete=False` takes what is there of an incomplete one, `strict=False` what the model
         knows of another's, `cast=True` other dtypes; hashes are checked always.
         """
+        self._reporter.pace.interrupt()
         return self._checkpoints.load(
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
