@@ -4,9 +4,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import checkpoints as ck
+from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import steps_and_makespans
 from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
@@ -294,6 +297,53 @@ def checkpoints(lab: Lab) -> list[Row]:
     return rows
 
 
+def accuracy(lab: Lab) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder, cores_awake():
+        trials = (GLIMPSE,) if lab.quick else TRIALS
+        return accuracy_rows([compare_in(trial, lab.run, Path(folder)) for trial in trials])
+
+
+def accuracy_rows(found: Sequence[Compared]) -> list[Row]:
+    rows = []
+    for trial in found:
+        for one in trial.measured:
+            row = Row(
+                benchmark="accuracy",
+                case=f"{trial.name} {one.layout}",
+                against="foretold against measured",
+                unit="ms",
+                ours=in_ms([one.predicted]),
+                other=in_ms(one.steps),
+                ratio=spread([one.predicted / seconds for seconds in one.steps]),
+            )
+            rows.append(row)
+    for sort in dict.fromkeys(trial.sort for trial in found):
+        alike = [trial for trial in found if trial.sort == sort]
+        errors = [100 * one.error for trial in alike for one in trial.measured]
+        what = f"of {len(errors)} layouts, {sort}"
+        rows.append(_of_error(f"median error {what}", median(errors), 3.0))
+        rows.append(_of_error(f"worst error {what}", max(errors), 8.0))
+        for trial in alike:
+            case = f"{trial.name} as the planner lays it out, {trial.chosen.layout}"
+            against = f"the best of {len(trial.measured)}, {trial.best.layout}"
+            chosen, best = trial.chosen.seconds, trial.best.seconds
+            rows.append(of_time("accuracy", case, against, [chosen], [best], 1.03))
+    return rows
+
+
+def _of_error(case: str, error: float, most: float) -> Row:
+    return Row(
+        benchmark="accuracy",
+        case=case,
+        against=f"{most:g} %",
+        unit="%",
+        ours=spread([error]),
+        other=spread([most]),
+        ratio=spread([error / most]),
+        target=1.0,
+    )
+
+
 def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(ranks) for ranks in zip(*of_ranks, strict=True)]
 
@@ -323,4 +373,5 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "overhead": overhead,
     "schedules": schedules,
     "checkpoints": checkpoints,
+    "accuracy": accuracy,
 }
