@@ -32,6 +32,10 @@ BUSY = 0.9
 """A host that is busy for this share of the time that a call takes sets the pace, and not the device."""
 
 
+HEAD_START = 2.5
+"""Times what the host needs to queue a round: it has queued two before the device begins."""
+
+
 class Piece(Protocol):
     """One segment at one micro-batch size, run by the very hands that train. First come, first back."""
 
@@ -70,9 +74,14 @@ class Samples:
         That is the engine's, once for each instruction. Nor with what only some stages do.
         """
         hidden = median(self.host[part]) < BUSY * median(self.seconds[part])
-        less = 0.0 if hidden else typical(nothing.seconds[part], quantile)
+        less = 0.0 if hidden else typical(nothing.pace(part), quantile)
         less += entry_seconds if part.startswith("forward") else 0.0
-        return duration(self.seconds[part], less=less, quantile=quantile)
+        return duration(self.pace(part), less=less, quantile=quantile)
+
+    def pace(self, part: str) -> list[float]:
+        """What the device takes, and no less than the host needs at its best to queue it."""
+        least = min(self.host[part])
+        return [max(seconds, least) for seconds in self.seconds[part]]
 
 
 class Measured(NamedTuple):
@@ -135,7 +144,7 @@ def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
 
 
 def _call_seconds(calls: Samples, effort: Effort) -> float:
-    return sum(typical(calls.seconds[part], effort.quantile) for part in ("forward", "backward")) / 2
+    return sum(typical(calls.pace(part), effort.quantile) for part in ("forward", "backward")) / 2
 
 
 def _mixed(chain: Sequence[Link], nothing: Callable[[], Link]) -> list[Link]:
@@ -196,7 +205,11 @@ def _repeat(
         run(chain, stopwatch)
     stopped = stopwatch.mark()
     stopwatch.settle()
-    for _ in range(effort.runs(stopwatch.seconds(started, stopped) / max(effort.warmups, 1))):
+    warmups = max(effort.warmups, 1)
+    head_start = HEAD_START * stopwatch.host_seconds(started, stopped) / warmups
+    for _ in range(effort.runs(stopwatch.seconds(started, stopped) / warmups)):
+        if stopwatch.head_start(head_start):
+            run(chain, stopwatch)  # the host too is slow at first, when it has waited
         marks = run(chain, stopwatch)
         stopwatch.settle()
         for place, part, start, stop in marks:

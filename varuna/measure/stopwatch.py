@@ -41,6 +41,11 @@ class Moment(NamedTuple):
     waits: int  # how often it has left its core of its own accord
 
 
+MOST_HEAD_START_SECONDS = 0.05
+CYCLES_A_SECOND = 2e9
+"""Of a fast GPU; on a slower one a head start is longer."""
+
+
 class Stopwatch:
     """For a device whose work is done when a call returns. `mark` it often, ask for `seconds` afterwards.
 
@@ -59,6 +64,10 @@ class Stopwatch:
     def settle(self) -> None:
         """Waits until all that was marked has happened."""
 
+    def head_start(self, seconds: float) -> bool:
+        """Lets the host get ahead of the device by so much, as it is in training; False where it cannot."""
+        return False
+
     def seconds(self, start: Any, stop: Any) -> float:
         computed = self._own and start.waits == stop.waits
         return float(stop.own - start.own if computed else stop.wall - start.wall)
@@ -71,7 +80,7 @@ class Stopwatch:
 class CudaStopwatch(Stopwatch):
     """Marks travel with the work, so that nothing waits in between, as nothing does in a stage.
 
-    Where the host is slower than the device, the gaps count: the stage would have them too.
+    With a head start the host has queued all of it before the device begins, and no gap counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,6 +94,12 @@ class CudaStopwatch(Stopwatch):
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def head_start(self, seconds: float) -> bool:
+        sleep: Any = torch.cuda._sleep
+        with torch.cuda.device(self._device):
+            sleep(round(min(seconds, MOST_HEAD_START_SECONDS) * CYCLES_A_SECOND))
+        return True
 
     def seconds(self, start: Any, stop: Any) -> float:
         return float(start[0].elapsed_time(stop[0])) / 1000
