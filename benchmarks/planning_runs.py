@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
-from benchmarks.models import Size, chain, make_batch, make_model, spans
+from benchmarks.models import TINY, Size, chain, make_batch, make_model, spans
 from benchmarks.sides import Ours
 from varuna.measure.stopwatch import Effort
 from varuna.plan.forecast import forecast_plan
@@ -26,9 +27,9 @@ STEPS_IN_A_ROW = 3
 
 
 def bubbles(schedule: ScheduleName, depth: int, microbatches: int, repeats: int) -> list[float]:
-    """The share of a step in which the stages do not compute, for each repeat; the same on every rank.
+    """The share of a step in which this rank's stage does not compute, for each repeat.
 
-    A stage that is done goes on to its next step, so steps are timed in a row and not one by one.
+    A stage that is done goes on to its next step, so of several in a row the last is timed.
     """
     unit = UNIT_SECONDS
     delays: Mapping[Op, float] = {"F": unit, "B": 2 * unit, "I": unit, "W": unit}
@@ -42,17 +43,16 @@ def bubbles(schedule: ScheduleName, depth: int, microbatches: int, repeats: int)
     side.step()
     found = []
     for _ in range(repeats):
-        side.step()
-        started = time.perf_counter()
         for _ in range(STEPS_IN_A_ROW):
+            started = time.perf_counter()
             side.step()
-        seconds = (time.perf_counter() - started) / STEPS_IN_A_ROW
+        seconds = time.perf_counter() - started
         busy = sum(
             interval.stop_seconds - interval.start_seconds
             for interval in side.model.timeline().intervals
-            if interval.what in delays
+            if interval.what in delays and interval.rank == dist.get_rank()
         )
-        found.append(1.0 - busy / depth / seconds)
+        found.append(1.0 - busy / seconds)
     side.close()
     return found
 
@@ -87,6 +87,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 """Of the environment of processes whose memory is measured."""
 NARROW = Size("gpt", blocks=8, width=256, tokens=128, vocab=1024, microbatch=8)
 LADDER = Size("ladder", kind="chain", blocks=8, width=2048, microbatch=16)
+GLIMPSE = (Trained(TINY),)
 TRAININGS = (
     Trained(NARROW),
     Trained(NARROW, "SGD"),
