@@ -327,7 +327,7 @@ class Trial:
 
     @property
     def turns(self) -> int:
-        return 1 if self.waits else 10
+        return 1 if self.waits else 6
 
     @property
     def effort(self) -> Effort:
@@ -414,7 +414,7 @@ TRIALS = (
         waits=True,
     ),
     Trial("transformer", Small(MEDIUM), 8, (1, 2), 2, _computing(4, (1, 2))),
-    Trial("llama", Llama(), 8, (1, 2), 2, _computing(4, (1, 2))),
+    Trial("llama", Llama(), 8, (1, 2), 2, _computing(5, (1, 2))),
     Trial("convolutions", Pictures(), 8, (1, 2), 2, _computing(6, (1, 2))),
 )
 

@@ -308,14 +308,15 @@ def accuracy_rows(found: Sequence[Compared]) -> list[Row]:
     rows = []
     for trial in found:
         for one in trial.measured:
+            steps = [one.seconds] if one.waits else one.steps
             row = Row(
                 benchmark="accuracy",
                 case=f"{trial.name} {one.layout}",
                 against="foretold against measured",
                 unit="ms",
                 ours=in_ms([one.predicted]),
-                other=in_ms(one.steps),
-                ratio=spread([one.predicted / seconds for seconds in one.steps]),
+                other=in_ms(steps),
+                ratio=spread([one.predicted / seconds for seconds in steps]),
             )
             rows.append(row)
     for sort in dict.fromkeys(trial.sort for trial in found):
