@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from varuna.units import duration
+from varuna.units import count, duration
 
 # ---------------------------------------------------------------- the model
 
@@ -355,7 +355,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return sum(machine.devices for machine in self.machines)
 
     def __str__(self) -> str:
-        return f"{self.num_devices} devices on {len(self.machines)} machines"
+        return f"{count(self.num_devices, 'device')} on {count(len(self.machines), 'machine')}"
 
 
 # ---------------------------------------------------------------- the forecast
