@@ -26,6 +26,7 @@ from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge
 from varuna.on_demand import Attention, usr1
+from varuna.plan.blocks import partition
 from varuna.types import (
     Op,
     Plan,
@@ -143,6 +144,7 @@ class Varuna(nn.Module):
                 shared_weights=shared_weights,
                 precision=precision,
                 device_type=self.device.type,
+                partition=partition,
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments

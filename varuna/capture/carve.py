@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from varuna.capture.again import Again
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
@@ -27,8 +28,6 @@ from varuna.capture.opaque import Leaf
 from varuna.capture.program import Program, build, laid_out, layout_of, under_autocast
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
-
-_MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
 
 
 class Carver:
@@ -46,10 +45,9 @@ class Carver:
         self.symbol = symbol
         self.precision: PrecisionName = precision
         self.device = device
+        self._closures = Again(whole, flow)
         self._again: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
         self._state = set(whole.state.values())
-        self._parameters = {whole.state[name] for name in whole.parameters}
-        self._changed = {root for root in flow.writers if root in self._state}
         self._crossing: dict[int, tuple[fx.Node, ...]] = {}
 
     @cached_property
@@ -94,36 +92,8 @@ class Carver:
         """The nodes that make a value again after a cut; None where it must be sent."""
         key = (value, cut)
         if key not in self._again:
-            self._again[key] = self._closure(value, cut)
+            self._again[key] = self._closures.closure(value, self._position(cut))
         return self._again[key]
-
-    def _closure(self, value: fx.Node, cut: int) -> frozenset[fx.Node] | None:
-        flow, root = self.flow, self.flow.root[value]
-        of_state = root in self._state and root not in self._changed
-        closure: set[fx.Node] = set()
-        limit = self._position(cut)
-        pending = [value, *flow.writers_before(root, limit)]
-        while pending:
-            node = pending.pop()
-            if node in closure:
-                continue
-            if node.op == "placeholder":
-                if (
-                    node is self.whole.work
-                    or node in self._changed
-                    or (node in self._parameters and not of_state)
-                ):
-                    return None
-                continue
-            if node.op == "call_module" or "random" in node.meta:
-                return None
-            closure.add(node)
-            if len(closure) > _MOST_MADE_AGAIN:
-                return None
-            if of_state and flow.root[node] is not root:
-                return None
-            pending.extend(flow.dependencies(node))
-        return frozenset(closure)
 
     def _position(self, cut: int) -> int:
         """The position in the whole graph of a cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from varuna.capture import random
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.types import ModelGraph, Segment
@@ -35,9 +37,12 @@ def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbo
     """State that nothing reads belongs to the first segment, so that none is lost."""
     unused = [name for name, node in whole.state.items() if not node.users]
     names = {node: name for name, node in whole.state.items()}
+    by_segment: list[list[fx.Node]] = [[] for _ in range(whole.num_segments)]
+    for node in whole.nodes:
+        if node.op != "get_attr":
+            by_segment[node.meta["segment"]].append(node)
     segments = []
-    for index in range(whole.num_segments):
-        nodes = [node for node in whole.nodes if node.meta["segment"] == index and node.op != "get_attr"]
+    for index, nodes in enumerate(by_segment):
         used = {names[arg] for node in nodes for arg in node.all_input_nodes if arg in names}
         if index == 0:
             used.update(unused)
@@ -49,7 +54,7 @@ def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbo
                 parameters=parameters,
                 buffers=tuple(name for name in ordered if name not in whole.parameters),
                 num_operations=len(nodes),
-                flops_per_sample=float(sum(_flops(node, symbol) for node in nodes)),
+                flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
             )
         )
@@ -66,9 +71,31 @@ def _sizes(value: Tensor, symbol: sympy.Symbol | None) -> list[int]:
     return [1 if dim is None else max(dim.size(1), 1) for dim in dims]
 
 
-def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
-    target = node.target
-    name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+def bytes_per_sample(value: Any, symbol: sympy.Symbol | None) -> int:
+    tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
+    return sum(math.prod(_sizes(tensor, symbol)) * tensor.element_size() for tensor in tensors)
+
+
+def moved_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
+    """The bytes that an operation reads and writes; none where it only looks at them in another way."""
+    name = _name(node)
+    if name in _VIEWS or node.target is operator.getitem:
+        return 0
+    values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
+    if name == "embedding":  # of the table, only the rows that were asked for
+        values = values[:1] * 2
+    return sum(bytes_per_sample(value, symbol) for value in values)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    if target in (random.draw, random.draw_in_place):
+        target = node.args[0]
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
+    name = _name(node)
     values = [
         value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)
     ]
@@ -79,7 +106,7 @@ def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
         if isinstance(arg.meta.get("val"), Tensor)
     ]
     if name in _VIEWS:
-        return 0.0
+        return 0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
         inner = (
             operands[1][-1]
@@ -88,13 +115,13 @@ def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
             if len(operands[-1]) > 1
             else operands[-1][-1]
         )
-        return 2.0 * elements * inner
+        return 2 * elements * inner
     if name.startswith("conv") and len(operands) >= 2:
-        return 2.0 * elements * math.prod(operands[1][1:])
+        return 2 * elements * math.prod(operands[1][1:])
     if name == "scaled_dot_product_attention" and len(operands) >= 1:
         keys = operands[min(1, len(operands) - 1)][-2]
-        return 4.0 * elements * keys
-    return float(elements)
+        return 4 * elements * keys
+    return elements
 
 
 def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
