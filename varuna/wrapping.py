@@ -92,7 +92,11 @@ def plan_stages(
     depth = len(stage_map)
     if spans is None:
         cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
-        spans = cached or balance([s.flops_per_sample for s in captured.graph.segments], stages=depth)
+        spans = cached or balance(
+            [segment.flops_per_sample for segment in captured.graph.segments],
+            stages=depth,
+            crossing=captured.crossing_bytes,
+        )
     bounds = [first for first, _ in spans] + [captured.num_segments]
     if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
         raise ValueError(

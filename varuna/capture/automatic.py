@@ -40,17 +40,18 @@ def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Map
     names = {node: name for name, node in whole.state.items()}
     segment = 0
     for place, node in _places(whole):
-        earliest = max((arg.meta["segment"] for arg in flow.dependencies(node) if arg.op != "get_attr"), default=0)
+        earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(model.get(place, segment), earliest)
         used = [names[arg] for arg in node.all_input_nodes if arg in names]
-        possible = [s for s in sorted(set.intersection(*(holders.get(name, set()) for name in used))) if s >= earliest] if used else [segment]
+        possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
+        possible = {other for other in possible if other >= earliest}
         if not possible:
             raise CaptureError(
                 f"{', '.join(used)} is used in another order than in training, so that no cut fits both "
                 "(put CutPoints into the model: they hold wherever they are)"
             )
         if segment not in possible:
-            segment = possible[0]
+            segment = min(possible)
         node.meta["segment"] = segment
     whole.num_segments = max(model.values(), default=0) + 1
     _put_in_order(whole)
@@ -80,5 +81,7 @@ def _put_in_order(whole: Whole) -> None:
     nodes = whole.nodes
     ordered = sorted(nodes, key=lambda node: node.meta["segment"])
     if ordered != nodes:
-        for before, node in zip(ordered, ordered[1:], strict=False):
-            before.append(node)
+        place = [node for node in whole.graph.nodes if node.op == "placeholder"][-1]
+        for node in ordered:
+            place.append(node)
+            place = node

@@ -82,6 +82,11 @@ class Captured:
                 found.setdefault(name, set()).add(segment.index)
         return found
 
+    @cached_property
+    def crossing_bytes(self) -> list[int]:
+        """What goes over the cut after each segment but the last, there and back, for one sample."""
+        return [self._carver.crossing_bytes(cut) for cut in range(1, self.num_segments)]
+
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""
         if (first, stop) not in self._programs:
