@@ -60,6 +60,8 @@ class Segment(msgspec.Struct, frozen=True):
     num_operations: int
     flops_per_sample: float  # an estimate from the shapes, for balancing before anything is measured
     parameter_bytes: int
+    moved_bytes: Dim = Dim(0, 0)  # read and written by a forward, by micro-batch size; an estimate too
+    kept_bytes: Dim = Dim(0, 0)  # made by a forward for its backward
 
 
 class ModelGraph(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class Captured:
             automatic.cut(whole, flow, symbol, partition)
             flow = Flow(whole)
         tidy.refuse_torn_buffers(whole, flow)
-        self.graph = summarize(whole, ties, symbol)
+        self.graph = summarize(whole, flow, ties, symbol)
         self.num_segments = whole.num_segments
         self._whole = whole
         self.random = whole.work is not None and bool(whole.work.users)

@@ -26,7 +26,7 @@ from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.opaque import Leaf
 from varuna.capture.program import Program, build, laid_out, layout_of, under_autocast
-from varuna.capture.summary import bytes_per_sample
+from varuna.capture.summary import num_bytes
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
 
@@ -86,7 +86,7 @@ class Carver:
     def crossing_bytes(self, cut: int) -> int:
         """There and back, for one sample."""
         return sum(
-            bytes_per_sample(node.meta["val"], self.symbol) * (2 if node in self.flow.needs_grad else 1)
+            num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.needs_grad else 1)
             for node in self.crossing(cut)
         )
 

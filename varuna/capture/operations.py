@@ -22,7 +22,7 @@ from varuna.capture.again import Again
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
-from varuna.capture.summary import bytes_per_sample, flops_per_sample, moved_per_sample
+from varuna.capture.summary import flops_per_sample, moved_bytes, num_bytes
 from varuna.types import Operation, OperationGraph, Value
 
 
@@ -60,14 +60,14 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
         users.discard(number[node])
         if users:
             ways = 2 if node in flow.needs_grad else 1
-            num_bytes = 0 if node in free else ways * bytes_per_sample(node.meta.get("val"), symbol)
-            values.append(Value(number[node], tuple(sorted(users)), num_bytes))
+            crossing = 0 if node in free else ways * num_bytes(node.meta.get("val"), symbol)
+            values.append(Value(number[node], tuple(sorted(users)), crossing))
     return Operations(
         OperationGraph(
             tuple(
                 Operation(
                     sum(flops_per_sample(node, symbol) for node in group if node not in free),
-                    sum(moved_per_sample(node, symbol) for node in group if node not in free),
+                    sum(moved_bytes(node, symbol) for node in group if node not in free),
                 )
                 for group in groups
             ),

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from varuna.capture import random
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
-from varuna.types import ModelGraph, Segment
+from varuna.capture.flow import Flow
+from varuna.types import Dim, ModelGraph, Segment
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -33,7 +34,9 @@ _VIEWS = {
 }
 
 
-def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> ModelGraph:
+def summarize(
+    whole: Whole, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
+) -> ModelGraph:
     """State that nothing reads belongs to the first segment, so that none is lost."""
     unused = [name for name, node in whole.state.items() if not node.users]
     names = {node: name for name, node in whole.state.items()}
@@ -56,6 +59,8 @@ def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbo
                 num_operations=len(nodes),
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
+                moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
+                kept_bytes=_line([_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]),
             )
         )
     return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))
@@ -65,26 +70,39 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def _sizes(value: Tensor, symbol: sympy.Symbol | None) -> list[int]:
-    """The shape for one sample."""
+def _line(at_one_and_two: Sequence[int]) -> Dim:
+    """The sum as a line in the batch, from what it is for one sample and for two."""
+    half = len(at_one_and_two) // 2
+    one, two = sum(at_one_and_two[:half]), sum(at_one_and_two[half:])
+    return Dim(two - one, 2 * one - two)
+
+
+def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[int]:
+    """The shape for so many samples."""
     dims = [dim_of(size, symbol) for size in value.shape]
-    return [1 if dim is None else max(dim.size(1), 1) for dim in dims]
+    return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
 
 
-def bytes_per_sample(value: Any, symbol: sympy.Symbol | None) -> int:
+def num_bytes(value: Any, symbol: sympy.Symbol | None, batch: int = 1) -> int:
     tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
-    return sum(math.prod(_sizes(tensor, symbol)) * tensor.element_size() for tensor in tensors)
+    return sum(math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in tensors)
 
 
-def moved_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
-    """The bytes that an operation reads and writes; none where it only looks at them in another way."""
+def _kept_bytes(node: fx.Node, flow: Flow, symbol: sympy.Symbol | None, batch: int) -> int:
+    """What it makes may be wanted in a backward, where it takes part in one and its memory is its own."""
+    made = node in flow.needs_grad and flow.root[node] is node
+    return num_bytes(node.meta.get("val"), symbol, batch) if made else 0
+
+
+def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    """What an operation reads and writes; nothing where it only looks at it in another way."""
     name = _name(node)
     if name in _VIEWS or node.target is operator.getitem:
         return 0
     values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     if name == "embedding":  # of the table, only the rows that were asked for
         values = values[:1] * 2
-    return sum(bytes_per_sample(value, symbol) for value in values)
+    return sum(num_bytes(value, symbol, batch) for value in values)
 
 
 def _name(node: fx.Node) -> str:
