@@ -121,7 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=256)
     arguments = parser.parse_args()
-    lines = ["| model | devices | automatic, s | best by hand | by hand, s | ratio |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | devices | automatic, s | best by hand | by hand, s | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, layers in (("gpt2", 24), ("llama", 22)):
         for row in compare(name, layers, [4, 8, 12, 24]):
             model, number, ours, where, theirs, ratio = row

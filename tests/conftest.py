@@ -7,6 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's store asks the name of every client; where no name server answers that costs 5 s now and then.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -22,6 +24,7 @@ if os.environ.get("VARUNA_CI") == "1":
 
 # What wrapping remembers is remembered for this run alone.
 os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
+atexit.register(shutil.rmtree, os.environ["VARUNA_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

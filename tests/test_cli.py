@@ -41,6 +41,23 @@ class Cli:
         return exit.value.code if isinstance(exit.value.code, int) else 0
 
 
+def on_a_terminal(*arguments: object) -> str:
+    """Runs the command in a process of its own that thinks that somebody looks on; what that one sees."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "varuna", *map(str, arguments)]
+    run = subprocess.Popen(command, stdout=follower, stderr=follower)
+    os.close(follower)
+    seen = b""
+    try:
+        while data := os.read(leader, 4096):
+            seen += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(leader)
+    assert run.wait() == 0, seen.decode()
+    return seen.decode()
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(monkeypatch, capsys)
@@ -204,19 +221,8 @@ def test_an_empty_store_is_no_error(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_person_at_a_terminal_sees_how_far_it_is(store: Store) -> None:
     save(store, 1)
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "varuna", "checkpoint", "verify", store.url]
-    run = subprocess.Popen(command, stdout=follower, stderr=follower)
-    os.close(follower)
-    seen = b""
-    try:
-        while data := os.read(leader, 4096):
-            seen += data
-    except OSError:  # the other end is closed
-        pass
-    os.close(leader)
-    assert run.wait() == 0
-    assert b"reading" in seen and b"checkpoint 1: whole" in seen
+    seen = on_a_terminal("checkpoint", "verify", store.url)
+    assert "reading" in seen and "checkpoint 1: whole" in seen
 
 
 # ---------------------------------------------------------------- verify

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {"capture", "measure", "plan", "execute", "checkpoint", "morph"}
-GROUND = {"types", "errors"}
-TORCH_FREE = {"schedule", "observe", "plan", "morph", "types", "codec", "errors"}
+GROUND = {"types", "errors", "units"}
+TORCH_FREE = {"schedule", "observe", "plan", "morph", "types", "codec", "errors", "units"}
 
 LEVELS = {**dict.fromkeys(GROUND, 0), "codec": 1, "schedule": 2, "observe": 2, **dict.fromkeys(ROOMS, 3)}
 DOOR = 4

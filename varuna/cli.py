@@ -3,6 +3,7 @@
 It starts quickly: torch is imported only by the commands that touch tensors.
 """
 
+import functools
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import varuna
-from varuna import planning
+from varuna import planning, profile_script
 from varuna.checkpoint.load import Found, find, look, newest, open_checkpoint, steps_in
 from varuna.checkpoint.load import verify as read_every_byte
 from varuna.checkpoint.manifest import Facts
@@ -42,7 +43,25 @@ checkpoint = typer.Typer(
     no_args_is_help=True, help="Look after checkpoints, without the job that wrote them."
 )
 app.add_typer(checkpoint, name="checkpoint")
-planning.register(app)
+
+
+class Refused(VarunaError):
+    """What was typed, or a file that was named, asks for what cannot be."""
+
+
+def refusing(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except (VarunaError, ValueError, OSError) as error:
+            raise Refused(str(error)) from error
+
+    return run
+
+
+for command in (profile_script.profile, planning.plan, planning.explain, planning.simulate):
+    app.command()(refusing(command))
 
 
 def main() -> None:
@@ -53,7 +72,7 @@ def main() -> None:
         if os.environ.get("VARUNA_DEBUG") == "1":
             raise
         say(str(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, Refused) else 1)
 
 
 def say(text: str) -> None:

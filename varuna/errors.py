@@ -31,6 +31,10 @@ class PeerHangs(WorkerError):
     """Another rank is there but has not moved for longer than the timeout."""
 
 
+class OutOfDeviceMemory(VarunaError, RuntimeError):
+    """A GPU has no room for a stage; this says who takes it, and what would fit."""
+
+
 class CheckpointError(VarunaError, RuntimeError):
     """A checkpoint that cannot be written, or one that is missing, incomplete, broken or foreign."""
 

@@ -10,8 +10,16 @@ from varuna.plan.blocks import partition
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed, estimate
 from varuna.profiling import Batches, GetBatch, describe
-from varuna.types import OptimizerCost, Overheads, PrecisionName, Profile, ReduceCost, SegmentCost
-from varuna.types import Duration, LinkCost
+from varuna.types import (
+    Duration,
+    LinkCost,
+    OptimizerCost,
+    Overheads,
+    PrecisionName,
+    Profile,
+    ReduceCost,
+    SegmentCost,
+)
 
 ADAM = OptimizerCost("AdamW", fixed_seconds=1e-4, seconds_per_element=2e-11, state_bytes_per_element=8.0)
 OVERHEADS = Overheads(instruction_seconds=5e-5, step_seconds=1e-3)

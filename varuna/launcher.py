@@ -61,6 +61,7 @@ class Job(msgspec.Struct, frozen=True):
     resume_step: int | None = None
     flags: tuple[str, ...] = ()  # those that the script takes
     environment: Mapping[str, str] = {}  # the user's own, for the workers
+    planned: Mapping[str, str] = {}  # what the planner has for them, by environment too
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -150,7 +151,8 @@ def start_workers(job: Job) -> "SubprocessContext":
             master_port=job.master_port,
             resume_step=job.resume_step,
         )
-        environments[local_rank] = {**unset, **job.environment, **told}
+        where = {"VARUNA_LOG_DIR": job.log_dir}
+        environments[local_rank] = {**unset, **job.environment, **told, **where, **job.planned}
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     context = start_processes(
         name="rank",
@@ -343,15 +345,44 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 SWITCHES = ("-h", "--help", "--worker_args", "--no_worker_args")
 
 
-def prepare(
-    command: Sequence[str],
-    *,
-    num_machines: int,
-    devices_per_machine: int,
+def lay_out_as_typed(
     num_stages: int | None,
-    num_replicas: int,
+    *,
     batch_size: int | None,
     microbatch_size: int | None,
+    num_machines: int,
+    devices_per_machine: int,
+    num_replicas: int = 0,
+) -> Layout:
+    if batch_size is None:
+        raise ValueError("--batch_size is missing: the samples per step of the whole job")
+    if num_stages is None or microbatch_size is None:
+        missing = [
+            name
+            for name, value in [("--nstages", num_stages), ("--chunk_size", microbatch_size)]
+            if value is None
+        ]
+        raise ValueError(
+            f"{' and '.join(missing)} missing (give them; or a profile to choose them from, "
+            "`varuna.run_varuna --profile_folder DIR`, which varuna.Profiler makes)"
+        )
+    for name, number in [("machines", num_machines), ("devices on each machine", devices_per_machine)]:
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, not {number}")
+    return lay_out(
+        num_machines * devices_per_machine,
+        num_stages,
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        num_replicas=num_replicas,
+    )
+
+
+def prepare(
+    command: Sequence[str],
+    layout: Layout,
+    *,
+    devices_per_machine: int,
     code_dir: str | None,
     log_dir: str,
     worker_args: bool | None,
@@ -362,31 +393,10 @@ def prepare(
         raise ValueError(
             "no training script was given (it comes after the options, its own arguments behind it)"
         )
-    if batch_size is None:
-        raise ValueError("--batch_size is missing: the samples per step of the whole job")
-    if num_stages is None or microbatch_size is None:
-        missing = [
-            name
-            for name, value in [("--nstages", num_stages), ("--chunk_size", microbatch_size)]
-            if value is None
-        ]
-        raise ValueError(
-            f"{' and '.join(missing)} missing: there is no planner yet that could choose from a profile"
-        )
     folder = Path(code_dir or ".").absolute()
     if not folder.is_dir():
         raise ValueError(f"--code_dir {folder} is no folder")
     script = find_script(command[0], folder)
-    for name, number in [("machines", num_machines), ("devices on each machine", devices_per_machine)]:
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or more, not {number}")
-    layout = lay_out(
-        num_machines * devices_per_machine,
-        num_stages,
-        batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        num_replicas=num_replicas,
-    )
     return Job(
         script=str(script),
         arguments=tuple(command[1:]),
@@ -426,14 +436,18 @@ def parse(argv: Sequence[str]) -> Job:
             raise ValueError(
                 f"--node_rank {options.node_rank} is none of the {options.nservers} machines, from 0 on"
             )
-        job = prepare(
-            command,
-            num_machines=options.nservers,
-            devices_per_machine=options.ngpus_per_server,
-            num_stages=options.nstages,
-            num_replicas=options.gpus_per_stage,
+        layout = lay_out_as_typed(
+            options.nstages,
             batch_size=options.batch_size,
             microbatch_size=options.chunk_size,
+            num_machines=options.nservers,
+            devices_per_machine=options.ngpus_per_server,
+            num_replicas=options.gpus_per_stage,
+        )
+        job = prepare(
+            command,
+            layout,
+            devices_per_machine=options.ngpus_per_server,
             code_dir=options.code_dir,
             log_dir=options.log_dir,
             worker_args=options.worker_args,

@@ -22,7 +22,7 @@ def read_profile(folder: str | os.PathLike[str]) -> Profile:
     path = Path(folder)
     path = path / NAME if path.is_dir() else path
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except FileNotFoundError:
         begun = path.with_name(UNFINISHED).exists()
         raise FileNotFoundError(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.choosing import Choice, Wanted, choose
 from varuna.codec import decode, encode
 from varuna.launcher import (
     SWITCHES,
@@ -25,6 +26,8 @@ from varuna.launcher import (
     split_command,
 )
 from varuna.morph.machines import parse_environment, parse_machines, require_this_machine
+from varuna.plan_file import read_plan
+from varuna.profile_file import read_profile
 
 
 class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,7 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     nstages: int | None = None
     batch_size: int | None = None
     chunk_size: int | None = None
+    plan: str | None = None
     worker_args: bool | None = None
     command: tuple[str, ...] = ()
 
@@ -106,14 +110,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--env_file", help="KEY=VALUE lines for the workers (default: varuna.env, if it is there)"
     )
     parser.add_argument(
-        "--profile_folder", help="profiles to choose --nstages and --chunk_size from (not yet)"
+        "--profile_folder", help="what varuna.Profiler wrote: --nstages and --chunk_size are chosen from it"
     )
+    parser.add_argument("--plan", help="what `varuna plan --out` wrote: used as it is")
     parser.add_argument("--resume", action="store_true", help="start the last job of --code_dir again")
     add_common_arguments(parser)
     return parser
 
 
-def parse(argv: Sequence[str], *, home: Path) -> Job:
+def parse(argv: Sequence[str], *, home: Path) -> tuple[Job, Choice]:
     parser = make_parser()
     own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--resume"))
     options = parser.parse_args(own)
@@ -131,16 +136,15 @@ def parse(argv: Sequence[str], *, home: Path) -> Job:
         if options.resume:
             arguments = update(read_saved(memory, code_dir), arguments)
         machine_list = arguments.machine_list or "available_machines.out"
-        require_this_machine(parse_machines(read_file(machine_list, "machine list")))
+        machines = parse_machines(read_file(machine_list, "machine list"))
+        require_this_machine(machines)
         environment = user_environment(arguments)
+        devices = 4 if arguments.gpus_per_node is None else arguments.gpus_per_node
+        choice = choose(read_wanted(arguments), num_machines=len(machines), devices_per_machine=devices)
         job = prepare(
             arguments.command,
-            num_machines=1,
-            devices_per_machine=4 if arguments.gpus_per_node is None else arguments.gpus_per_node,
-            num_stages=arguments.nstages,
-            num_replicas=0,
-            batch_size=arguments.batch_size,
-            microbatch_size=arguments.chunk_size,
+            choice.layout,
+            devices_per_machine=devices,
             code_dir=str(code_dir),
             log_dir=options.log_dir,
             worker_args=arguments.worker_args,
@@ -148,20 +152,54 @@ def parse(argv: Sequence[str], *, home: Path) -> Job:
         )
         # Kept whole: `--resume` may be typed in another folder.
         save(memory, absolute(arguments, machine_list))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    return msgspec.structs.replace(job, environment=environment, master_port=free_port())
+    job = msgspec.structs.replace(
+        job,
+        environment=environment,
+        planned=tell_workers(choice, arguments.profile_folder),
+        master_port=free_port(),
+    )
+    return job, choice
+
+
+def read_wanted(arguments: LaunchArguments) -> Wanted:
+    """What the user typed, and what is in the files that it names."""
+    return Wanted(
+        batch_size=arguments.batch_size,
+        num_stages=arguments.nstages,
+        microbatch_size=arguments.chunk_size,
+        profile=read_profile(arguments.profile_folder) if arguments.profile_folder else None,
+        pinned=read_plan(arguments.plan) if arguments.plan else None,
+    )
+
+
+def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
+    """The plan itself, for machines without a common disk; and the profile, for those that can read it."""
+    told = {}
+    if choice.proposal is not None:
+        told["VARUNA_PLAN"] = msgspec.json.encode(choice.proposal).decode()
+    if profile_folder is not None:
+        told["VARUNA_PROFILE"] = str(Path(profile_folder).absolute())
+    return told
 
 
 def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
-    env_file = arguments.env_file and str(Path(arguments.env_file).absolute())
+    paths = {"machine_list": machine_list} | {
+        name: path
+        for name in ("env_file", "profile_folder", "plan")
+        if (path := getattr(arguments, name)) is not None
+    }
     return msgspec.structs.replace(
-        arguments, machine_list=str(Path(machine_list).absolute()), env_file=env_file
+        arguments, **{name: str(Path(path).absolute()) for name, path in paths.items()}
     )
 
 
 def main() -> None:
-    job = parse(sys.argv[1:], home=Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna"))
+    home = Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna")
+    job, choice = parse(sys.argv[1:], home=home)
+    for reason in choice.reasons:
+        say(reason)
     say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
     sys.exit(launch(job))
 

@@ -10,6 +10,7 @@ scheduling and drawing run anywhere. Every noun reads and writes JSON through `v
     Forecast     what that will cost      (plan makes it)
     Schedule     in which order           (schedule makes it)
     Timeline     what happened, and when  (execute records it, simulate predicts it)
+    StepReport   both, side by side       (observe makes it)
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,8 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from varuna.units import duration
 
 # ---------------------------------------------------------------- the model
 
@@ -403,14 +406,13 @@ class MemoryForecast(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self))
 
 
-class StageForecast(msgspec.Struct, frozen=True):
+class StageTime(msgspec.Struct, frozen=True):
     """Where the step's time goes on one stage; the parts sum to the step."""
 
     compute_seconds: float  # recompute included
     waiting_seconds: float  # for neighbours
     reduce_seconds: float  # for the all-reduce, as far as no backward hides it, and for the others' losses
     optimizer_seconds: float  # with what else is done once a step
-    memory: MemoryForecast
 
     @property
     def seconds(self) -> float:
@@ -420,6 +422,12 @@ class StageForecast(msgspec.Struct, frozen=True):
     def bubble(self) -> float:
         """The share of the step, 0 to 1, in which the stage does not compute."""
         return 1.0 - self.compute_seconds / self.seconds if self.seconds else 0.0
+
+
+class StageForecast(StageTime, frozen=True):
+    """What a stage's part of a step will take, in seconds and bytes."""
+
+    memory: MemoryForecast
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -476,12 +484,14 @@ class Schedule(msgspec.Struct, frozen=True):
 class Work(msgspec.Struct, frozen=True):
     """Which samples of which step: all that randomness may depend on.
 
-    `first_sample` counts within the global batch, so that it is the same whatever the layout.
+    `first_sample` counts within the global batch, so that it is the same whatever the layout;
+    `first_ordinal` is added to the number under which a program's operations draw.
     """
 
     seed: int
     step: int
     first_sample: int
+    first_ordinal: int = 0
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -503,3 +513,42 @@ class Timeline(msgspec.Struct, frozen=True):
     @property
     def seconds(self) -> float:
         return max((interval.stop_seconds for interval in self.intervals), default=0.0)
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """What a step took, beside what was foretold of it, as far as anything was."""
+
+    step: int  # the last one, counted from the start of this process
+    num_steps: int  # of which `seconds` is the median
+    seconds: float  # from the beginning of one step to that of the next
+    stages: tuple[StageTime, ...]  # each the mean of its replicas
+    forecast: Forecast | None = None
+
+    @property
+    def excess(self) -> float | None:
+        """By which share it took longer than foretold; negative where it was quicker."""
+        return None if self.forecast is None else self.seconds / self.forecast.seconds - 1
+
+    def __str__(self) -> str:
+        of = f"the median of {self.num_steps}" if self.num_steps > 1 else "one"
+        head = f"step {self.step}: {duration(self.seconds)} measured, {of}"
+        if self.forecast is None:
+            return "\n".join(
+                [head, *(f"  stage {i}: {_parts(stage)}" for i, stage in enumerate(self.stages))]
+            )
+        head += f"; {duration(self.forecast.seconds)} predicted ({self.excess:+.1%})"
+        pairs = zip(self.stages, self.forecast.stages, strict=True)
+        return "\n".join(
+            [head]
+            + [
+                f"  stage {i}: {_parts(measured)}; predicted {_parts(predicted)}"
+                for i, (measured, predicted) in enumerate(pairs)
+            ]
+        )
+
+
+def _parts(stage: StageTime) -> str:
+    return (
+        f"compute {duration(stage.compute_seconds)}, waiting {duration(stage.waiting_seconds)}, "
+        f"bubble {stage.bubble:.0%}"
+    )

@@ -1,6 +1,7 @@
 """The door to training: class `Varuna`, which wraps a model and runs its steps over all ranks."""
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,27 +13,35 @@ from torch import Tensor, nn
 
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
+from varuna.capture.chain import Chain, chain_of
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
-from varuna.execute.address import address_facing
+from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.engine import Engine
 from varuna.execute.groups import stages_of_ties
+from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
 from varuna.execute.reduce import Reducer, Tie
+from varuna.execute.room import Layout, explained
 from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session, tie_groups
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
-from varuna.observe.record import merge
+from varuna.observe.record import merge, on_one_clock
 from varuna.on_demand import Attention, usr1
 from varuna.plan.blocks import partition
+from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
+from varuna.profiling import device_name
+from varuna.reporting import Reporter
+from varuna.schedule import held
 from varuna.types import (
     Op,
     Plan,
     PrecisionName,
     ScheduleName,
     StagePlan,
+    StepReport,
     Timeline,
     parse_stage_map,
     place_in_map,
@@ -93,13 +102,15 @@ class Varuna(nn.Module):
         from_cache: bool = True,
         *,
         precision: PrecisionName | None = None,
-        schedule: ScheduleName = "varuna",
-        recompute: bool | Sequence[bool] = False,
+        schedule: ScheduleName | None = None,
+        recompute: bool | Sequence[bool] | None = None,
         spans: Sequence[tuple[int, int]] | None = None,
+        profile_folder: str | os.PathLike[str] | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
         loss_weight: WeightFunction | None = None,
         initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None = None,
         shard_optimizer: bool = False,
+        offload_optimizer: bool = False,
         compile: bool = False,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
@@ -110,7 +121,7 @@ class Varuna(nn.Module):
         stage_map = parse_stage_map(stage_to_rank_map)
         precision = precision or ("fp16" if fp16 else "fp32")
         check_sizes(batch_size, chunk_size)
-        check_name("schedule", schedule, get_args(ScheduleName))
+        check_name("schedule", schedule or "varuna", get_args(ScheduleName))
         check_name("precision", precision, get_args(PrecisionName))
         rank = join_job(stage_map)
         self.device = find_device(device, local_rank, rank)
@@ -118,9 +129,10 @@ class Varuna(nn.Module):
         self._batch_dims = dict(batch_dims or {})
         self._compiles = compile
         self._shards_optimizer = shard_optimizer
+        self._offloads_optimizer = offload_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
-        self._programs: dict[object, Program] = {}
+        self._programs: dict[object, Program | Chain] = {}
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
@@ -148,15 +160,36 @@ class Varuna(nn.Module):
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments
+            seed, machines = self._agree_on(captured.graph.fingerprint, seed)
+            subject = Subject(
+                captured.graph.fingerprint,
+                precision,
+                device_name(self.device),
+                stage_map,
+                machines,
+                shard_optimizer,
+            )
+            asked = Asked(batch_size, chunk_size, schedule, recompute, spans)
+            told = plan_told(os.environ, subject)
+            first = rank == min(map(min, stage_map))
+            profile = None
+            if first:  # it may be the only one that reaches the folder
+                folder = profile_folder or os.environ.get("VARUNA_PROFILE")
+                profile = profile_at_hand(folder, subject, needed=told is None)
+            cut = cut_by_time(profile, subject, asked) if profile is not None and told is None else None
+            cut = self._session.gather(cut)[0]
+            settled = settle(asked, cut if told is None else told.plan)
             self.plan = Plan(
-                stages=plan_stages(stage_map, captured, spans, recompute, from_cache=from_cache),
+                stages=plan_stages(
+                    stage_map, captured, settled.spans, settled.recompute, from_cache=from_cache
+                ),
                 batch_size=batch_size,
                 microbatch_size=chunk_size,
-                schedule=schedule,
+                schedule=settled.schedule,
                 precision=precision,
                 fingerprint=captured.graph.fingerprint,
             )
-            seed = self._agree_on(seed)
+            outlook = look_ahead(self.plan, profile, told, subject) if first else None
             if rank == self.plan.ranks[0]:
                 check_once(model, captured, inputs, self.plan, from_cache=from_cache)
             self._names = all_names(model)
@@ -182,7 +215,13 @@ class Varuna(nn.Module):
                 shards_optimizer=shard_optimizer and self._session.replicas is not None,
             )
             weakref.finalize(self, self._checkpoints.held.close)
-            self._session.gather(None)  # no rank begins before all are there
+            self._reporter = Reporter(
+                self._session,
+                machines,
+                speaks=self._session.gather(outlook is not None)[0],  # no rank begins before all are there
+                outlook=outlook,
+                folder=os.environ.get("VARUNA_LOG_DIR"),
+            )
         # A stage without weights still gets an optimizer, and torch refuses one without parameters.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
 
@@ -214,6 +253,8 @@ class Varuna(nn.Module):
                 )
             if self._shards_optimizer and self._session.replicas is not None:
                 shard(optimizer, replica=self._session.replica, group=self._session.replicas)
+            if self._offloads_optimizer and self.device.type == "cuda":
+                keep_state_on_host(optimizer)
             self._optimizer = self._checkpoints.optimizer = optimizer
             self._checkpoints.loss_scale = self._loss_scale
 
@@ -226,6 +267,7 @@ class Varuna(nn.Module):
         fp16 asks every rank to skip the update. With `clip_grad_max_norm` the whole model's gradient
         is clipped, and its norm before clipping is in `grad_norm` (infinity: only measured).
         """
+        self._reporter.pace.enter(time.perf_counter())
         with self._errors_reach_everyone("step"):
             self._see_to_requests()
             if self._optimizer is None:
@@ -249,11 +291,14 @@ class Varuna(nn.Module):
                 loss_scale=self._loss_scale,
                 max_norm=clip_grad_max_norm,
             )
+            self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
+            self._reporter.report_if_due()
         self.grad_norm = totals.norm
         return totals.loss, totals.overflow
 
     def evaluate(self, inputs: Mapping[str, object]) -> float:
         """The loss on `inputs` (this replica's share) in evaluation mode; changes nothing."""
+        self._reporter.pace.interrupt()
         with self._errors_reach_everyone("evaluate"):
             batch = self._batch(inputs)
             return self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
@@ -269,8 +314,13 @@ class Varuna(nn.Module):
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step; all ranks call it, all get the whole."""
+        self._reporter.pace.interrupt()
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
-        return merge(self._session.gather(own))
+        return merge(on_one_clock(self._session.gather(own), self._reporter.machines))
+
+    def report(self) -> StepReport:
+        """What steps take, beside what a profile or plan foretold; all ranks call it, all get the same."""
+        return self._reporter.report()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -297,6 +347,7 @@ class Varuna(nn.Module):
             self._asked_for.append(asked)
             self.on_demand_checkpoint(global_store)
             return asked
+        self._reporter.pace.interrupt()
         return self._checkpoints.save(
             global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
         )
@@ -318,6 +369,7 @@ class Varuna(nn.Module):
         `check_complete=False` takes what is there of an incomplete one, `strict=False` what the model
         knows of another's, `cast=True` other dtypes; hashes are checked always.
         """
+        self._reporter.pace.interrupt()
         return self._checkpoints.load(
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
@@ -392,6 +444,13 @@ class Varuna(nn.Module):
         self._trainer.iteration = value
 
     @property
+    def channels(self) -> dict[int, str]:
+        """How tensors reach the ranks that this one is linked to; what is shared is shared from a first
+        message on."""
+        network = self._session.network
+        return {} if network is None else {peer: link.way for peer, link in network.links.items()}
+
+    @property
     def _own(self) -> StagePlan:
         return self.plan.stages[self._session.stage]
 
@@ -459,8 +518,32 @@ class Varuna(nn.Module):
             where = trainer.engine.where if trainer is not None else ""
             if trainer is not None and self._session.board is not None:
                 self._checkpoints.held.failed = True  # with all other ranks
-            self._session.explain(error, where or f"stage {self._session.stage}, {what}")
+            told = error if trainer is None else self._with_consumers(error)
+            self._session.explain(told, where or f"stage {self._session.stage}, {what}")
+            if told is not error:
+                raise told from error
             raise
+
+    def _with_consumers(self, error: Exception) -> Exception:
+        """An error that names who has the memory, where that is what is lacking."""
+        stage = self._session.stage
+        count = -(-self.batch_size // self.plan.microbatch_size)
+        size = {"stage": stage, "stages": self.plan.depth, "microbatches": count}
+        layout = Layout(
+            self.plan.depth,
+            self.plan.microbatch_size,
+            held(self.plan.schedule, **size),
+            self.plan.stages[stage].recompute,
+        )
+        return explained(
+            error,
+            device=self.device,
+            parameters=self._weights,
+            buffers=self._state.buffers(),
+            optimizer=self._optimizer,
+            layout=layout,
+            begun=len(self._trainer.engine.stage.held) + 1,
+        )
 
     def _see_to_requests(self) -> None:
         """What any rank has been asked for (SIGUSR1, a checkpoint on demand), on all ranks at this step."""
@@ -500,7 +583,7 @@ class Varuna(nn.Module):
 
     def _program(
         self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
-    ) -> Program:
+    ) -> Program | Chain:
         """The program of this stage for inputs of this form, captured when first met."""
         batch = Batch(size, dims)
         key = training, self._source.signature(inputs, batch)
@@ -511,23 +594,28 @@ class Varuna(nn.Module):
                     f"with these inputs the model has {captured.num_segments} segments, with the sample's "
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
-            program = captured.carve(self._own.first, self._own.stop).to(self.device)
-            self._programs[key] = program.compiled() if self._compiles else program
+            span = self._own.first, self._own.stop
+            self._programs[key] = (
+                chain_of(self._source, captured, *span, self.device).compiled()
+                if self._compiles
+                else captured.carve(*span).to(self.device)
+            )
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
 
-    def _agree_on(self, seed: int | None) -> int:
-        """One seed for all ranks, who must have captured one and the same model."""
-        own = (self.plan.fingerprint, torch.initial_seed() if seed is None else seed)
+    def _agree_on(self, fingerprint: str, seed: int | None) -> tuple[int, list[str]]:
+        """One seed for all ranks, who must have captured one and the same model; and everyone's machine."""
+        own = (fingerprint, torch.initial_seed() if seed is None else seed, machine_identity())
         everyone = self._session.gather(own)
-        differing = [r for r, other in zip(self.plan.ranks, everyone, strict=True) if other[0] != own[0]]
+        ranks = sorted(rank for row in self._session.stage_map for rank in row)
+        differing = [r for r, other in zip(ranks, everyone, strict=True) if other[0] != own[0]]
         if differing:
             raise ValueError(
                 f"ranks {differing} have wrapped another model than rank {self._session.rank} "
                 "(build the same model, with the same CutPoints and sample inputs, on every rank)"
             )
-        return everyone[0][1] % 2**63
+        return everyone[0][1] % 2**63, [machine for _, _, machine in everyone]
 
     def _make_trainer(
         self,

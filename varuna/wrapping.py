@@ -71,14 +71,38 @@ def join_job(stage_map: StageMap) -> int:
 
 
 def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
-    if isinstance(device, torch.device):
-        return device
-    if isinstance(device, str):
-        return torch.device(device)
+    """Where this rank computes; a GPU that is not there is an error, never another one in its place."""
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        local_rank = local_rank if local_rank >= 0 else int(os.environ.get("LOCAL_RANK", -1))
+        return choose_gpu(device, local_rank, rank, count=torch.cuda.device_count())
+    found = torch.device(device)
+    if found.type != "cuda":
+        return found
     if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = device if device >= 0 else (local_rank if local_rank >= 0 else rank)
-    return torch.device("cuda", index % torch.cuda.device_count())
+        raise ValueError(
+            f"device={str(device)!r} asks for a GPU, but torch {torch.__version__} sees none here "
+            "(look at nvidia-smi and CUDA_VISIBLE_DEVICES, or pass device='cpu')"
+        )
+    if found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return choose_gpu(found.index, -1, rank, count=torch.cuda.device_count())
+
+
+def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.device:
+    """The one that is named, else the one of this worker's place on its machine."""
+    if index >= count:
+        raise ValueError(
+            f"rank {rank} is to compute on GPU {index}, but this machine has {count}: 0 to {count - 1}"
+        )
+    if index < 0 and local_rank >= count:
+        raise ValueError(
+            f"rank {rank} is worker {local_rank} of its machine, which has {count} "
+            f"GPU{'s' if count > 1 else ''}: expected one for each worker (start {count} on it, or say which "
+            "one they share: device='cuda:0')"
+        )
+    return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)
 
 
 def plan_stages(
@@ -92,11 +116,7 @@ def plan_stages(
     depth = len(stage_map)
     if spans is None:
         cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
-        spans = cached or balance(
-            [segment.flops_per_sample for segment in captured.graph.segments],
-            stages=depth,
-            crossing=captured.crossing_bytes,
-        )
+        spans = cached or estimated_spans(captured, depth)
     bounds = [first for first, _ in spans] + [captured.num_segments]
     if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
         raise ValueError(
@@ -118,6 +138,15 @@ def plan_stages(
     )
 
 
+def estimated_spans(captured: Captured, depth: int) -> tuple[tuple[int, int], ...]:
+    """Stages of equal work, as far as shapes tell, before anything is measured."""
+    return balance(
+        [segment.flops_per_sample for segment in captured.graph.segments],
+        stages=depth,
+        crossing=captured.crossing_bytes,
+    )
+
+
 def check_once(
     model: nn.Module, captured: Captured, inputs: Mapping[str, object], plan: Plan, *, from_cache: bool
 ) -> None:
@@ -129,7 +158,8 @@ def check_once(
         log.info("the captured model is not compared with the original: it is on meta, or large")
     else:
         check_capture(model, captured, inputs)
-    write_spans(plan.fingerprint, [(stage.first, stage.stop) for stage in plan.stages])
+    # A cut that was given, or follows from a profile, is for this run alone.
+    write_spans(plan.fingerprint, estimated_spans(captured, plan.depth))
 
 
 def all_names(model: nn.Module) -> frozenset[str]:

@@ -142,3 +142,13 @@ def test_a_hugging_face_model_is_compared_with_a_plain_one_on_request(tmp_path: 
     found = re.search(r"largest relative difference from one plain process: (\S+)", output)
     assert found is not None and float(found[1]) <= 1e-5
     assert losses(output) == pytest.approx(plain_hugging_face("gpt2"), **TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_a_model_is_measured_once_and_planned_for_any_number_of_devices(tmp_path: Path) -> None:
+    """V24, V25"""
+    output = run([sys.executable, script("plan"), "--layers", "4", "--width", "32"], tmp_path)
+    head, *rows = [line.split() for line in output.splitlines()]
+    assert head[:4] == ["devices", "stages", "replicas", "micro-batch"]
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert all(int(row[1]) * int(row[2]) <= int(row[0]) and float(row[4]) > 0 for row in rows)

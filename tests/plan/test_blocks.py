@@ -57,7 +57,7 @@ def told(graph: OperationGraph) -> tuple[list[int], list[int]]:
         for stop in range(len(graph.operations) + 1)
     ]
     crossings = [
-        sum(1000 * value.num_bytes for value in graph.values if value.made_by < stop <= max(value.used_by))
+        sum(10_000 * value.num_bytes for value in graph.values if value.made_by < stop <= max(value.used_by))
         for stop in range(len(graph.operations) + 1)
     ]
     return moments, crossings

@@ -1,79 +1,523 @@
-"""`varuna plan`, `explain` and `simulate`, on a profile made by hand."""
+"""`varuna plan`, `explain` and `simulate`, as they are typed, on profiles made by hand."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from tests.plan.profiles import profile, segment
+from tests.plan.profiles import GB, MB, profile, reductions, segment, transformer
+from tests.test_cli import Cli
+from varuna.cluster_file import read_cluster
 from varuna.codec import encode
-from varuna.planning import register
+from varuna.plan.search import search
+from varuna.plan_file import read_plan
+from varuna.planning import other_depths
+from varuna.tables import gains, spans
+from varuna.types import Duration, Profile
 
-app = typer.Typer()
-register(app)
+
+class Planner(Cli):
+    """With a profile in a folder of its own, and plans beside it."""
+
+    def __init__(self, folder: Path, *more: Any) -> None:
+        super().__init__(*more)
+        self.folder = folder
+        self.keep(profile([segment(1e-3)], [0] * 4))
+
+    def keep(self, made: Profile) -> None:
+        (self.folder / "profile.json").write_text(encode(made))
+
+    def tell(self, *arguments: object) -> str:
+        assert self(*arguments) == 0, self.err
+        return self.out
+
+    def load(self, *arguments: object) -> Any:
+        return json.loads(self.tell(*arguments, "--json"))
+
+    def refuse(self, *arguments: object) -> str:
+        """One line, and the status of what cannot be."""
+        assert self(*arguments) == 2 and self.out == ""
+        assert self.err.startswith("varuna: ") and self.err.count("\n") == 1
+        return self.err.removeprefix("varuna: ").strip()
+
+    def plan(self, name: str, *more: object, devices: int = 4) -> Path:
+        """Four devices on two machines, if nothing else is said."""
+        file = self.folder / name
+        asked = ["--devices", devices, "--per-machine", 2, "--batch-size", 32]
+        self.tell("plan", self.folder, *asked, "--out", file, *more)
+        return file
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "profile.json").write_text(encode(profile([segment(1e-3)], [0] * 4)))
-    return tmp_path
+def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Planner:
+    return Planner(tmp_path, monkeypatch, capsys)
 
 
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
 
 
-def test_a_plan_is_told_pinned_drawn_explained_and_played(folder: Path) -> None:
-    """B3, B4"""
-    pinned, picture = folder / "plan.json", folder / "plan.svg"
-    asked = [folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
-    told = run("plan", *asked, "--out", pinned, "--svg", picture)
-    assert "the shortest step of all layouts" in told and "bubble" in told
-    assert picture.read_text().startswith("<svg")
-    explained = run("explain", pinned)
-    assert "compute ms" in explained and "0 to " in explained
-    on_less = ["simulate", folder, pinned, "--devices", 4, "--per-machine", 2]
-    assert "s a step" in run(*on_less)
-    slow = json.loads(run(*on_less, "--network", "1Mbit", "--latency", "1ms", "--json"))
-    quick = json.loads(run(*on_less, "--network", "400Gbit", "--json"))
-    assert slow["seconds"] >= quick["seconds"]
-    assert any("assumed: 0.001 Gbit/s" in what for what in slow["estimates"])
-    run(*on_less, "--trace", folder / "trace.json")
-    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+# ---------------------------------------------------------------- plan
 
 
-def test_two_plans_are_told_apart(folder: Path) -> None:
-    """B3: JSON, with a diff."""
-    one, other = folder / "one.json", folder / "other.json"
-    asked = ["plan", folder, "--devices", 4, "--batch-size", 32, "--schedule", "1f1b"]
-    run(*asked, "--stages", 2, "--out", one)
-    run(*asked, "--stages", 4, "--out", other)
-    difference = run("explain", one, "--diff", other)
-    assert "stages: 2 -> 4" in difference and "schedule" not in difference
-    assert run("explain", one, "--diff", one).strip() == "the plans are the same"
+def test_a_plan_is_told_with_its_stages_its_runners_up_and_why_they_lost(planner: Planner) -> None:
+    """B3: each stage's time, memory, bubble; the runners-up and why they lost."""
+    told = planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32)
+    assert told.startswith("4 devices on 2 machines, batches of 32, bf16 on an abacus\n")
+    assert told.count("the shortest step of all layouts") == 1 and "% slower: " in told
+    assert [row[:3] for row in rows(told) if row[:1] == ["stage"]] == [["stage", "segments", "ranks"]]
+    assert {"compute", "waiting", "all-reduce", "optimizer", "bubble", "memory"} <= {*told.split()}
 
 
-def test_for_programs_there_is_json(folder: Path) -> None:
-    ranking = json.loads(run("plan", folder, "--devices", 3, "--batch-size", 32, "--json"))
-    assert ranking["proposals"][0]["forecast"]["seconds"] > 0
+def test_what_is_told_of_a_runner_up_is_the_best_of_its_depth(planner: Planner) -> None:
+    """B3: it lost to the best, not to how little was looked at."""
+    made = transformer(24)
+    planner.keep(made)
+    ranking = planner.load("plan", planner.folder, "--devices", 16, "--batch-size", 512, "--headroom", 0)
+    told = {len(p["plan"]["stages"]): p["forecast"]["seconds"] for p in ranking["proposals"]}
+    best = min(told, key=told.__getitem__)
+    assert list(told.values()) == sorted(told.values()) and len(told) > 3
+    assert {best * 2, best + 1} <= {*told}
+    cluster = read_plan(_pin(planner)).cluster
+    assert cluster is not None
+    for depth, seconds in told.items():
+        apart = search(made, cluster, batch_size=512, depths=[depth]).best.forecast.seconds
+        assert seconds == pytest.approx(apart, rel=1e-9)
 
 
-def test_nonsense_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--memory '80 apples' is no number with a unit"):
-        run("plan", folder, "--devices", 2, "--batch-size", 8, "--memory", "80 apples")
+def _pin(planner: Planner) -> Path:
+    file = planner.folder / "plan.json"
+    planner.tell("plan", planner.folder, "--devices", 16, "--batch-size", 512, "--out", file)
+    return file
 
 
-def test_planning_on_the_command_line_imports_no_torch(folder: Path) -> None:
-    code = (
-        "import sys; from varuna.cli import main; "
-        f"sys.argv = ['varuna', 'plan', {str(folder)!r}, '--devices', '4', '--batch-size', '16']\n"
-        "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules"
+def test_depths_to_compare_with_are_those_that_somebody_would_ask_about() -> None:
+    assert other_depths(4, [6, 1], range(1, 9)) == [6, 8, 2, 5, 3, 1]
+    assert other_depths(1, [], range(1, 9)) == [2, 4, 3]
+    assert other_depths(1, [], range(1, 2)) == []
+    assert other_depths(2, [4], [2, 4]) == [4]
+
+
+def test_more_devices_are_set_side_by_side(planner: Planner) -> None:
+    """What would eight more give? Step time, throughput, gain and efficiency by number of devices."""
+    asked = ["plan", planner.folder, "--per-machine", 2, "--batch-size", 64]
+    told = planner.tell(*asked, "--devices", "1,2,4,8")
+    head, *table = rows(told)[:5]
+    assert head == [
+        *("devices", "machines", "stages", "replicas", "micro-batch", "schedule", "a", "step"),
+        *("samples/s", "gain", "efficiency", "idle"),
+    ]
+    assert [row[:2] for row in table] == [["1", "1"], ["2", "1"], ["4", "2"], ["8", "4"]]
+    assert table[0][-3:] == ["-", "100%", "0"] and table[1][-3].startswith("+")
+    points = planner.load(*asked, "--devices", "1,8")
+    alone = planner.load(*asked, "--devices", 8)["proposals"][0]
+    assert points[1]["best"]["forecast"] == alone["forecast"]
+    assert points[1]["samples_per_second"] == pytest.approx(64 / alone["forecast"]["seconds"])
+    assert points[1]["efficiency"] == pytest.approx(
+        points[1]["samples_per_second"] / 8 / points[0]["samples_per_second"]
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_number_of_devices_that_is_too_small_is_told_among_the_others(planner: Planner) -> None:
+    planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
+    asked = ["plan", planner.folder, "--memory", "9GiB", "--batch-size", 8, "--devices"]
+    told = planner.tell(*asked, "1,4")
+    assert ["1", "1", *"---------"] in rows(told) and "1 device: no layout fits: " in told
+    assert planner.load(*asked, "1,4")[0]["best"] is None
+    assert "no layout fits" in planner.refuse(*asked, "1,2", "--memory", "5GiB")
+    assert gains([2.0, None, 3.0, 6.0]) == ["-", "-", "-", "+100.0%"]
+
+
+def test_wishes_narrow_the_choice(planner: Planner) -> None:
+    wishes = ["--stages", "2,4", "--chunk-size", 1, "--schedule", "1f1b,gpipe", "--recompute"]
+    best = read_plan(planner.plan("plan.json", *wishes, "--runners-up", 0))
+    assert best.plan.depth in (2, 4) and best.plan.microbatch_size == 1 and not best.runners_up
+    assert best.plan.schedule in ("1f1b", "gpipe") and all(stage.recompute for stage in best.plan.stages)
+    assert not read_plan(planner.plan("whole.json")).shard_optimizer
+    assert read_plan(planner.plan("sharded.json", "--shard-optimizer")).shard_optimizer
+
+
+def test_what_if_there_were_less_memory_or_another_network(planner: Planner) -> None:
+    planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
+    roomy = read_plan(planner.plan("roomy.json", "--stages", "1,2,4"))
+    tight = read_plan(planner.plan("tight.json", "--memory", "6GiB"))
+    assert all(stage.memory.total <= 6 * GB for stage in tight.forecast.stages)
+    assert any("too little" in why for why in tight.refused)
+    slow = read_plan(planner.plan("slow.json", "--network", "100Mbit", "--latency", "1ms"))
+    assert slow.network is not None and slow.network.bytes_per_second == 12.5e6
+    assert slow.forecast.seconds > roomy.forecast.seconds
+    assert "the network between machines is assumed: 0.1 Gbit/s, 1000 µs" in slow.forecast.estimates
+
+
+def test_refusals_and_estimates_are_told(planner: Planner) -> None:
+    """V25: infeasible layouts are reported; what was not measured is a stated estimate."""
+    planner.keep(
+        profile(
+            [segment(1e-3, parameter_bytes=GB)],
+            [0] * 4,
+            reduce_costs=reductions(50e9, between=False),
+        )
+    )
+    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32, "--stages", 2]
+    told = planner.tell(*asked, "--memory", "12GiB")
+    assert "note: the all-reduce between machines is estimated from the link between neighbours" in told
+    told = planner.tell(*asked[:-1], "1,2,4", "--memory", "12GiB")
+    assert "refused: 1 stage: stage 0 needs 16 GiB at least, a device has 11.4 GiB: 4.6 GiB too" in told
+
+
+# ---------------------------------------------------------------- machines that differ
+
+CLUSTER: dict[str, Any] = {
+    "machines": [
+        {"name": "big", "count": 2, "devices": 2, "memory": "80GiB", "cards": 2},
+        {"name": "old", "devices": 4, "memory": "16GiB", "speed": 0.5},
+    ]
+}
+
+
+def write(file: Path, content: object) -> Path:
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_machines_of_unequal_speed_and_memory_come_from_a_file(planner: Planner) -> None:
+    file = write(planner.folder / "cluster.json", CLUSTER)
+    pinned = planner.folder / "plan.json"
+    told = planner.tell(
+        "plan", planner.folder, "--cluster", file, "--batch-size", 32, "--stages", 4, "--out", pinned
+    )
+    assert told.startswith("8 devices on 3 machines")
+    cluster = read_plan(pinned).cluster
+    assert cluster is not None
+    assert [(m.name, m.devices, m.memory_bytes, m.speed, m.cards) for m in cluster.machines] == [
+        ("big-0", 2, 80 * GB, 1.0, 2),
+        ("big-1", 2, 80 * GB, 1.0, 2),
+        ("old", 4, 16 * GB, 0.5, 1),
+    ]
+    assert read_plan(pinned).idle == ("old:0", "old:1", "old:2", "old:3")  # they would slow down the rest
+
+
+def test_a_cluster_file_may_tell_of_the_network_and_leave_out_the_memory(tmp_path: Path) -> None:
+    content = {"network": "10Gbit", "latency": "50us", "machines": [{"name": "a", "devices": 8}]}
+    cluster, network = read_cluster(write(tmp_path / "c.json", content), memory_bytes=GB)
+    assert network is not None and network.bytes_per_second == 1.25e9
+    assert network.latency_seconds == pytest.approx(50e-6)
+    assert [machine.memory_bytes for machine in cluster.machines] == [GB]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"machines": []}, "length >= 1 - at `$.machines`"),
+        ({"machines": [{"name": "a", "devices": 0}]}, ">= 1 - at `$.machines[0].devices`"),
+        ({"machines": [{"name": "a", "devices": 1, "speed": -1}]}, "> 0.0 - at `$.machines[0].speed`"),
+        ({"machines": [{"name": "a", "devices": 1, "count": 0}]}, ">= 1 - at `$.machines[0].count`"),
+        ({"machines": [{"name": "a", "devices": 1, "gpus": 2}]}, "unknown field `gpus`"),
+        (
+            {"machines": [{"name": "a", "devices": 1, "memory": "80"}]},
+            "`machines[0].memory` '80' is no number above zero with one of the units GiB",
+        ),
+        ({"machines": [{"name": "a", "devices": 1}] * 2}, "gives two machines one name"),
+        ({"machines": [{"name": "a", "devices": 1 << 20, "count": 2}]}, "2097152 devices are more than"),
+        ({"network": "fast"}, "network 'fast' is no number above zero with one of the units Gbit"),
+        ({"latency": "5us"}, "latency says how quick a network is that"),
+    ],
+)
+def test_a_cluster_file_with_nonsense_is_refused_with_its_key(
+    planner: Planner, change: dict[str, object], told: str
+) -> None:
+    file = write(planner.folder / "cluster.json", CLUSTER | change)
+    refused = planner.refuse("plan", planner.folder, "--cluster", file, "--batch-size", 8)
+    assert told in refused and str(file) in refused
+
+
+def test_a_cluster_is_told_once(planner: Planner) -> None:
+    file = write(planner.folder / "cluster.json", CLUSTER)
+    asked = ["plan", planner.folder, "--batch-size", 8]
+    assert "exclude each other" in planner.refuse(*asked, "--cluster", file, "--devices", 8)
+    assert "how many devices are there?" in planner.refuse(*asked)
+    assert "there is no cluster file" in planner.refuse(*asked, "--cluster", planner.folder / "nowhere")
+    assert "is a folder" in planner.refuse(*asked, "--cluster", planner.folder)
+    file.write_text(file.read_text()[:40])
+    assert "cluster.json is no ClusterFile: Input data was truncated" in planner.refuse(
+        *asked, "--cluster", file
+    )
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_a_pinned_plan_is_explained_with_all_that_it_was_chosen_over(planner: Planner) -> None:
+    """B3"""
+    pinned = planner.plan("plan.json")
+    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
+    planned, explained = planner.tell(*asked), planner.tell("explain", pinned)
+    assert {line for line in planned.splitlines()[1:]} <= {*explained.splitlines()}
+    assert "parameters  gradients" in explained
+    assert planner.load("explain", pinned) == json.loads(pinned.read_text())
+
+
+def test_two_plans_are_told_apart(planner: Planner) -> None:
+    """B3: JSON, with a diff."""
+    one = planner.plan("one.json", "--schedule", "1f1b", "--stages", 2)
+    other = planner.plan("other.json", "--schedule", "1f1b", "--stages", 4)
+    told = planner.tell("explain", one, "--diff", other)
+    assert {"stages: 2 -> 4", "replicas: 2 -> 1", "cuts before: 2 -> 1 to 3"} <= {*told.splitlines()}
+    assert "schedule" not in told and "a step: " in told
+    assert {"what": "stages", "here": "2", "there": "4"} in planner.load("explain", one, "--diff", other)
+    assert planner.tell("explain", one, "--diff", one) == "the plans are the same\n"
+    assert "is a profile" in planner.refuse("explain", planner.folder, "--diff", one)
+
+
+def test_a_profile_is_explained_with_what_was_not_measured(planner: Planner) -> None:
+    """V24: what is in it, and what is not."""
+    made = profile(
+        [segment(1e-3, parameter_bytes=8 * MB), segment(2e-3)],
+        [0, 1, 1, 1],
+        between=None,
+        reduce_costs=reductions(50e9, between=False),
+        notes=("micro-batch size 8: out of memory",),
+    )
+    size = made.kinds[0].sizes[0]
+    noisy = msgspec.structs.replace(size, forward=Duration(1e-3, 1e-4))
+    kinds = (
+        msgspec.structs.replace(made.kinds[0], sizes=(noisy, *made.kinds[0].sizes[1:])),
+        made.kinds[1],
+    )
+    planner.keep(msgspec.structs.replace(made, kinds=kinds))
+    told = planner.tell("explain", planner.folder)
+    assert told.startswith(
+        "4 segments of 2 kinds, 20 MiB of weights, in bf16 on an abacus with 80 GiB; model"
+    )
+    table = [row for row in rows(told) if row[:2] in (["0", "0"], ["1", "1"])]
+    assert table[0][:8] == ["0", "0", "8", "MiB", "1", "1", "ms", "±"] and table[0][8] == "10%"
+    assert table[1][:5] == ["1", "1", "to", "3", "4"]
+    assert "link between machines: not measured" in told
+    assert "all-reduce between machines: not measured" in told
+    assert "not measured: micro-batch size 8: out of memory" in told
+    assert "over 2, 4, 8 ranks" in told
+    assert planner.load("explain", planner.folder / "profile.json")["device"] == "an abacus"
+
+
+def test_many_numbers_are_told_in_few_words() -> None:
+    assert spans([0, 1, 2, 3, 7, 8, 10]) == "0 to 3, 7, 8, 10"
+    assert spans([0, 2, 4, 6, 8]) == "0, 2, 4, 6, ..."
+    assert spans([]) == ""
+
+
+# ---------------------------------------------------------------- simulate
+
+
+def test_a_pinned_plan_is_played_as_it_was_planned(planner: Planner) -> None:
+    """B4: the predicted timeline, as text, picture and trace. With a device left idle in the middle."""
+    pinned = planner.plan("plan.json", "--stages", 3, devices=4)
+    assert read_plan(pinned).idle
+    picture, trace = planner.folder / "a.svg", planner.folder / "trace.json"
+    told = planner.tell("simulate", planner.folder, pinned, "--svg", picture, "--trace", trace)
+    assert "stage 2, rank 2 |" in told and "planned:" not in told and "samples/s" in told
+    assert picture.read_text().startswith("<svg") and "3 stages x 1 replica" in picture.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert planner.load("simulate", planner.folder, pinned) == json.loads(encode(read_plan(pinned).forecast))
+    same = planner.folder / "same.svg"
+    planner.plan("again.json", "--stages", 3, "--svg", same)
+    assert same.read_text() == picture.read_text()
+
+
+def test_a_pinned_plan_is_played_elsewhere(planner: Planner) -> None:
+    pinned = planner.plan("plan.json", "--stages", 4, "--network", "1Gbit")
+    play = ["simulate", planner.folder, pinned]
+    assert planner.load(*play)["seconds"] == read_plan(pinned).forecast.seconds
+    quick = planner.load(*play, "--network", "400Gbit")["seconds"]
+    together = planner.load(*play, "--devices", 4, "--per-machine", 4)["seconds"]
+    assert together < quick < read_plan(pinned).forecast.seconds
+    told = planner.tell(*play, "--network", "1Mbit", "--latency", "1ms")
+    assert "; planned: " in told and "note: the network between machines is assumed: 0.001 Gbit/s" in told
+    file = write(planner.folder / "cluster.json", CLUSTER)
+    assert planner.load(*play, "--cluster", file)["seconds"] > 0
+
+
+def test_jitter_comes_from_a_seed(planner: Planner) -> None:
+    """V23"""
+    size = segment(1e-3).sizes[0]
+    noisy = msgspec.structs.replace(size, forward=Duration(1e-3, 3e-4), backward=Duration(2e-3, 5e-4))
+    planner.keep(profile([msgspec.structs.replace(segment(1e-3), sizes=(noisy,))], [0] * 4))
+    pinned = planner.plan("plan.json", "--stages", 4, "--schedule", "1f1b")
+    play = ["simulate", planner.folder, pinned]
+    calm, one, again, other = (planner.load(*play, "--seed", seed)["seconds"] for seed in (0, 7, 7, 8))
+    assert one == again != other and calm not in (one, other)
+
+
+def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
+    """A plan for more devices, another model, another precision or more memory than there is."""
+    pinned = planner.plan("plan.json", "--stages", 4)
+    play = ["simulate", planner.folder, pinned]
+    assert "the plan has 4 ranks, the cluster 2 devices for them" in planner.refuse(*play, "--devices", 2)
+    assert planner.refuse(*play, "--memory", "8MiB").startswith("the plan does not fit: stage ")
+    assert "--seed must be 0 to 2147483647, not -1" in planner.refuse(*play, "--seed", -1)
+    planner.keep(profile([segment(1e-3)], [0] * 4, fingerprint="another"))
+    assert "the plan is for the model by hand, the profile of another" in planner.refuse(*play)
+    planner.keep(profile([segment(1e-3)], [0] * 4, precision="fp32"))
+    assert "the plan runs in bf16, the profile was measured in fp32" in planner.refuse(*play)
+    planner.keep(profile([segment(1e-3)], [0] * 3))
+    assert "the plan's stages hold 4 segments, the profile 3" in planner.refuse(*play)
+    assert "there is no plan" in planner.refuse("simulate", planner.folder, planner.folder / "nowhere.json")
+
+
+# ---------------------------------------------------------------- nonsense
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "told"),
+    [
+        ("--devices", "0", "--devices must be 1 or more, not 0"),
+        ("--devices", "-3", "--devices must be 1 or more, not -3"),
+        ("--devices", "8,0", "--devices must be 1 or more, not 0"),
+        ("--devices", "many", "--devices 'many' must be whole numbers, parted by commas"),
+        ("--devices", "1.5", "--devices '1.5' must be whole numbers"),
+        ("--devices", str(10**12), "--devices: 1000000000000 devices are more than can be planned for"),
+        ("--per-machine", "0", "--per-machine must be 1 or more, not 0"),
+        ("--batch-size", "0", "--batch-size must be 1 to 16777216, not 0"),
+        ("--batch-size", str(10**15), "--batch-size must be 1 to 16777216, not 1000000000000000"),
+        ("--memory", "80 apples", "--memory '80 apples' is no number above zero with one of the units GiB,"),
+        ("--memory", "0GiB", "--memory '0GiB' is no number above zero"),
+        ("--memory", "-1GiB", "--memory '-1GiB' is no number above zero"),
+        ("--memory", "1.2.3GiB", "--memory '1.2.3GiB' is no number above zero"),
+        ("--network", "25Gb", "--network '25Gb' is no number above zero with one of the units Gbit, Mbit"),
+        ("--latency", "5us", "--latency says how quick a network is that --network must describe"),
+        ("--schedule", "2f2b", "there is no schedule '2f2b' (choose among varuna, 1f1b"),
+        ("--stages", "9", "9 stages asked for, but the model has 4 segments and so allows 1 to 4"),
+        ("--stages", "0", "--stages must be 1 or more, not 0"),
+        ("--chunk-size", "64", "micro-batches of 64 asked for, but the profile tells of 1 to 4"),
+        ("--headroom", "1.5", "headroom is the share of a device's memory to leave free, 0 to 1, not 1.5"),
+        ("--headroom", "nan", "headroom is the share of a device's memory to leave free, 0 to 1, not nan"),
+        ("--runners-up", "-1", "--runners-up must be 0 to 100, not -1"),
+    ],
+)
+def test_absurd_numbers_and_names_are_refused_with_their_key(
+    planner: Planner, option: str, wrong: str, told: str
+) -> None:
+    asked = {"--devices": "4", "--batch-size": "8"} | {option: wrong}
+    assert told in planner.refuse("plan", planner.folder, *(word for pair in asked.items() for word in pair))
+
+
+def test_one_plan_is_pinned_and_drawn_at_a_time(planner: Planner) -> None:
+    asked = ["plan", planner.folder, "--devices", "2,4", "--batch-size", 8, "--svg", planner.folder / "x.svg"]
+    assert "--out and --svg are for one plan" in planner.refuse(*asked)
+
+
+def test_an_infeasible_request_says_which_limit_by_how_much_and_what_would_fit(planner: Planner) -> None:
+    """V25"""
+    planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
+    refused = planner.refuse("plan", planner.folder, "--devices", 2, "--batch-size", 8, "--memory", "5GiB")
+    assert (
+        "takes 8 GiB and its device has 4.75 GiB, 3.25 GiB too little (with 2 devices more, 4 st" in refused
+    )
+
+
+def test_a_link_that_nobody_measured_is_asked_for(planner: Planner) -> None:
+    """V25: a hole in the profile is an error that says how to fill it; what is stated instead is told."""
+    planner.keep(
+        profile(
+            [segment(1e-3)],
+            [0] * 4,
+            between=None,
+            reduce_costs=reductions(50e9, between=False),
+            notes=("between: all processes ran on one machine",),
+        )
+    )
+    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
+    assert planner.refuse(*asked) == (
+        "the profile knows of no link between machines, and there are 2 (say what the network can do: "
+        "--network 25Gbit --latency 20us; or profile with workers on two machines)"
+    )
+    told = planner.tell(*asked, "--network", "25Gbit")
+    assert "the network between machines is assumed: 25 Gbit/s, 20 µs" in told
+    told += planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 4, "--batch-size", 32)
+    assert "ran on one machine" not in told  # nobody asks any more
+    planner.keep(profile([segment(1e-3)], [0] * 4, within=None))
+    assert "no link within a machine" in planner.refuse(*asked)
+
+
+def test_what_is_no_profile_is_refused(planner: Planner) -> None:
+    """None, one of another version, a part of one, something else."""
+    asked = ["--devices", 4, "--batch-size", 32]
+    empty = planner.folder / "empty"
+    empty.mkdir()
+    assert "there is no profile" in planner.refuse("plan", empty, *asked)
+    assert "there is no profile" in planner.refuse("explain", empty)
+    (empty / "profile.unfinished.json").write_text("{}")
+    assert "only a part of one (run the Profiler again" in planner.refuse("plan", empty, *asked)
+    file = planner.folder / "profile.json"
+    whole = file.read_text()
+    file.write_text(whole.replace('"version": 1', '"version": 7'))
+    assert "version is 7, this library reads 1 (profile the model again)" in planner.refuse(
+        "plan", planner.folder, *asked
+    )
+    file.write_text(whole[: len(whole) // 2])
+    assert "profile.json is no Profile: Input data was truncated" in planner.refuse(
+        "plan", planner.folder, *asked
+    )
+    file.write_bytes(b"\x80\x81")
+    assert "profile.json is no Profile: " in planner.refuse("plan", planner.folder, *asked)
+    assert "is no PinnedPlan" in planner.refuse("explain", file)
+    file.write_text('{"colour": "blue"}')
+    assert "is no PinnedPlan: Object missing required field `plan`" in planner.refuse("explain", file)
+
+
+# ---------------------------------------------------------------- without torch
+
+
+def test_planning_explaining_and_simulating_import_no_torch(planner: Planner) -> None:
+    folder, pinned = planner.folder, planner.folder / "plan.json"
+    asked = ["--devices", "4", "--batch-size", "16"]
+    commands = [
+        ["plan", str(folder), *asked, "--out", str(pinned), "--svg", str(folder / "x.svg")],
+        ["plan", str(folder), "--devices", "2,4", "--batch-size", "16"],
+        ["explain", str(pinned)],
+        ["explain", str(pinned), "--diff", str(pinned)],
+        ["explain", str(folder)],
+        ["simulate", str(folder), str(pinned), "--trace", str(folder / "trace.json")],
+        ["profile", "--help"],
+    ]
+    script = f"""
+import sys
+from varuna.cli import main
+for command in {commands!r}:
+    sys.argv = ["varuna", *command]
+    try:
+        main()
+    except SystemExit as exit:
+        assert exit.code == 0, command
+assert "torch" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- the document
+
+
+def test_the_commands_of_the_document_do_what_it_shows(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs, or is refused as the document has it; numbers are those of another machine."""
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    monkeypatch.chdir(planner.folder)
+    (planner.folder / "profiles").mkdir()
+    hidden = profile(
+        [segment(2e-3, sizes=(1, 2, 4, 8))], [0] * 12, between=None, fixed_bytes=229 * MB, precision="fp32"
+    )
+    (planner.folder / "profiles" / "profile.json").write_text(encode(hidden))
+    (planner.folder / "cluster.json").write_text(text.split("```json\n")[1].split("```")[0])
+    shown = re.findall(r"^\$ varuna ((?:plan|explain|simulate) .*)\n(.*)", text, re.MULTILINE)
+    assert len(shown) == 7
+    for command, answer in shown:
+        refused = answer.startswith("varuna: ")
+        assert planner(*command.split()) == (2 if refused else 0), (command, planner.err)
+        told = (planner.err if refused else planner.out).splitlines()[0]
+        assert re.findall(r"[a-z]+", told)[:2] == re.findall(r"[a-z]+", answer)[:2]

@@ -147,7 +147,9 @@ def test_where_nothing_fits_the_smallest_need_is_named() -> None:
 
 def test_a_large_case_is_planned_and_no_worse_than_equal_replicas() -> None:
     """R10: 24 segments on 8 devices: by dynamic programming."""
-    model = profile([segment(1e-3, sizes=(1, 2, 4, 8)), segment(4e-3, sizes=(1, 2, 4, 8))], [0] * 20 + [1] * 4)
+    model = profile(
+        [segment(1e-3, sizes=(1, 2, 4, 8)), segment(4e-3, sizes=(1, 2, 4, 8))], [0] * 20 + [1] * 4
+    )
     cluster = machines(1, 8)
     found = stage(model, cluster, batch_size=64, microbatches=[8, 16])
     for number in (8, 16):

@@ -40,8 +40,8 @@ def test_a_plain_model_trains_at_any_layout(
 @pytest.mark.parametrize("name", ["Odd", "Reused", "Branching"])
 def test_anything_crosses_a_cut_that_nobody_placed(pool: Pool, name: str) -> None:
     """R2, R5: skips, ties, several tensors, opaque modules, constants."""
-    shared = {"batch": 6, "dtype": torch.float64}
-    found = pool.run(train, 3, name, 3, 1, chunk=1, **shared, **UNCUT)[0]
+    shared = {"batch": 6, "chunk": 1, "dtype": torch.float64}
+    found = pool.run(train, 3, name, 3, 1, **shared, **UNCUT)[0]
     compare(found, plain(name, **shared), **F64)
 
 
@@ -89,8 +89,8 @@ def refused_depth() -> str:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_hugging_face_model_trains_as_it_is(pool: Pool, name: str) -> None:
-    """B8, R5: dropout, ties, RoPE and encoder-decoder skips, over three stages and by one process."""
-    losses, state = pool.run(train_hugging_face, 3, name)[0]
+    """B8, R5: dropout, ties, RoPE and encoder-decoder skips, over two stages and by one process."""
+    losses, state = pool.run(train_hugging_face, 2, name)[0]
     expected_losses, expected = train_hugging_face(name, plainly=True)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-11)
     assert state.keys() >= expected.keys()
@@ -106,7 +106,7 @@ def train_hugging_face(name: str, plainly: bool = False) -> tuple[list[float], d
     make, _, inputs = MODELS[name]
     model: Any = make().double().train()
     if not plainly:
-        model = Varuna(model, "0;1;2;", inputs, 4, 2, device="cpu", seed=SEED)
+        model = Varuna(model, "0;1;", inputs, 4, 2, device="cpu", seed=SEED)
     optimizer = make_optimizer("sgd", model.parameters())
     losses = []
     if not plainly:

@@ -20,7 +20,7 @@ from varuna.capture.captured import Captured
 from varuna.capture.program import Program, build, under_autocast
 from varuna.capture.source import Source
 
-ORDINALS = {random.dropout: 3, random.draw: 4, random.draw_in_place: 4}
+ORDINALS: dict[Any, int] = {random.dropout: 3, random.draw: 4, random.draw_in_place: 4}
 """Where the operations that draw have their number among their arguments."""
 
 
@@ -103,13 +103,18 @@ def _state(source: Source, name: str, changed: bool) -> str:
     return f"{what} {source.dtype(name)} {source.shape(name)} {changed}"
 
 
+def ordinal_place(node: fx.Node) -> int | None:
+    """Where among its arguments a node has the number that it draws under; None where it draws nothing."""
+    drawn_under_autocast = node.target is under_autocast
+    place = ORDINALS.get(node.args[0] if drawn_under_autocast else node.target)
+    return None if place is None else place + 4 * drawn_under_autocast
+
+
 def _without_ordinal(node: fx.Node) -> list[Any]:
     args: list[Any] = list(node.args)
-    drawn_under_autocast = node.target is under_autocast
-    target = args[0] if drawn_under_autocast else node.target
-    place = ORDINALS.get(target)
+    place = ordinal_place(node)
     if place is not None:
-        args[place + 4 * drawn_under_autocast] = "ordinal"
+        args[place] = "ordinal"
     return args
 
 

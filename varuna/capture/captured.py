@@ -12,6 +12,7 @@ from varuna.capture.batch import Batch
 from varuna.capture.carve import Carver
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
+from varuna.capture.mask import name_masks
 from varuna.capture.program import Program
 from varuna.capture.summary import summarize
 from varuna.types import ModelGraph, Partition, PrecisionName
@@ -41,6 +42,7 @@ class Captured:
         symbol = tidy.symbol_of(whole, batch.dims)
         tidy.refuse_coupled_samples(whole, symbol)
         tidy.sizes_from_the_batch(whole, batch.dims, symbol)
+        name_masks(whole)
         self.shared_draws = tidy.bind_randomness(whole, symbol, shared_draws)
         tidy.parts_beside_their_whole(whole)
         tidy.changes_where_their_values_are(whole)

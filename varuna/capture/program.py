@@ -52,7 +52,7 @@ class Program:
 
     def compiled(self) -> Program:
         """The same program, compiled when it first runs; draws stay as they are."""
-        return replace(self, graph_module=torch.compile(self.graph_module, dynamic=True))  # type: ignore[arg-type]
+        return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Program:
         """The same program with what it makes by itself on another device."""
@@ -66,8 +66,8 @@ class Program:
             for name, value in _attributes(self.graph_module).items()
         }
         for node in graph.nodes:
-            node.args = _on(node.args, device)
-            node.kwargs = _on(node.kwargs, device)
+            node.args = on_device(node.args, device)
+            node.kwargs = on_device(node.kwargs, device)
             if node.target is under_autocast:
                 operation, _device_type, *rest = node.args
                 node.args = (operation, device.type, *rest)
@@ -115,7 +115,7 @@ def _attributes(module: fx.GraphModule) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _on(args: Any, device: torch.device) -> Any:
+def on_device(args: Any, device: torch.device) -> Any:
     return torch.fx.node.map_aggregate(args, lambda arg: device if isinstance(arg, torch.device) else arg)
 
 

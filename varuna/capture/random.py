@@ -34,7 +34,7 @@ Part = tuple[int, int]
 
 
 def seed_of(work: Work, sample: int, ordinal: int) -> int:
-    packed = struct.pack("<qqqq", work.seed, work.step, sample, ordinal)
+    packed = struct.pack("<qqqq", work.seed, work.step, sample, work.first_ordinal + ordinal)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

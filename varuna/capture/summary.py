@@ -60,7 +60,9 @@ def summarize(
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
                 moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
-                kept_bytes=_line([_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]),
+                kept_bytes=_line(
+                    [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
+                ),
             )
         )
     return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from varuna.errors import PeerLost, VarunaError
+from varuna.execute.late import recorder_for
+from varuna.execute.reading import Reading, runs_ahead
 from varuna.execute.scatter import MicroBatch
 from varuna.execute.stage import Program, Stage
 from varuna.execute.wait import Waiter
-from varuna.observe.record import Recorder
 from varuna.schedule import Cursor
 from varuna.types import Instruction, Op, TensorSpec, Work
 
@@ -82,7 +83,7 @@ class Engine:
         self.delay = (
             delay  # seconds of extra time for an instruction: slow machines, for tests and benchmarks
         )
-        self.recorder = Recorder()
+        self.recorder = recorder_for(device)
         self.where = ""  # what is being done, in words, for errors
 
     def train(
@@ -97,7 +98,11 @@ class Engine:
         before_last_backward: Callable[[], Callable[[], None]],
     ) -> None:
         """Runs the row. `announce` is told the sum of weight × loss as soon as all losses are known and none
-        of the neighbours waits; `before_last_backward` returns what to call after it."""
+        of the neighbours waits; `before_last_backward` returns what to call after it.
+
+        A device that runs ahead knows its losses later than the host its next instruction: there the last
+        backward is queued first.
+        """
         cursor = Cursor(row, stage=self.index, stages=self.stages, limit=limit, opportunistic=opportunistic)
         recomputed = {i.microbatch for i in row if i.op == "R"}
         last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
@@ -138,8 +143,10 @@ class Engine:
             elif op == "R":
                 self.stage.recompute(number)
             else:
-                if op != "W" and number == len(jobs) - 1:
-                    announce(_weighted_sum(losses, jobs))
+                losses_are_there = op != "W" and number == len(jobs) - 1
+                reading = Reading(torch.stack(losses)) if losses and losses_are_there else None
+                if losses_are_there and not runs_ahead(self.device):
+                    announce(self._weighted_sum(reading, jobs))
                 stop = before_last_backward() if (op, number) == last else None
                 if op == "W":
                     self.stage.backward_weights(number)
@@ -157,6 +164,8 @@ class Engine:
                         self._send(self.upstream, outgoing)
                 if stop is not None:
                     stop()
+                if losses_are_there and runs_ahead(self.device):
+                    announce(self._weighted_sum(reading, jobs))
             self.recorder.add(op, number, started, time.perf_counter())
 
     def evaluate(self, jobs: Sequence[Job]) -> float:
@@ -164,7 +173,7 @@ class Engine:
 
         The stage after acknowledges each micro-batch, so that a fast stage cannot flood a slow one.
         """
-        total = 0.0
+        losses: list[Tensor] = []
         acknowledged = 0
         self.stage.clear()
         for number, job in enumerate(jobs):
@@ -179,12 +188,12 @@ class Engine:
             if self.downstream is not None:
                 self._send(self.downstream, outputs)
             else:
-                total += float(outputs[0]) * job.microbatch.weight
+                losses.append(outputs[0])
             self.recorder.add("F", number, started, time.perf_counter())
         while self.downstream is not None and acknowledged < len(jobs):
             self._take(self.downstream, ())
             acknowledged += 1
-        return total
+        return self._weighted_sum(Reading(torch.stack(losses)) if losses else None, jobs)
 
     # ------------------------------------------------------------ what is sent, what arrives
 
@@ -251,16 +260,15 @@ class Engine:
     def _seed(self, value: float, loss: Tensor, made: dict[float, Tensor]) -> Tensor:
         """The gradient that a loss starts its backward with."""
         if value not in made:
-            made[value] = torch.tensor(value, dtype=loss.dtype, device=self.device)
+            made[value] = torch.full((), value, dtype=loss.dtype, device=self.device)
         return made[value]
 
-
-def _weighted_sum(losses: list[Tensor], jobs: Sequence[Job]) -> float:
-    """In double precision, and with a single wait for the device; 0 where the stage has no loss."""
-    if not losses:
-        return 0.0
-    values: list[float] = torch.stack(losses).tolist()
-    return sum(value * job.microbatch.weight for value, job in zip(values, jobs, strict=True))
+    def _weighted_sum(self, losses: Reading | None, jobs: Sequence[Job]) -> float:
+        """In double precision, and with a single wait for the device; 0 where the stage has no loss."""
+        if losses is None:
+            return 0.0
+        values = losses.numbers(self.waiter)
+        return sum(value * job.microbatch.weight for value, job in zip(values, jobs, strict=True))
 
 
 def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], rank: int) -> None:

@@ -3,12 +3,28 @@
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from varuna.types import Plan
 
 GLOO_PATIENCE = 20
 """How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
+
+
+def device_identity(device: torch.device) -> str | None:
+    """Of a GPU, the same in every process; None of a processor."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def reduce_backend(devices: Sequence[str | None]) -> str:
+    """What reduces gradients, given every rank's device.
+
+    NCCL refuses two ranks on one GPU; gloo takes what is on a GPU too, through the host. Numbers of the host
+    travel in the same groups.
+    """
+    alone = None not in devices and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
 def make_group(

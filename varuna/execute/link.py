@@ -10,7 +10,10 @@ A frame says what it carries, so a mismatch is an error and never garbage:
 
     header      magic, kind, number of tensors, descriptor bytes, payload bytes, tag
     descriptor  for each tensor: dtype code, number of dimensions, sizes
-    payload     the elements of each tensor, one after the other
+    payload     the elements of each tensor, one after the other; none where they lie in a slot
+
+Tensors of a GPU go through pinned memory of the host, or, to another process of the same machine, into
+a slot of its GPU's memory (`slots.py`); the frame then says which. Words about slots are frames too.
 
 Bytes go from the sender's tensors into the kernel and from there into fresh tensors; only what
 arrives together with a header (at most `SCRATCH_BYTES`) is copied once more.
@@ -31,6 +34,7 @@ import torch
 from torch import Tensor
 
 from varuna.errors import PeerLost
+from varuna.execute.slots import Borrower, Lender, device_uuid, message_bytes
 
 SCRATCH_BYTES = 16 << 10
 """Read at one go where a header is expected: small messages cost a single system call."""
@@ -48,7 +52,7 @@ Delay = Callable[[int], float]
 
 HEADER = struct.Struct("<4sB3xIIQq")
 MAGIC = b"VRN1"
-DATA, BYE = 0, 1
+DATA, BYE, ASK, LEND, THANKS, IN_SLOT, RETURN = range(7)
 
 # A dtype's code is its place here: new ones go to the end.
 # fmt: off
@@ -144,6 +148,16 @@ class Incoming(NamedTuple):
     tag: int
     tensors: list[Tensor]
     num_bytes: int
+    slot: int = -1  # where it lies in one: in these forms
+    forms: tuple[TensorForm, ...] = ()
+
+
+class Word(NamedTuple):
+    """About slots: seen to by the thread that computes, for it is that one's device."""
+
+    kind: int
+    tag: int  # bytes that are asked for, the slot's number, or how many slots
+    text: bytes
 
 
 class Link:
@@ -163,6 +177,10 @@ class Link:
         self.peer = peer
         self.name = name
         self.device = device
+        shares = device.type == "cuda" and link.family == socket.AF_UNIX
+        self._lender = Lender(device) if shares else None
+        self._borrower = Borrower(device) if shares else None
+        self._words: deque[Word] = deque()
         self.sent = self.sent_bytes = self.received = self.received_bytes = 0
         self.ended = False  # the peer said goodbye
         self.lost: str | None = None  # why the peer is gone without a word
@@ -184,15 +202,76 @@ class Link:
         """Hands over a message and returns; the tensors must not change until it has arrived."""
         if self.over:
             raise self.error()
+        self.tidy()
+        if tensors and self._send_in_slot(tensors, tag):
+            return
         ready = [to_wire(tensor) for tensor in tensors]
         descriptor = encode_forms(tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in ready]))
         payload = [memory_of(tensor) for tensor in ready if tensor.numel()]
         num_bytes = sum(map(len, payload))
         header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), num_bytes, tag)
+        self._put(Outgoing([memoryview(header + descriptor), *payload], ready, self._count(num_bytes)))
+
+    def _send_in_slot(self, tensors: Sequence[Tensor], tag: int) -> bool:
+        """Whether a slot was there; else one is asked for, for the next time."""
+        borrower = self._borrower
+        if borrower is None or borrower.refused or any(tensor.device != self.device for tensor in tensors):
+            return False
+        sizes = [tensor.nbytes for tensor in tensors]
+        if not sum(sizes):
+            return False
+        slot = borrower.put(tensors)
+        if slot is None:
+            self._say(ASK, message_bytes(sizes), device_uuid(self.device).encode())
+            return False
+        forms = encode_forms(tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]))
+        descriptor = struct.pack("<I", slot) + forms
+        header = HEADER.pack(MAGIC, IN_SLOT, len(tensors), len(descriptor), 0, tag)
+        self._put(Outgoing([memoryview(header + descriptor)], [], self._count(sum(sizes))))
+        return True
+
+    def _count(self, num_bytes: int) -> float:
+        """One more message; when it may leave."""
         release = 0.0 if self._delay is None else time.monotonic() + self._delay(self.sent)
         self.sent += 1
         self.sent_bytes += num_bytes
-        self._put(Outgoing([memoryview(header + descriptor), *payload], ready, release))
+        return release
+
+    def _say(self, kind: int, tag: int, text: bytes = b"") -> None:
+        header = HEADER.pack(MAGIC, kind, 0, len(text), 0, tag)
+        self._put(Outgoing([memoryview(header + text)], [], 0.0))
+
+    def tidy(self) -> None:
+        """Sees to the words about slots, and gives back those that are free."""
+        lender, borrower = self._lender, self._borrower
+        if lender is None or borrower is None or self.over:
+            return
+        borrower.let_go()
+        while self._words:
+            kind, tag, text = self._words.popleft()
+            if kind == ASK:
+                loan = lender.lend(tag, text.decode())
+                if loan is not None:
+                    self._say(LEND, 0, loan)
+            elif kind == LEND:
+                thanks = borrower.accept(text)
+                if thanks is not None:
+                    self._say(THANKS, *thanks)
+            elif kind == THANKS:
+                lender.thanked(tag, text)
+            else:
+                borrower.returned(struct.unpack(f"<{tag}I", text))
+        numbers = lender.take_back()
+        if numbers:
+            self._say(RETURN, len(numbers), struct.pack(f"<{len(numbers)}I", *numbers))
+
+    @property
+    def way(self) -> str:
+        """How tensors reach the peer, in words."""
+        if self._borrower is not None and self._borrower.borrowed:
+            return "shared device memory (CUDA IPC)"
+        over = "a Unix socket" if self.socket.family == socket.AF_UNIX else "TCP"
+        return f"pinned host memory over {over}" if self.device.type == "cuda" else over
 
     def take(self, *, tag: int = 0) -> list[Tensor]:
         """The oldest message that has arrived and was not taken yet."""
@@ -206,6 +285,10 @@ class Link:
                 f"expected message {tag} of {self.name}, found message {message.tag} "
                 "(both ranks must run the same plan and schedule)"
             )
+        self.tidy()  # the thanks for a slot come before what is put into it
+        if message.slot >= 0:
+            assert self._lender is not None
+            return self._lender.tensors(message.slot, message.forms)
         return [from_wire(tensor, self.device) for tensor in message.tensors]
 
     @property
@@ -236,6 +319,8 @@ class Link:
         return PeerLost(f"{self.name} is lost: {self.lost} (was it killed, or its machine?)")
 
     def say_goodbye(self) -> None:
+        if self._borrower is not None:
+            self._borrower.close()
         if not self.over:
             header = HEADER.pack(MAGIC, BYE, 0, 0, 0, self.sent)
             self._put(Outgoing([memoryview(header)], [], 0.0))
@@ -333,7 +418,7 @@ class Link:
         magic, kind, num_tensors, num_described, num_bytes, tag = HEADER.unpack_from(
             self._scratch, self._start
         )
-        if magic != MAGIC or kind not in (DATA, BYE):
+        if magic != MAGIC or kind > RETURN:
             raise BrokenFrame(f"expected a frame of this version ({MAGIC!r}), found {magic!r}")
         if num_described > MAX_DESCRIPTOR_BYTES:
             raise BrokenFrame(f"a descriptor of {num_described} bytes, above {MAX_DESCRIPTOR_BYTES}")
@@ -347,6 +432,15 @@ class Link:
         if kind == BYE:
             self.ended = True
             return False
+        if kind not in (DATA, IN_SLOT):
+            self._words.append(Word(kind, tag, descriptor))
+            return True
+        if kind == IN_SLOT:
+            (slot,) = struct.unpack_from("<I", descriptor)
+            in_slot = decode_forms(descriptor[4:], num_tensors)
+            self._frame = Incoming(tag, [], sum(form.num_bytes for form in in_slot), slot, in_slot)
+            self._deliver()
+            return True
         forms = decode_forms(descriptor, num_tensors)
         if sum(form.num_bytes for form in forms) != num_bytes:
             raise BrokenFrame(f"its tensors make other than the {num_bytes} bytes announced")

@@ -186,6 +186,8 @@ class Network:
             link.receive()
             if link.over:
                 self._epoll.unregister(fd)
+        for link in self.links.values():
+            link.tidy()
 
 
 class Pump:

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna.execute.reading import Reading
+
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20
 ASKS = float("inf")
@@ -36,6 +38,7 @@ A third number in every step's sum would be one more of the backend's messages i
 
 class WaitsForWork(Protocol):
     def for_work(self, work: dist.Work, what: Callable[[], str]) -> None: ...
+    def for_device(self, done: Callable[[], bool]) -> None: ...
 
 
 @dataclass
@@ -250,7 +253,9 @@ class Reducer:
         gradients = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
         squared = torch.zeros((), dtype=torch.float64)
         if gradients and (self.counts_norm or self.everyone is None):
-            squared = torch.stack([n.double() for n in torch._foreach_norm(gradients)]).square().sum().cpu()
+            norms = torch.stack([n.double() for n in torch._foreach_norm(gradients)])
+            (number,) = Reading(norms.square().sum()).numbers(self.waiter)
+            squared.fill_(number)
         if self.everyone is not None:
             self._all_reduce(squared, self.everyone, "the norm of the gradient over all stages")
         return float(squared.sqrt())

@@ -24,21 +24,35 @@ def scatter(
     num_samples: int,
     dims: Mapping[str, int],  # of the batched inputs: the dimension along which the samples lie
     microbatch_size: int,
+    device: torch.device,
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
-    pieces = {
-        name: torch.split(value, microbatch_size, dims[name])
-        for name, value in inputs.items()
-        if name in dims and isinstance(value, Tensor)
-    }
+    """The micro-batches' inputs on the device, where they are weighed as they came: on the host, mostly,
+    where a look at them stops nobody."""
+    firsts = range(0, num_samples, microbatch_size)
+    parts = _cut(move_inputs(inputs, device), dims, microbatch_size, len(firsts))
+    seen = parts if weigh is None else _cut(inputs, dims, microbatch_size, len(firsts))
     microbatches = []
-    for index, first in enumerate(range(0, num_samples, microbatch_size)):
+    for first, part, as_it_came in zip(firsts, parts, seen, strict=True):
         size = min(microbatch_size, num_samples - first)
-        part = {name: pieces[name][index] if name in pieces else value for name, value in inputs.items()}
-        weight = float(size) if weigh is None else _weight(weigh, part)
+        weight = float(size) if weigh is None else _weight(weigh, as_it_came)
         if weight:  # what counts for nothing need not be computed (and may have no finite loss)
             microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
+
+
+def _cut(
+    inputs: Mapping[str, object], dims: Mapping[str, int], size: int, count: int
+) -> list[dict[str, object]]:
+    pieces = {
+        name: torch.split(value, size, dims[name])
+        for name, value in inputs.items()
+        if name in dims and isinstance(value, Tensor)
+    }
+    return [
+        {name: pieces[name][index] if name in pieces else value for name, value in inputs.items()}
+        for index in range(count)
+    ]
 
 
 def _weight(weigh: WeightFunction, part: Mapping[str, object]) -> float:

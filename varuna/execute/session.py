@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.board import Board
-from varuna.execute.groups import make_group
+from varuna.execute.groups import device_identity, make_group, reduce_backend
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
 from varuna.execute.wait import Waiter
@@ -36,6 +36,7 @@ class Session:
     board: Board | None = None
     everyone: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
+    backend: str = "gloo"  # of the groups that reduce gradients
     network: Network | None = None
     waiter: Waiter | None = None
     closed: bool = False
@@ -130,10 +131,11 @@ def open_session(
     store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
     session.board = Board(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
     session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
+    session.backend = reduce_backend(session.gather(device_identity(device)))
     session.replicas = (
         session.everyone
-        if len(stage_map) == 1
-        else make_group(stage_map[stage], timeout_seconds=timeout_seconds)
+        if len(stage_map) == 1 and session.backend == "gloo"
+        else make_group(stage_map[stage], timeout_seconds=timeout_seconds, backend=session.backend)
     )
     others = {stage_map[s][replica] for s in (stage - 1, stage + 1) if 0 <= s < len(stage_map)}
     # Between replicas nothing is sent; but a link tells at once who is gone, where a reduction only breaks.
@@ -160,5 +162,5 @@ def tie_groups(
     for stages in ties:
         if session.stage in stages and stages not in made:
             ranks = [session.stage_map[stage][session.replica] for stage in stages]
-            made[stages] = make_group(ranks, timeout_seconds=timeout_seconds)
+            made[stages] = make_group(ranks, timeout_seconds=timeout_seconds, backend=session.backend)
     return [made.get(stages) for stages in ties]

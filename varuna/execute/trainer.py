@@ -4,6 +4,7 @@ The trainer is given a plan, this rank's stage and its ties to the others; it as
 program that fits a micro-batch's inputs, and so knows nothing of how models are captured.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
-from varuna.execute.scatter import MicroBatch, WeightFunction, move_inputs, scatter
+from varuna.execute.scatter import MicroBatch, WeightFunction, scatter
 from varuna.execute.session import Session
 from varuna.execute.stage import Program, State
 from varuna.schedule import limit, opportunistic, row
@@ -81,12 +82,14 @@ class Trainer:
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
         self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+        started = time.perf_counter()
         totals = self.reducer.finish(
             nominal_weight=shares.total_weight,
             loss_scale=loss_scale.value,
             checks_overflow=loss_scale.checks_overflow,
             max_norm=max_norm,
         )
+        self.engine.recorder.add("reduce", -1, started, time.perf_counter())
         self._even_out(before, buffers, shares)
         loss_scale.update(overflow=totals.overflow)
         self.iteration += 1
@@ -104,10 +107,11 @@ class Trainer:
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
     ) -> list[MicroBatch]:
         return scatter(
-            move_inputs(inputs, self.engine.device),
+            inputs,
             num_samples=num_samples,
             dims=dims,
             microbatch_size=self.plan.microbatch_size,
+            device=self.engine.device,
             weigh=self.weigh,
         )
 
@@ -139,6 +143,7 @@ class Trainer:
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
         if not jobs:  # a replica without samples takes part in the reductions alone
+            self.engine.recorder.clear()
             self.reducer.announce(0.0, 0.0)
             return
         name, stage, stages = self.plan.schedule, self.session.stage, self.plan.depth

@@ -14,6 +14,10 @@ from varuna.errors import PeerHangs, PeerLost, WorkerError
 
 PATIENCE_SECONDS = 2.0
 """How long a broken connection waits for the error that broke it to be posted."""
+NAP_SECONDS = 50e-6
+"""Between two looks at a device, which rings no bell."""
+LOOK_AROUND = 40
+"""Naps between two looks at the links: a device may wait for a process that is gone."""
 
 
 class Bell(Protocol):
@@ -81,6 +85,24 @@ class Waiter:
             work.wait()
         except RuntimeError as error:
             self.reraise(error)
+
+    def for_device(self, done: Callable[[], bool]) -> None:
+        """Waits for work that was queued on a device, which in its turn may wait for another process's."""
+        deadline = time.monotonic() + self.timeout_seconds * self.patience
+        naps = 0
+        while not done():
+            if self.failure is not None:
+                raise self.failure
+            if time.monotonic() > deadline:
+                raise self.board.culprit()
+            naps += 1
+            if naps % LOOK_AROUND:
+                time.sleep(NAP_SECONDS)
+                continue
+            try:
+                self.bell.wait(0)
+            except (OSError, RuntimeError) as error:
+                self.reraise(error)
 
     def reraise(self, error: Exception) -> NoReturn:
         """A broken connection is a symptom: the posted error, if one comes soon, is the cause."""

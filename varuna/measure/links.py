@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from varuna.measure.stopwatch import Effort, duration
+from varuna.measure.stopwatch import Effort, duration, stopwatch_for
 from varuna.types import Duration, LinkCost, MessageCost
 
 MESSAGE_BYTES = tuple(1 << power for power in range(12, 27, 2))
@@ -79,9 +79,9 @@ def _there_and_back(end: End, payload: Tensor, effort: Effort, leads: bool) -> D
         start = time.perf_counter()
         if leads:
             end.send([payload])
-            _take(end)
+            _take_whole(end, payload.device)
         else:
-            _take(end)
+            _take_whole(end, payload.device)
             end.send([payload])
         return time.perf_counter() - start
 
@@ -93,7 +93,7 @@ def _at_once(end: End, payload: Tensor, effort: Effort, leads: bool) -> Duration
     def run() -> float:
         start = time.perf_counter()
         end.send([payload])
-        _take(end)
+        _take_whole(end, payload.device)
         return time.perf_counter() - start
 
     samples = _repeat(end, run, effort, leads)
@@ -170,6 +170,12 @@ def _take(end: End) -> list[Tensor]:
     while not end.ready:
         end.wait()
     return end.take()
+
+
+def _take_whole(end: End, device: torch.device) -> None:
+    """Waits for the bytes too, where a device moves them after the word of them has come."""
+    _take(end)
+    stopwatch_for(device).settle()
 
 
 def _work() -> Callable[[], None]:

@@ -89,8 +89,12 @@ def lay_out(
 
 
 def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:
+    """Ranks count the devices that are used, over all machines in order."""
     first = machine * devices_per_machine
-    return tuple(range(first, min(first + devices_per_machine, layout.num_ranks)))
+    idle_before = sum(device < first for device in layout.idle)
+    idle_here = sum(first <= device < first + devices_per_machine for device in layout.idle)
+    rank = first - idle_before
+    return tuple(range(rank, min(rank + devices_per_machine - idle_here, layout.num_ranks)))
 
 
 def name_idle(layout: Layout, *, devices_per_machine: int) -> str:

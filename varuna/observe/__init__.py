@@ -1,7 +1,8 @@
-"""What happened and when: recorded, merged, drawn, and written as a trace."""
+"""What happened and when: recorded, timed, merged, drawn, and written as a trace."""
 
 from varuna.observe.draw import to_svg, to_text
+from varuna.observe.pace import Pace
 from varuna.observe.record import Recorder, bubble, merge
 from varuna.observe.trace import to_perfetto
 
-__all__ = ["Recorder", "bubble", "merge", "to_perfetto", "to_svg", "to_text"]
+__all__ = ["Pace", "Recorder", "bubble", "merge", "to_perfetto", "to_svg", "to_text"]

@@ -10,6 +10,7 @@ from html import escape
 
 from varuna.observe.record import COMPUTE, bubble
 from varuna.types import Interval, Timeline
+from varuna.units import duration
 
 _COLOURS = {
     "F": "#4e79a7",
@@ -47,7 +48,7 @@ def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) ->
             f"{_name(place):<{label}} |{_columns(lane, seconds, width)}| bubble {shares[place[1]]:.0%}"
             for place, lane in lanes.items()
         ]
-    return "\n".join([*lines, f"{width} columns are {_duration(seconds)}", ""])
+    return "\n".join([*lines, f"{width} columns are {duration(seconds)}", ""])
 
 
 def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
@@ -64,7 +65,7 @@ def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
     for name, panel in panels.items():
         if name:
             y += 22
-            words = f"{name}: {_duration(panel.seconds)}"
+            words = f"{name}: {duration(panel.seconds)}"
             body.append(f'<text x="12" y="{y - 7}" class="panel">{escape(words)}</text>')
         y = _draw_panel(body, panel, y, seconds=seconds, scale=scale)
     width, height = _LABEL + _WIDTH + _SHARE, y + 8
@@ -148,7 +149,7 @@ def _draw_panel(body: list[str], panel: Timeline, y: int, *, seconds: float, sca
         x = _LABEL + tick * scale
         body.append(f'<path d="M{x:.1f} {y}V{bottom + 4}" stroke="#ddd"/>')
         body.append(
-            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="faint">{_duration(tick)}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="faint">{duration(tick)}</text>'
         )
     for place, lane in lanes.items():
         body.append(f'<text x="12" y="{y + 15}">{_name(place)}</text>')
@@ -169,8 +170,8 @@ def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> N
     top, height = (y + 2, _BAR) if computes else (y + 2 + _BAR + 1, _STRIP)
     number = "" if interval.microbatch < 0 else str(interval.microbatch)
     story = (
-        f"{interval.what}{number} from {_duration(interval.start_seconds)} "
-        f"for {_duration(interval.stop_seconds - interval.start_seconds)}"
+        f"{interval.what}{number} from {duration(interval.start_seconds)} "
+        f"for {duration(interval.stop_seconds - interval.start_seconds)}"
     )
     colour = _COLOURS.get(interval.what, _OTHER)
     edge = ' stroke="#fff" stroke-width="0.6"' if width > 3 else ""
@@ -191,13 +192,3 @@ def _ticks(seconds: float) -> list[float]:
     step = 10.0 ** math.floor(math.log10(seconds / 8))
     step *= next(factor for factor in (1, 2, 5, 10) if seconds / (step * factor) <= 10)
     return [index * step for index in range(int(seconds / step * 1.0001) + 1)]
-
-
-def _duration(seconds: float) -> str:
-    if seconds == 0:
-        return "0"
-    if abs(seconds) >= 1:
-        return f"{seconds:.4g} s"
-    if abs(seconds) >= 1e-3:
-        return f"{seconds * 1e3:.4g} ms"
-    return f"{seconds * 1e6:.4g} µs"

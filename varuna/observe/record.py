@@ -5,7 +5,7 @@ them together so that the step starts at zero. Ranks whose clocks differ are bro
 by whoever calls `add`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -13,22 +13,66 @@ from varuna.types import Interval, Timeline
 
 COMPUTE = frozenset("FRBIW")
 
+Entry = tuple[str, int, float, float]
+"""What, micro-batch, start, stop."""
+Snapshot = Callable[[], list[Entry]]
+
 
 class Recorder:
     """The intervals of one rank, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, int, float, float]] = []
+        self.entries: list[Entry] = []
 
     def add(self, what: str, microbatch: int, start: float, stop: float) -> None:
-        self._entries.append((what, microbatch, start, stop))
+        self.entries.append((what, microbatch, start, stop))
 
     def clear(self) -> None:
-        self._entries.clear()
+        """Begins anew; a snapshot keeps what it is of."""
+        self.entries = []
+
+    def snapshot(self) -> Snapshot:
+        """What was added so far, to be looked at later, if at all: taking one costs nothing."""
+        entries, count = self.entries, len(self.entries)
+        return lambda: entries[:count]
 
     def timeline(self, rank: int, stage: int) -> Timeline:
         """What was added, still by this rank's clock; `merge` makes it start at zero."""
-        return Timeline(tuple(Interval(rank, stage, *entry) for entry in self._entries))
+        return to_timeline(self.snapshot()(), rank, stage)
+
+
+def to_timeline(entries: Iterable[Entry], rank: int, stage: int) -> Timeline:
+    return Timeline(tuple(Interval(rank, stage, *entry) for entry in entries))
+
+
+def on_one_clock(timelines: Sequence[Timeline], machines: Sequence[str]) -> list[Timeline]:
+    """Those of ranks on several machines, moved to the clock of the first rank's machine.
+
+    A step ends for all ranks with the same sum over all of them, so that is when their clocks are set equal.
+    """
+    ends: dict[str, float] = {}
+    for timeline, machine in zip(timelines, machines, strict=True):
+        for interval in timeline.intervals:
+            if interval.what == "reduce":
+                ends[machine] = max(ends.get(machine, float("-inf")), interval.stop_seconds)
+    first = next(iter(ends.values()), 0.0)
+    return [
+        _later(timeline, first - ends.get(machine, first))
+        for timeline, machine in zip(timelines, machines, strict=True)
+    ]
+
+
+def _later(timeline: Timeline, seconds: float) -> Timeline:
+    if not seconds:
+        return timeline
+    return Timeline(
+        tuple(
+            Interval(
+                i.rank, i.stage, i.what, i.microbatch, i.start_seconds + seconds, i.stop_seconds + seconds
+            )
+            for i in timeline.intervals
+        )
+    )
 
 
 def merge(timelines: Iterable[Timeline]) -> Timeline:
@@ -36,19 +80,7 @@ def merge(timelines: Iterable[Timeline]) -> Timeline:
     intervals = [interval for timeline in timelines for interval in timeline.intervals]
     zero = min((interval.start_seconds for interval in intervals), default=0.0)
     intervals.sort(key=attrgetter("rank", "start_seconds"))
-    return Timeline(
-        tuple(
-            Interval(
-                interval.rank,
-                interval.stage,
-                interval.what,
-                interval.microbatch,
-                interval.start_seconds - zero,
-                interval.stop_seconds - zero,
-            )
-            for interval in intervals
-        )
-    )
+    return _later(Timeline(tuple(intervals)), -zero)
 
 
 def bubble(timeline: Timeline) -> dict[int, float]:

@@ -27,8 +27,8 @@ FORWARD_AND_BACKWARD = 3
 """A backward takes twice as long as its forward."""
 FLOPS_PER_MOVED_BYTE = 32
 """What a device computes while it reads or writes a byte: 5 on a CPU, 200 on the largest."""
-FLOPS_PER_CROSSING_BYTE = 1000
-"""What it computes while a byte goes to the next one: 50 on CPUs, 1000 within a machine, 10,000 between."""
+FLOPS_PER_CROSSING_BYTE = 10_000
+"""What it computes while a byte goes to another machine: 50 where CPUs compute, 10,000 where GPUs do."""
 
 
 class Place(NamedTuple):

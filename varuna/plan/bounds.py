@@ -5,7 +5,7 @@ Every bound here is sound: the simulation never takes less (a test holds them ag
 
 from typing import NamedTuple
 
-from varuna.plan.simulate import Orders, Pipeline, StageTimes
+from varuna.plan.simulate import Orders, Pipeline
 
 F, R, B, I, W = range(5)  # noqa: E741 - the letters of the instructions
 
@@ -21,81 +21,72 @@ def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
     holds no more than its limit goes there and back so and so often.
     """
     stages = pipeline.stages
-    depth, microbatches = len(stages), orders.microbatches
-    again = microbatches - 1
+    depth, again = len(stages), orders.microbatches - 1
     split = "I" in orders.letters[0]
     back, final = (I, W) if split else (B, B)
 
-    down = [0.0] * depth  # when the first forward begins
-    forwards = [0.0] * depth  # when the last forward ends
-    for s, stage in enumerate(stages):
-        seconds, last = stage.seconds, stage.last_seconds
-        if s:
-            way = pipeline.forward[s - 1]
-            before = stages[s - 1]
-            first, sending = (
-                (before.seconds, way.sending) if again else (before.last_seconds, way.last_sending)
-            )
-            left = down[s - 1] + first[F] - way.leaving
-            down[s] = left + sending + way.latency
-            sent = max(forwards[s - 1] - way.leaving, left + again * way.sending)
-            forwards[s] = sent + way.last_sending + way.latency + last[F]
-        forwards[s] = max(forwards[s], down[s] + again * seconds[F] + last[F])
+    down = [0.0]  # when the first forward begins
+    ended = again * stages[0].seconds[F] + stages[0].last_seconds[F]  # when the last forward ends
+    forwards = [ended]
+    begun = 0.0
+    for way, before, stage in zip(pipeline.forward, stages, stages[1:], strict=False):
+        first, sending = (before.seconds, way.sending) if again else (before.last_seconds, way.last_sending)
+        left = begun + first[F] - way.leaving
+        sent = max(ended - way.leaving, left + again * way.sending)
+        begun = left + sending + way.latency
+        last = stage.last_seconds[F]
+        ended = max(sent + way.last_sending + way.latency, begun + again * stage.seconds[F]) + last
+        down.append(begun)
+        forwards.append(ended)
 
-    ends = [0.0] * depth  # when the last backward ends, weight part not counted
     came_back = 0.0  # when the first backward ends
     trip = 0.0  # from a forward to the end of its backward
+    end = 0.0  # when the last backward ends, weight part not counted
+    told = 0.0  # when the last of all begins
+    bare = longest = 0.0
+    stops = [0.0] * depth  # when the last instruction ends
     for s in reversed(range(depth)):
-        seconds, last = stages[s].seconds, stages[s].last_seconds
-        first = seconds if again else last
-        recompute = R if "R" in orders.letters[s] else None
-        each = seconds[F] + seconds[back] + (0.0 if recompute is None else seconds[R])
-        once = last[F] + last[back] + (0.0 if recompute is None else last[R])
+        stage, begun, limit = stages[s], down[s], orders.limits[s]
+        seconds, lasts = stage.seconds, stage.last_seconds
+        first = seconds if again else lasts
+        there_and_back = lasts[F] + lasts[back]
         if s == depth - 1:
-            came_back = down[s] + first[F] + first[back]
-            ends[s] = forwards[s] + last[back]
+            came_back = begun + first[F] + first[back]
+            end = forwards[s] + lasts[back]
             trip = first[F] + first[back]
         else:
             there, here = pipeline.forward[s], pipeline.backward[s]
             sending = here.sending if again else here.last_sending
             left = came_back - here.leaving
+            sent = max(end - here.leaving, left + again * here.sending)
             came_back = left + sending + here.latency + first[back]
-            sent = max(ends[s + 1] - here.leaving, left + again * here.sending)
-            ends[s] = sent + here.last_sending + here.latency + last[back]
+            end = sent + here.last_sending + here.latency + lasts[back]
             trip += there.latency + here.latency - there.leaving - here.leaving + first[F] + first[back]
-            trip += there.sending + here.sending if again else there.last_sending + here.last_sending
-        limited = down[s] + again // orders.limits[s] * trip
-        ends[s] = max(
-            ends[s],
-            down[s] + again * each + once,
-            limited + (trip if again % orders.limits[s] else last[F] + last[back]),
-        )
+            trip += there.sending + sending if again else there.last_sending + sending
+        work = again * (seconds[F] + seconds[back]) + there_and_back
+        if "R" in orders.letters[s]:
+            work += again * seconds[R] + lasts[R]
+        limited = begun + again // limit * trip
+        end = max(end, begun + work, limited + (trip if again % limit else there_and_back))
         if again:
-            ends[s] = max(ends[s], came_back + (again - 1) * seconds[back] + last[back])
-
-    # The end of a step, as the simulator plays it: with the earliest ends, nothing is later than it is.
-    stops = ends
-    if split:
-        stops = [
-            max(end + stage.last_seconds[W], down[s] + _all_work(orders, stage, s, again))
-            for s, (end, stage) in enumerate(zip(ends, stages, strict=True))
-        ]
-    told = max(end - stage.last_seconds[back] for end, stage in zip(ends, stages, strict=True))
-    told += pipeline.totals_seconds
-    bare = longest = 0.0
-    for stop, stage, begun in zip(stops, stages, down, strict=True):
+            end = max(end, came_back + (again - 1) * seconds[back] + lasts[back])
+        stop = end
+        if split:
+            stop = max(end + lasts[W], begun + work + again * seconds[W] + lasts[W])
+        stops[s] = stop
+        told = max(told, end - lasts[back])
+        # The end of a step, as the simulator plays it: with the earliest ends, nothing is later than it is.
         ending = stage.ending_seconds - begun
-        bare = max(bare, max(stop, told) + ending)
+        bare = max(bare, stop + ending)
         if stage.buckets:
-            longest = max(longest, stop + exposed(stage, stage.last_seconds[final]) + ending)
+            longest = max(longest, stop + exposed(stage.buckets, lasts[final]) + ending)
+    told += pipeline.totals_seconds
+    bare = max(
+        bare, max([told + stage.ending_seconds - begun for stage, begun in zip(stages, down, strict=True)])
+    )
     if pipeline.lanes:
         longest = max(longest, _in_lanes(pipeline, stops, down, split))
     return max(bare, longest) * (1 - 1e-12), bare * (1 - 1e-12)
-
-
-def _all_work(orders: Orders, stage: StageTimes, index: int, again: int) -> float:
-    kinds = (F, I, W, R) if "R" in orders.letters[index] else (F, I, W)
-    return sum(again * stage.seconds[kind] + stage.last_seconds[kind] for kind in kinds)
 
 
 def _in_lanes(pipeline: Pipeline, stops: list[float], down: list[float], split: bool) -> float:
@@ -107,28 +98,33 @@ def _in_lanes(pipeline: Pipeline, stops: list[float], down: list[float], split: 
     lanes: dict[int, list[int]] = {}
     for s, lane in enumerate(pipeline.lanes):
         lanes.setdefault(lane, []).append(s)
+    final = W if split else B
     longest = 0.0
     for members in lanes.values():
         buckets = []
-        for s in members:
+        for s in reversed(members):  # about the order in which they are full
             stage, stop = pipeline.stages[s], stops[s]
-            backward = stage.last_seconds[W if split else B]
-            buckets += [(stop - (1.0 - share) * backward, seconds) for share, seconds in stage.buckets]
+            backward = stage.last_seconds[final]
+            for share, seconds in stage.buckets:
+                buckets.append((stop - (1.0 - share) * backward, seconds))
+        buckets.sort()
         free = 0.0
-        for full, seconds in sorted(buckets):
-            free = max(free, full) + seconds
+        for full, seconds in buckets:
+            free = (full if full > free else free) + seconds
         last = members if split else members[:1]
-        longest = max(longest, free + min(pipeline.stages[s].ending_seconds - down[s] for s in last))
+        longest = max(longest, free + min([pipeline.stages[s].ending_seconds - down[s] for s in last]))
     return longest
 
 
-def exposed(stage: StageTimes, backward: float) -> float:
+def exposed(buckets: tuple[tuple[float, float], ...], backward: float) -> float:
     """How long the reductions of a stage outlast its last backward, even if they wait for nobody."""
     left = 0.0
     longest = 0.0
-    for share, seconds in reversed(stage.buckets):
+    for share, seconds in reversed(buckets):
         left += seconds
-        longest = max(longest, left - (1.0 - share) * backward)
+        outlasts = left - (1.0 - share) * backward
+        if outlasts > longest:
+            longest = outlasts
     return longest
 
 

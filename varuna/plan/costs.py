@@ -72,10 +72,13 @@ class Costs:
             default=self.num_segments,
         )
         self.cuts_differ = len(set(profile.cuts)) > 1
+        self._peaks: dict[int, list[list[float]]] = {}
         self._extremes: dict[int, tuple[int, int]] = {}
         self._sizes: dict[int, tuple[Sizes, tuple[str, ...]]] = {}
         self._messages: dict[tuple[bool, int], tuple[Message, tuple[str, ...]]] = {}
         self._reductions: dict[tuple[int, int, bool], tuple[float, tuple[str, ...]]] = {}
+        self._bucket_seconds: dict[tuple[int, int, bool], tuple[float, ...]] = {}
+        self._bucket_shares: dict[tuple[int, bool, int, int], tuple[float, ...]] = {}
         self._notes: dict[str, None] | None = None
         self._by_group: dict[bool, dict[int, list[tuple[int, float]]]] = {False: {}, True: {}}
         for cost in profile.reductions:
@@ -132,6 +135,15 @@ class Costs:
         if noted and self._notes is not None:
             self._notes.update(dict.fromkeys(noted))
         return found
+
+    def working_peaks(self, microbatch_size: int) -> list[list[float]]:
+        """By first segment and further ones: the most that any of a span needs while it works."""
+        if microbatch_size not in self._peaks:
+            each = self.sizes(microbatch_size).working_bytes
+            self._peaks[microbatch_size] = [
+                list(accumulate(each[first:], max)) for first in range(self.num_segments)
+            ]
+        return self._peaks[microbatch_size]
 
     def tied_twice(self, first: int, stop: int) -> tuple[int, int]:
         """The (bytes, elements) of tied tensors that a span would count more than once."""
@@ -233,40 +245,48 @@ class Costs:
 
         The last segment's come first. Of a backward in two parts the second counts.
         """
-        gradients = self.gradient_bytes
-        total = gradients[stop] - gradients[first] - self.tied_twice(first, stop)[0]
+        total = int(self.gradient_bytes[stop] - self.gradient_bytes[first]) - self.tied_twice(first, stop)[0]
         if group_size == 1 or total <= 0:
             return ()
-        number = 1 + max(0, ceil((total - FIRST_BUCKET_BYTES) / BUCKET_BYTES))
-        if number == 1:  # full with the last gradient of all
-            return ((1.0, self.reduce_seconds(group_size, int(total), between=between)),)
-        # A run goes under way with its first bucket; the last bucket of all waits for the last gradient.
-        starts = [(FIRST_BUCKET_BYTES, self.reduce_seconds(group_size, FIRST_BUCKET_BYTES, between=between))]
-        middle = number - 2
-        if middle:
-            whole = self.reduce_seconds(group_size, BUCKET_BYTES, between=between)
-            run = ceil(middle / FEW_RUNS)
-            starts += [
-                (FIRST_BUCKET_BYTES + (place + 1) * BUCKET_BYTES, min(run, middle - place) * whole)
-                for place in range(0, middle, run)
-            ]
-        found = []
-        seconds = sizes.weights if split else sizes.backward
-        all_bytes, end = gradients[stop], seconds[stop]
-        span = end - seconds[first]
-        for start, taken in starts:
+        way = (group_size, total, between)
+        if way not in self._bucket_seconds or self._notes is not None:
+            self._bucket_seconds[way] = self._reduce_buckets(*way)
+        place = (sizes.microbatch_size, split, first, stop)
+        if place not in self._bucket_shares:
+            backward = sizes.weights if split else sizes.backward
+            self._bucket_shares[place] = self._fill_buckets(backward, first, stop, total)
+        return tuple(zip(self._bucket_shares[place], self._bucket_seconds[way], strict=True))
+
+    def _reduce_buckets(self, group_size: int, total: int, between: bool) -> tuple[float, ...]:
+        def seconds(num_bytes: int) -> float:
+            return self.reduce_seconds(group_size, num_bytes, between=between)
+
+        if total <= FIRST_BUCKET_BYTES:
+            return (seconds(total),)
+        middle = _middle_buckets(total)
+        runs = [length * seconds(BUCKET_BYTES) for _, length in _runs(middle)]
+        rest = total - FIRST_BUCKET_BYTES - middle * BUCKET_BYTES
+        return (seconds(FIRST_BUCKET_BYTES), *runs, seconds(rest))
+
+    def _fill_buckets(self, backward: list[float], first: int, stop: int, total: int) -> tuple[float, ...]:
+        """A run goes under way with its first bucket; the last bucket of all waits for the last gradient."""
+        if total <= FIRST_BUCKET_BYTES:
+            return (1.0,)
+        gradients = self.gradient_bytes
+        end = backward[stop]
+        span = end - backward[first]
+        shares = []
+        runs = [FIRST_BUCKET_BYTES + (place + 1) * BUCKET_BYTES for place, _ in _runs(_middle_buckets(total))]
+        for start in (FIRST_BUCKET_BYTES, *runs):
             # The segment in which so many bytes, counted from the end, are reached: all after it are done.
-            left = all_bytes - start
-            segment = bisect_left(gradients, left, first + 1, stop + 1) - 1
-            after = segment + 1
-            own = gradients[after] - gradients[segment]
-            done = end - seconds[after]
+            left = gradients[stop] - start
+            after = bisect_left(gradients, left, first + 1, stop + 1)
+            own = gradients[after] - gradients[after - 1]
+            done = end - backward[after]
             if own:
-                done += (gradients[after] - left) / own * (seconds[after] - seconds[segment])
-            found.append((min(1.0, done / span) if span > 0.0 else 1.0, taken))
-        rest = int(total - FIRST_BUCKET_BYTES - middle * BUCKET_BYTES)
-        found.append((1.0, self.reduce_seconds(group_size, rest, between=between)))
-        return tuple(found)
+                done += (gradients[after] - left) / own * (backward[after] - backward[after - 1])
+            shares.append(min(1.0, done / span) if span > 0.0 else 1.0)
+        return (*shares, 1.0)
 
     # ------------------------------------------------------------ the end of a step
 
@@ -446,6 +466,17 @@ def with_network(profile: Profile, latency_seconds: float, bytes_per_second: flo
             f"{latency_seconds * 1e6:g} µs",
         ),
     )
+
+
+def _middle_buckets(total: int) -> int:
+    """Full ones between the small first and the last."""
+    return ceil((total - FIRST_BUCKET_BYTES) / BUCKET_BYTES) - 1
+
+
+def _runs(number: int) -> list[tuple[int, int]]:
+    """(first bucket, buckets) of each run."""
+    length = max(1, ceil(number / FEW_RUNS))
+    return [(place, min(length, number - place)) for place in range(0, number, length)]
 
 
 def _sums(values: Iterable[float]) -> list[float]:

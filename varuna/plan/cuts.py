@@ -92,6 +92,9 @@ class Tempo:
                 stop -= 1
         return stop
 
+    def done_within(self, budget: float, stage: int, first: int, stop: int, recompute: bool) -> bool:
+        return self.reach(stage, first, budget, recompute) >= stop
+
     def possible(self, budget: float, recompute: bool) -> bool:
         """Whether there is a cut within a budget, were there memory enough."""
         return budget == inf or self._cut(budget, recompute) is not None
@@ -129,14 +132,15 @@ class Cutter:
         self.depth = len(memory_bytes)
         self.memory_bytes = memory_bytes
         self._choices = {"never": (False,), "where needed": (False, True), "everywhere": (True,)}[mode]
+        self._room: dict[tuple[int, int, bool], int] = {}
         self._kept = _kept(schedule, self.depth, tempo.microbatches)
 
-    def cuts(self) -> Iterator[Cut]:
-        """All that fit, where there are few; else the one with the smallest bound."""
+    def cuts(self, worth: float) -> Iterator[Cut]:
+        """All that fit, where there are few; else the one with the smallest bound, if it is small enough."""
         if self.tempo.segments <= FEW_SEGMENTS:
             candidates = all_cuts(self.tempo.segments, self.depth)
         else:
-            candidates = iter(self._fastest())
+            candidates = iter(self._fastest(worth))
         for spans in candidates:
             recompute = self.recompute(spans)
             if recompute is not None:
@@ -161,12 +165,18 @@ class Cutter:
     def fits(self, stage: int, first: int, stop: int, recompute: bool) -> bool:
         return self.need(stage, first, stop, recompute) <= self.memory_bytes[stage]
 
-    def _fastest(self) -> list[Spans]:
+    def possible(self, budget: float) -> bool:
+        """Whether there is a cut that fits, within a budget where the model has many segments."""
+        if self.tempo.segments <= FEW_SEGMENTS:
+            return any(map(self.recompute, all_cuts(self.tempo.segments, self.depth)))
+        return self._cut(min(budget, self.tempo.most)) is not None
+
+    def _fastest(self, worth: float) -> list[Spans]:
         first_choice = self._choices[0]
         spans = self.tempo.fastest(first_choice)
         if all(self.fits(stage, *span, first_choice) for stage, span in enumerate(spans)):
             return [spans]
-        found = cut_for_least(self.tempo.least, self.tempo.most, self._cut)
+        found = cut_for_least(self.tempo.least, min(self.tempo.most, worth), self._cut)
         return [] if found is None else [found]
 
     def _cut(self, budget: float) -> Spans | None:
@@ -188,9 +198,13 @@ class Cutter:
         """The furthest stop up to which the stage fits its device."""
         if self.fits(stage, first, stop, recompute):
             return stop
-        return first + bisect_left(
-            range(first + 1, stop), True, key=lambda end: not self.fits(stage, first, end, recompute)
-        )
+        key = (stage, first, recompute)
+        if key not in self._room:
+            ends = range(first + 1, self.tempo.segments + 1)
+            self._room[key] = first + bisect_left(
+                ends, True, key=lambda end: not self.fits(stage, first, end, recompute)
+            )
+        return min(self._room[key], stop - 1)
 
     def least_need(self) -> tuple[float, int]:
         """(bytes, stage): of the cut whose fullest device is fullest by least, what that one needs."""

@@ -107,7 +107,7 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
         for i in range(count)
     ]
     for i in range(count):
-        pivot = max(range(i, count), key=lambda row: abs(matrix[row][i]))  # noqa: B023 - called here
+        pivot = max(range(i, count), key=lambda row: abs(matrix[row][i]))
         matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
         if abs(matrix[i][i]) < 1e-9:
             return None

@@ -183,19 +183,22 @@ def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = Fals
         endings.append((buckets, ending))
     found = []
     for kind in placement.kinds:
-        ways = _ways(costs, draft, kind, sizes)
-        last_ways = ways if last is sizes else _ways(costs, draft, kind, last)
-        each = _instructions(costs, draft, kind, orders, sizes, ways)
-        once = each if last is sizes else _instructions(costs, draft, kind, orders, last, last_ways)
+        there, here = _messages(costs, draft, kind, sizes, last)
+        each = _instructions(costs, draft, kind, orders, sizes, [m[0] for m in there], [m[0] for m in here])
+        once = each
+        if last is not sizes:
+            once = _instructions(
+                costs, draft, kind, orders, last, [m[1] for m in there], [m[1] for m in here]
+            )
         spreads = [_spreads(sizes, *span) if jitter else (0.0,) * 5 for span in draft.spans]
         found.append(
             Pipeline(
                 tuple(
                     map(StageTimes._make, zip(each, once, spreads, *zip(*endings, strict=True), strict=True))
                 ),
-                _one_way(ways[0], last_ways[0], placement.crowding),
-                _one_way(ways[1], last_ways[1], placement.crowding),
-                tuple([max(there.sharing, here.sharing) for there, here in zip(*ways, strict=True)]),
+                tuple([messages[2] for messages in there]),
+                tuple([messages[2] for messages in here]),
+                tuple([max(go[0].sharing, come[0].sharing) for go, come in zip(there, here, strict=True)]),
                 placement.lanes if any(placement.between) else (),
                 _ties(costs, draft, kind),
                 totals,
@@ -205,16 +208,44 @@ def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = Fals
     return found
 
 
-Seconds = tuple[float, float, float, float, float]
+Messages = tuple[Message, Message, Way]
+"""Over one cut in one direction: of every micro-batch but the last, of the last, and both on their way."""
 
 
-def _ways(costs: Costs, draft: Draft, kind: ReplicaKind, sizes: Sizes) -> tuple[list[Message], list[Message]]:
-    """The messages over each cut, with forwards and with backwards."""
-    cuts = [stop for _, stop in draft.spans[:-1]]
-    return (
-        [costs.message(sizes.sent_bytes[cut], between=b) for cut, b in zip(cuts, kind.crossing, strict=True)],
-        [costs.message(sizes.returned_bytes[c], between=b) for c, b in zip(cuts, kind.crossing, strict=True)],
+def _messages(
+    costs: Costs, draft: Draft, kind: ReplicaKind, sizes: Sizes, last: Sizes
+) -> tuple[list[Messages], list[Messages]]:
+    """Over each cut, with forwards and with backwards. Most cuts are alike, and looked at once."""
+    seen: dict[tuple[int, int, bool, int], Messages] = {}
+
+    def look(num_bytes: list[int], last_bytes: list[int]) -> list[Messages]:
+        found = []
+        for (_, cut), crossing, crowd in zip(
+            draft.spans, kind.crossing, draft.placement.crowding, strict=False
+        ):
+            key = (num_bytes[cut], last_bytes[cut], crossing, crowd)
+            if key not in seen:
+                seen[key] = _over_a_cut(costs, *key)
+            found.append(seen[key])
+        return found
+
+    return look(sizes.sent_bytes, last.sent_bytes), look(sizes.returned_bytes, last.returned_bytes)
+
+
+def _over_a_cut(costs: Costs, num_bytes: int, last_bytes: int, crossing: bool, crowd: int) -> Messages:
+    message = costs.message(num_bytes, between=crossing)
+    once = costs.message(last_bytes, between=crossing)
+    way = Way(
+        message.sending * crowd,
+        once.sending * crowd,
+        message.latency,
+        message.spread,
+        min(message.leaving, once.leaving),
     )
+    return message, once, way
+
+
+Seconds = tuple[float, float, float, float, float]
 
 
 def _instructions(
@@ -223,11 +254,11 @@ def _instructions(
     kind: ReplicaKind,
     orders: Orders,
     sizes: Sizes,
-    ways: tuple[list[Message], list[Message]],
+    there: list[Message],
+    here: list[Message],
 ) -> list[Seconds]:
     """Of each stage the seconds of F, R, B, I, W, what is spent on messages included."""
     overhead = costs.profile.overheads.instruction_seconds
-    there, here = ways
     found = []
     for stage, ((first, stop), speed, letters) in enumerate(
         zip(draft.spans, kind.speeds, orders.letters, strict=True)
@@ -265,21 +296,6 @@ def _instructions(
 def _spreads(sizes: Sizes, first: int, stop: int) -> Seconds:
     forward, _, backward, inputs, weights = (sqrt(max(0.0, v[stop] - v[first])) for v in sizes.variances)
     return forward, forward, backward, inputs, weights
-
-
-def _one_way(each: list[Message], once: list[Message], crowding: tuple[int, ...]) -> tuple[Way, ...]:
-    return tuple(
-        [
-            Way(
-                message.sending * crowd,
-                last.sending * crowd,
-                message.latency,
-                message.spread,
-                min(message.leaving, last.leaving),
-            )
-            for message, last, crowd in zip(each, once, crowding, strict=True)
-        ]
-    )
 
 
 def _ties(costs: Costs, draft: Draft, kind: ReplicaKind) -> tuple[Tie, ...]:

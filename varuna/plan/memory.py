@@ -82,6 +82,7 @@ class Needs:
         ]
         self._always = profile.fixed_bytes + room.replica_batch * profile.sample_bytes
         self._boundaries = [a + b for a, b in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)]
+        self._working = costs.working_peaks(sizes.microbatch_size)
         self._ties = bool(profile.ties)
 
     @property
@@ -102,7 +103,7 @@ class Needs:
             + kept.split * (sizes.split_bytes[stop] - sizes.split_bytes[first])
             + self._boundaries[first]
             + self._boundaries[stop]
-            + max(sizes.working_bytes[first:stop])
+            + self._working[first][stop - first - 1]
         )
         if self._ties:
             num_bytes, num_elements = self._costs.tied_twice(first, stop)

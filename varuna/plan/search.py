@@ -35,7 +35,8 @@ from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.schedule import splits
-from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName
+from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
+from varuna.units import count, duration, memory
 
 FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
@@ -91,6 +92,34 @@ def search(
         headroom,
     )
     return Search(costs, Ground(cluster), asked, every_depth=every_depth).run()
+
+
+def cut_layout(
+    profile: Profile,
+    cluster: Cluster,
+    stage_map: StageMap,  # of the cluster's devices, in order
+    *,
+    batch_size: int,
+    microbatch_size: int,
+    schedule: ScheduleName,
+    recompute: bool | None = None,  # None: where memory asks for it
+    shard_optimizer: bool = False,
+    headroom: float = 0.0,
+) -> Proposal:
+    """The fastest way to cut a model for a layout that is given but for that; a PlanError where none fits."""
+    costs = Costs(profile)
+    mode: Mode = "where needed" if recompute is None else "everywhere" if recompute else "never"
+    asked = Asked(
+        batch_size,
+        _depths(costs, [len(stage_map)]),
+        _microbatch_sizes(costs, [microbatch_size]),
+        _schedules([schedule]),
+        (mode,),
+        shard_optimizer,
+        headroom,
+    )
+    ground = Ground(cluster)
+    return Search(costs, ground, asked).cut(ground.look_at(stage_map))
 
 
 class Asked(NamedTuple):
@@ -155,6 +184,7 @@ class Search:
         self.asked = asked
         self.every_depth = every_depth
         self.found: dict[int, Found] = {}  # by depth
+        self._shortest = inf  # of these, in seconds
         self.num_simulated = 0
         self.few_cuts = costs.num_segments <= FEW_SEGMENTS
         self._depths_apart = every_depth and self.few_cuts  # each judged by its own best alone
@@ -162,8 +192,11 @@ class Search:
         self._num_queued = 0
         self._placed: set[Node] = set()
         self._misfits: set[int] = set()  # depths of which some layout did not fit
+        self._fit: set[int] = set()  # depths of which some layout does
+        self._cramped = False  # whether memory has moved any cut from where it would be best
         self._never_fit: set[object] = set()
         self._bare: dict[tuple[object, ...], tuple[Node, float]] = {}  # simulated, without reductions
+        self._bounds: dict[Node, float] = {}
         self._leasts: dict[tuple[int, bool], Least] = {}
         self._rates: dict[tuple[int, bool], float] = {}
         self._sendings: dict[object, tuple[float, ...]] = {}
@@ -185,7 +218,9 @@ class Search:
                     self._placed.add(item)
                     self._place(item, bound)
             elif isinstance(item, Site):
-                self._settle(item)
+                following = self._settle(item)
+                if self._wider_is_roomier and not self.few_cuts:
+                    self._put_narrower(node, following)
             else:
                 self._simulate(item)
         if not self.found:
@@ -197,14 +232,30 @@ class Search:
                 self._look_at_every_depth()
         return self._rank()
 
+    def cut(self, placement: Placement) -> Proposal:
+        """The best cut for places that are given, where one micro-batch size and schedule are asked for."""
+        (size,), (schedule,) = self.asked.microbatch_sizes, self.asked.schedules
+        node = Node(placement.depth, size, splits(schedule), placement.width)
+        tempo = self._tempo(node, placement.speeds, self._room(node).sizes, placement)
+        self._settle(Site(node, placement, tempo))
+        self._simulate_queued(node.depth)
+        if not self.found:
+            raise PlanError(self._why_nothing_fits())
+        if not self.few_cuts:
+            self._move_cuts(node.depth)
+        return self._rank().best
+
     def _look_at_every_depth(self) -> None:
         """Of depths that could not win: the most promising layout of each."""
         self._depths_apart = True
         for depth in self.asked.depths:
-            promising = sorted(self._nodes(depth), key=self._bound)
-            for node in promising[:PROBES]:
-                if depth not in self.found:
-                    self._probe(node)
+            self._look_at_depth(depth)
+
+    def _look_at_depth(self, depth: int) -> None:
+        """Its most promising layout that fits."""
+        for node in sorted(self._nodes(depth), key=self._bound)[:PROBES]:
+            if depth not in self.found:
+                self._probe(node)
 
     def _put(self, bound: float, item: Node | Site | Draft) -> None:
         self._num_queued += 1  # of equal bounds, what came first goes first
@@ -217,7 +268,7 @@ class Search:
         """What a layout of this depth must not take longer than, to be of interest."""
         if self._depths_apart:
             return self.found[depth].seconds * (1 + EQUAL) if depth in self.found else inf
-        return min((found.seconds for found in self.found.values()), default=inf) * (1 + EQUAL)
+        return self._shortest * (1 + EQUAL)
 
     # ------------------------------------------------------------ which layouts there are
 
@@ -283,21 +334,23 @@ class Search:
         Of a few depths the most promising one is gone through to the end first: with something found,
         much else need not be looked at.
         """
-        nodes = [node for depth in self.asked.depths for node in self._nodes(depth)]
-        bounds = {node: self._bound(node) for node in nodes}
-        for node, bound in bounds.items():
-            self._put(bound, node)
+        for depth in self.asked.depths:
+            for node in self._nodes(depth):
+                self._put(self._bound(node), node)
         if not self.few_cuts:
-            best: dict[int, Node] = {}
-            for node in nodes:
-                if node.depth & (node.depth - 1) == 0 or node.depth == self.asked.depths[-1]:
-                    best[node.depth] = min(best.get(node.depth, node), node, key=bounds.__getitem__)
-            for node in best.values():
-                self._probe(node)
+            for depth in self.asked.depths:
+                if depth & (depth - 1) == 0 or depth == self.asked.depths[-1]:
+                    self._look_at_depth(depth)
 
     # ------------------------------------------------------------ what they take at least
 
-    def _bound(self, node: Node, placement: Placement | None = None) -> float:
+    def _bound(self, node: Node) -> float:
+        """For any cut and any places."""
+        if node not in self._bounds:
+            self._bounds[node] = self._bound_at(node, None)
+        return self._bounds[node]
+
+    def _bound_at(self, node: Node, placement: Placement | None) -> float:
         """For any cut; where the places are known, with messages and reductions."""
         profile, depth = self.costs.profile, node.depth
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
@@ -389,8 +442,7 @@ class Search:
         """Finds places, and a bound that knows of messages and reductions."""
         room = self._room(node)
         needs = Needs(self.costs, room)
-        narrower = node._replace(width=self._step_down(max(2, node.width)))
-        following = inf if not self.few_cuts else 0.0  # for the narrower one, as far as this one tells
+        following = inf if not self.few_cuts else 0.0  # for fewer replicas, as far as this number tells
         fits = False
         for way in self.ground.ways(node.depth, node.width):
             worth = self._worth(node.depth)
@@ -403,23 +455,58 @@ class Search:
                 self._misfits.add(node.depth)
                 following = 0.0
                 continue
-            fits = True
             site = Site(node, placement, self._tempo(node, placement.speeds, room.sizes, placement))
-            least = max(bound, self._bound(node, placement))
-            if not self.few_cuts and least <= worth:
+            least = max(bound, self._bound_at(node, placement))
+            if self._cramped and self._wider_is_roomier and least <= worth and not self._has_cut(site, worth):
+                if self._has_cut(site, inf):
+                    fits = True
+                else:
+                    self._misfits.add(node.depth)
+                    following = 0.0
+                continue
+            fits = True
+            if self.few_cuts:
+                following = 0.0
+            elif least > worth:
+                following = min(following, self._following(site, least, self._bound(node)))
+            else:
                 promised, bare = self._promise(site)
                 least = max(least, promised)
-                quicker = min(1.0, self._least_rate(narrower.width) / self._rate_of(placement))
-                following = min(following, bare + quicker * (promised - bare))
-            else:
-                following = 0.0
+                if least > worth or not self._wider_is_roomier:  # else it is settled first, and tells more
+                    following = min(following, self._following(site, promised, bare))
             if least <= worth:
                 self._put(least, site)
+        self._put_narrower(node, following, fits=fits)
+
+    def _has_cut(self, site: Site, seconds: float) -> bool:
+        """Whether some cut fits its memory, and is not known to take longer than so long."""
+        needs = Needs(self.costs, self._room(site.node))
+        memory_bytes = self._memory_bytes(site.placement)
+        mode = self.asked.modes[0]  # of several, the one that leaves most open
+        for schedule in self._schedules(site.node.split):
+            if (site.node[:3], memory_bytes, schedule, mode, site.node.width == 1) not in self._never_fit:
+                cutter = Cutter(site.tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
+                if cutter.possible(seconds):
+                    self._fit.add(site.node.depth)
+                    return True
+        return False
+
+    def _following(self, site: Site, seconds: float, bare: float) -> float:
+        """What this site's time tells of fewer replicas: their reductions may be quicker, nothing else is."""
+        narrower = self._step_down(max(2, site.node.width))
+        rate = self._rate_of(site.placement)  # zero, where larger reductions took no longer when measured
+        quicker = min(1.0, self._least_rate(narrower) / rate) if rate else 0.0
+        return bare + quicker * (seconds - bare)
+
+    def _put_narrower(self, node: Node, following: float, *, fits: bool = True) -> None:
+        """Fewer replicas, of which each gets more; unless they cannot do better than these."""
+        if node.width == 1 or following == inf:
+            return
+        narrower = node._replace(width=self._step_down(node.width))
         if not fits and self._wider_is_roomier:  # but a single replica has no buckets
             narrower = node._replace(width=1)
-        if node.width > 1 and following < inf:  # fewer replicas, of which each gets more
-            least = self._bound(narrower)
-            self._put(max(least, following * least / bound if bound else 0.0), narrower)
+        least = self._bound(narrower)
+        self._put(max(least, following + least - self._bound(node)), narrower)
 
     def _rate_of(self, placement: Placement) -> float:
         """Of all-reduces; a single replica has none, and nothing is quicker."""
@@ -446,7 +533,8 @@ class Search:
         """The bounds of the cut that they like best, with memory enough."""
         recompute = self._only_recompute
         cut = Cut(site.tempo.fastest(recompute), (recompute,) * site.node.depth)
-        draft = self._draft(site, self._schedules(site.node.split)[0], cut)
+        placement = site.placement._replace(kinds=site.placement.kinds[:1])  # the slowest, or near it
+        draft = self._draft(site._replace(placement=placement), self._schedules(site.node.split)[0], cut)
         orders = orders_of(draft)
         orders = orders._replace(limits=(orders.microbatches,) * site.node.depth)
         return _least_seconds(orders, pipelines(self.costs, draft, orders))
@@ -459,12 +547,13 @@ class Search:
     def _schedules(self, split: bool) -> list[ScheduleName]:
         return [name for name in self.asked.schedules if splits(name) == split]
 
-    def _settle(self, site: Site) -> None:
-        """Chooses schedule, recompute and cut, in all ways that fit."""
+    def _settle(self, site: Site) -> float:
+        """Chooses schedule, recompute and cut, in all ways that fit; what follows for fewer replicas."""
         node, placement, tempo = site
         needs = Needs(self.costs, self._room(node))
         memory_bytes = self._memory_bytes(placement)
         made: dict[object, list[Pipeline]] = {}  # schedules that run the same instructions share times
+        following = inf
         for schedule in self._schedules(node.split):
             cuts: dict[Cut, None] = {}
             for mode in self.asked.modes:
@@ -472,23 +561,33 @@ class Search:
                 if key in self._never_fit:
                     continue
                 cutter = Cutter(tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
-                fitting = dict.fromkeys(cutter.cuts())
+                fitting = dict.fromkeys(cutter.cuts(self._worth(node.depth)))
                 cuts |= fitting
-                if not fitting:
+                if fitting:
+                    self._fit.add(node.depth)
+                    self._cramped |= not self.few_cuts and tempo.fastest(self._only_recompute) not in {
+                        cut.spans for cut in fitting
+                    }
+                elif not cutter.possible(inf):
                     self._misfits.add(node.depth)
+                    if node.width > 1:  # a single replica has no buckets
+                        following = min(following, self._bound(node))
                     if self._wider_is_roomier:
                         self._never_fit.add(key)
             for cut in cuts:
-                self._put_draft(self._draft(site, schedule, cut), made)
+                least, bare = self._put_draft(self._draft(site, schedule, cut), made)
+                following = min(following, self._following(site, least, bare))
+        return following
 
-    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> None:
+    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> tuple[float, float]:
         orders = orders_of(draft)
         key = (draft.spans, tuple(["R" in letters for letters in orders.letters]))
         if key not in made:
             made[key] = pipelines(self.costs, draft, orders)
-        least, _ = _least_seconds(orders, made[key])
+        least, bare = _least_seconds(orders, made[key])
         if least <= self._worth(draft.depth):
             self._put(least, draft)
+        return least, bare
 
     def _simulate(self, draft: Draft) -> None:
         orders = orders_of(draft)
@@ -505,6 +604,7 @@ class Search:
         before = self.found.get(draft.depth)
         if before is None or found[:4] < before[:4]:
             self.found[draft.depth] = found
+            self._shortest = min(self._shortest, found.seconds)
         node = _node_of(draft)
         other, bare = self._bare.get(node[:3], (node, inf))
         if other.width <= node.width:
@@ -518,14 +618,22 @@ class Search:
             self._queue = []
             made: dict[object, list[Pipeline]] = {}
             cutters = [self._cutter(before.draft, mode) for mode in self.asked.modes]
-            for spans in neighbours(before.draft.spans):
+            tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
+            for spans in neighbours(spans_before):
+                moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
+                if not all(tempo.done_within(worth, *stage, self._only_recompute) for stage in moved):
+                    continue
                 for recompute in {cutter.recompute(spans) for cutter in cutters}:
                     if recompute is not None:
                         self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
-            while self._queue and self._queue[0][0] <= self._worth(depth):
-                draft = heapq.heappop(self._queue)[2]
-                assert isinstance(draft, Draft)
-                self._simulate(draft)
+            self._simulate_queued(depth)
+
+    def _simulate_queued(self, depth: int) -> None:
+        """Drafts of a depth alone, as long as they may be of interest."""
+        while self._queue and self._queue[0][0] <= self._worth(depth):
+            draft = heapq.heappop(self._queue)[2]
+            assert isinstance(draft, Draft)
+            self._simulate(draft)
 
     def _room(self, node: Node) -> Room:
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
@@ -603,14 +711,12 @@ class Search:
                 plan_of(found.draft, self.costs.profile),
                 forecast,
                 self._idle(found.draft),
-                _reason(forecast, forecasts[0]) if index else "the shortest step of all layouts",
+                why_slower(forecast, forecasts[0]) if index else "the shortest step of all layouts",
             )
             for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
         )
-        refused = tuple(
-            f"{_count(depth, 'stage')}: {self._shortage(depth)}"
-            for depth in sorted(self._misfits - self.found.keys())
-        )
+        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self._fit)}
+        refused = tuple(f"{count(depth, 'stage')}: {why}" for depth, why in shortages.items() if why)
         return Ranking(proposals, refused, self.num_simulated)
 
     def _idle(self, draft: Draft) -> tuple[str, ...]:
@@ -620,10 +726,13 @@ class Search:
         )
 
     def _shortage(self, depth: int) -> str:
+        """Empty where something fits that could not have won, and so was not looked at."""
         need, stage, have = self._least_need(depth)
+        if need <= have:
+            return ""
         return (
-            f"stage {stage} needs {_size(need)} at least, a device has {_size(have)}: {_size(need - have)} "
-            "too little"
+            f"stage {stage} needs {memory(need)} at least, a device has {memory(have)}: "
+            f"{memory(need - have)} too little"
         )
 
     def _least_need(self, depth: int) -> tuple[float, int, int]:
@@ -649,7 +758,7 @@ class Search:
         possible = [depth for depth in self.asked.depths if depth <= self.ground.num_devices]
         if not possible:
             return (
-                f"no layout fits: {_count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
+                f"no layout fits: {count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
                 f"device, and there are {self.ground.num_devices} (try fewer stages, or add devices)"
             )
         depth = min(possible, key=lambda depth: self._least_need(depth)[0] / self._least_need(depth)[2])
@@ -657,9 +766,9 @@ class Search:
         size = self.asked.microbatch_sizes[0]
         recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
         return (
-            f"no layout fits: with {_count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
-            f"needs least, stage {stage} takes {_size(need)} and its device has {_size(have)}, "
-            f"{_size(need - have)} too little ({self._way_out(need)})"
+            f"no layout fits: with {count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
+            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}, "
+            f"{memory(need - have)} too little ({self._way_out(need)})"
         )
 
     def _way_out(self, need: float) -> str:
@@ -681,7 +790,7 @@ class Search:
             else:
                 recompute = " with recompute" if any(stage.recompute for stage in other.stages) else ""
                 return (
-                    f"it fits with {_count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
+                    f"it fits with {count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
                     f"{other.schedule}{recompute}"
                 )
         machine = max(self.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
@@ -690,14 +799,14 @@ class Search:
             needs, _, has = Search(self.costs, wider, everything)._least_need(depth)
             if needs <= has:
                 missing = depth - self.ground.num_devices
-                return f"with {_count(missing, 'device')} more, {_count(depth, 'stage')} would fit"
-        ways = f"take devices with {_size(need)}"
+                return f"with {count(missing, 'device')} more, {count(depth, 'stage')} would fit"
+        ways = f"take devices with {memory(need)}"
         if not self.asked.shard_optimizer:
             ways += ", or spread the optimizer's state over replicas"
         return ways + ", or cut the model finer"
 
 
-def _reason(forecast: Forecast, best: Forecast) -> str:
+def why_slower(forecast: Forecast, best: Forecast) -> str:
     """Where the time goes that the best one does not need."""
 
     def mean(of: Forecast, part: str) -> float:
@@ -715,8 +824,8 @@ def _reason(forecast: Forecast, best: Forecast) -> str:
     }
     part = max(parts, key=lambda part: mean(forecast, part) - mean(best, part))
     return (
-        f"{slower:.1%} slower: {mean(forecast, part) * 1e3:.4g} ms a step for {parts[part]} "
-        f"against {mean(best, part) * 1e3:.4g}"
+        f"{slower:.1%} slower: {duration(mean(forecast, part))} a step for {parts[part]}, "
+        f"not {duration(mean(best, part))}"
     )
 
 
@@ -802,14 +911,3 @@ def _schedules(asked: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]
             known = ", ".join(get_args(ScheduleName))
             raise PlanError(f"there is no schedule {name!r} (choose among {known})")
     return tuple(name for name in PREFERENCE if asked is None or name in asked)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{ceil(num_bytes)} bytes"

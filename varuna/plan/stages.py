@@ -263,8 +263,12 @@ class Table:
         down = longest = 0.0
         again = self.microbatches - 1
         for share, after in zip(shares, _afters(shares), strict=True):
-            each = self._times(share.first, share.stop, after, share.devices, share.recompute, self._each(share))
-            once = self._times(share.first, share.stop, after, share.devices, share.recompute, self._once(share))
+            each = self._times(
+                share.first, share.stop, after, share.devices, share.recompute, self._each(share)
+            )
+            once = self._times(
+                share.first, share.stop, after, share.devices, share.recompute, self._once(share)
+            )
             ending = self._ending(share.first, share.stop, after, share.devices)
             longest = max(longest, down + again * sum(each) + sum(once) + ending)
             first = each if again else once
@@ -357,7 +361,10 @@ def _why_nothing_fits(tables: Sequence[Table]) -> str:
     need = min((table.least_need for table in tables), default=inf)
     have = max(machine.memory_bytes for machine in tables[0].ground.cluster.machines)
     if need == inf:
-        return "no plan: all micro-batches are larger than any that was measured (profile larger ones, or ask for more micro-batches)"
+        return (
+            "no plan: all micro-batches are larger than any that was measured "
+            "(profile larger ones, or ask for more micro-batches)"
+        )
     return (
         f"no plan fits: even one segment needs {int(need)} bytes, a device has {have} "
         "(more devices or micro-batches, smaller segments, or devices with more memory)"

@@ -1,0 +1,35 @@
+"""A stage as a chain of segments computes what the stage computes, though equal segments share a program."""
+
+import torch
+from torch import Tensor
+
+from tests.toys import make_inputs, make_model
+from varuna.capture import Source, StageState, stage_state
+from varuna.capture.chain import Chain, chain_of
+from varuna.capture.program import Program
+from varuna.types import Work
+
+WORK = Work(seed=5, step=1, first_sample=2)
+
+
+def run(program: Program | Chain, state: StageState, inputs: dict[str, object]) -> dict[str, Tensor]:
+    """The loss, and the gradients by name."""
+    tensors = {name: state.tensor(name) for name in program.state}
+    (loss,) = program(list(tensors.values()), [], inputs, WORK)
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()))
+    return {"loss": loss, **dict(zip(trained, found, strict=True))}
+
+
+def test_a_chain_computes_what_the_span_does_with_dropout_drawn_by_each_layer() -> None:
+    """V16: the layers share one program, and none of their masks."""
+    model = make_model("GPT", dtype=torch.float64, layers=4, dropout=0.3)
+    inputs = make_inputs("GPT", 3, torch.Generator().manual_seed(1), torch.float64)
+    source = Source(model)
+    captured = source.capture(inputs, training=True)
+    span = 0, captured.num_segments
+    state = stage_state(source, captured, *span, device="cpu")
+    chain = chain_of(source, captured, *span, torch.device("cpu"))
+    assert len({id(segment.program) for segment in chain.segments}) == 3 < len(chain.segments)
+    expected = run(captured.carve(*span), state, inputs)
+    torch.testing.assert_close(run(chain, state, inputs), expected, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,79 @@
+"""What is said of a device that is full, and what is proposed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.execute.groups import reduce_backend
+from varuna.execute.room import USABLE, Layout, Use, explain, propose
+from varuna.wrapping import choose_gpu, find_device
+
+GIB = 1 << 30
+
+
+def use(*, activations: int, begun: int = 1, state: int = 4) -> Use:
+    steady = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer state": state * GIB}
+    return Use(steady, activations * GIB, begun, spare=GIB // 8, elsewhere=0, capacity=24 * GIB)
+
+
+def test_the_three_largest_consumers_are_named() -> None:
+    said = explain(use(activations=15), Layout(2, 8, held=1, recompute=False), asked=2 * GIB)
+    assert said.startswith("the device's 24 GiB are full: 2 GiB more were asked for beside ")
+    assert "activations of 1 micro-batch 15 GiB, optimizer state 4 GiB, parameters 2 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("found", "layout", "proposal"),
+    [
+        (use(activations=15, begun=3), Layout(2, 8, held=4, recompute=False), "recompute=True"),
+        (use(activations=15), Layout(2, 8, held=1, recompute=False), "chunk_size=4"),
+        (use(activations=15, begun=3), Layout(2, 8, held=8, recompute=True), "chunk_size=4"),
+        (use(activations=2, state=18), Layout(2, 8, held=1, recompute=False), "3 stages"),
+        (use(activations=15), Layout(1, 1, held=1, recompute=False), "2 stages"),
+    ],
+)
+def test_the_nearest_layout_that_fits_is_proposed(found: Use, layout: Layout, proposal: str) -> None:
+    assert proposal in propose(found, layout, asked=GIB)
+
+
+@given(
+    activations=st.integers(1, 200),
+    begun=st.integers(1, 8),
+    microbatch=st.integers(1, 64),
+    held=st.integers(1, 8),
+    recompute=st.booleans(),
+)
+def test_a_proposed_micro_batch_fits_what_was_seen(
+    activations: int, begun: int, microbatch: int, held: int, recompute: bool
+) -> None:
+    found = use(activations=activations, begun=begun)
+    said = propose(found, Layout(2, microbatch, held, recompute), asked=0)
+    if "chunk_size=" in said:
+        size = int(said.split("chunk_size=")[1])
+        each = found.activations / begun * size / microbatch
+        assert 1 <= size < microbatch
+        assert sum(found.steady.values()) + each * (1 if recompute else held) < USABLE * found.capacity
+
+
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:
+    assert choose_gpu(-1, 3, 11, count=4) == torch.device("cuda", 3)
+    assert choose_gpu(1, 3, 11, count=4) == torch.device("cuda", 1)
+    assert choose_gpu(-1, -1, 5, count=4) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="rank 2 is to compute on GPU 4, but this machine has 4: 0 to 3"):
+        choose_gpu(4, 0, 2, count=4)
+    with pytest.raises(ValueError, match=r"worker 1 of its machine, which has 1 GPU: .*start 1 on it"):
+        choose_gpu(-1, 1, 1, count=1)
+
+
+def test_a_gpu_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device(-1, -1, 0) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"device='cuda:0' asks for a GPU, but torch .* sees none here"):
+        find_device("cuda:0", -1, 0)
+
+
+def test_gradients_are_reduced_by_nccl_where_each_rank_has_its_own_gpu() -> None:
+    assert reduce_backend(["a", "b"]) == "cpu:gloo,cuda:nccl"
+    assert reduce_backend(["a", "b", "a"]) == "gloo"
+    assert reduce_backend([None, None]) == "gloo"

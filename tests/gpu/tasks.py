@@ -1,0 +1,135 @@
+"""What workers of the pool do on a GPU."""
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.tasks import make_inputs, stage_map
+from tests.toys import make_model
+from varuna import CutPoint, Varuna, cut_after
+from varuna.errors import VarunaError
+
+DEVICE = "cuda:0"
+
+
+def wrap(name: str, depth: int, *, batch: int, chunk: int, **options: Any) -> tuple[Varuna, Any]:
+    sample = make_inputs(name, 2, torch.Generator().manual_seed(1), torch.float32)
+    model = Varuna(make_model(name), stage_map(depth, 1), sample, batch, chunk, device=DEVICE, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model.set_optimizer(optimizer, init_loss_scale=1024)
+    return model, optimizer
+
+
+@contextmanager
+def nothing_waits_for_the_device() -> Any:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step_without_waiting(precision: str, weigh: Callable[..., float] | None) -> list[float]:
+    """Losses of steps in which any wait for the device but the one for the loss is an error."""
+    model, optimizer = wrap("GPT", 1, batch=6, chunk=2, precision=precision, loss_weight=weigh)
+    inputs = make_inputs("GPT", 6, torch.Generator().manual_seed(2), torch.float32)
+    losses = []
+    for step in range(4):
+        with nothing_waits_for_the_device() if step else nullcontext():
+            loss, _ = model.step(inputs, clip_grad_max_norm=1.0 if precision == "fp16" else None)
+            optimizer.step()
+            model.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def count_tokens(inputs: Any) -> float:
+    return float((inputs["labels"] != -100).sum())
+
+
+def channels_used() -> dict[int, str]:
+    model, optimizer = wrap("GPT", 3, batch=4, chunk=1)
+    inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(2), torch.float32)
+    for _ in range(3):
+        model.step(inputs)
+        optimizer.step()
+        model.zero_grad()
+    found = model.channels
+    model.close()
+    return found
+
+
+def lose_a_neighbour(report: str) -> None:
+    """The last stage is gone in the middle of the third step, with work queued on the device."""
+    steps = [0]
+
+    def die(op: str, microbatch: int) -> float:
+        if steps[0] == 2 and op == "B" and microbatch == 1 and int(os.environ["RANK"]) == 1:
+            os._exit(9)
+        return 0.0
+
+    model, _ = wrap("GPT", 2, batch=4, chunk=1, compute_delay=die, timeout_seconds=20)
+    inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(2), torch.float32)
+    try:
+        for _ in range(4):
+            model.step(inputs)
+            model.zero_grad()
+            steps[0] += 1
+    except VarunaError as error:
+        Path(report).write_text(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+
+class Wide(nn.Module):
+    """Holds 64 MiB between its forward and its backward for each sample, on its second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(4, 4), nn.Linear(4, 1 << 22), CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.cut(self.first(x)))
+        return torch.sin(torch.sin(torch.sin(torch.sin(y)))).mean()
+
+
+def run_out_of_memory(chunk: int) -> str:
+    """The error on this rank, of a job whose second stage has room for 1.4 GiB."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    x = torch.randn(64, 4)
+    error = ""
+    model = Varuna(Wide(), "0;1", {"x": x[:2]}, 64, chunk, device=DEVICE, from_cache=False)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.4 * 2**30 / total)
+    try:
+        model.step({"x": x})
+    except VarunaError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+    return error
+
+
+def train_gpt2_with_flash_attention_alone() -> float:
+    """A loss of Hugging Face's GPT-2, where no other kernel of attention is allowed."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=128, n_head=2, n_positions=64, vocab_size=64, bos_token_id=0, eos_token_id=0
+    )
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+    model = transformers.GPT2LMHeadModel(config)
+    cut_after(model, "transformer.h.0")
+    tokens = torch.randint(64, (4, 64))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    wrapped = Varuna(model, "0;", inputs, 4, 2, device=DEVICE, precision="bf16", from_cache=False)
+    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return wrapped.step(inputs)[0]

@@ -1,0 +1,75 @@
+"""Real jobs whose layout nobody typed: planned from a real profile, trained as by one process, reported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import planned_net
+from tests.launch.jobs import environment, log
+from varuna.codec import decode
+from varuna.plan_file import read_plan
+from varuna.types import StepReport
+
+
+def job(folder: Path, *arguments: str) -> str:
+    (folder / "machines").write_text("127.0.0.1\n")
+    common = ["--machine_list", "machines", "--gpus_per_node", "2", "--log_dir", "logs"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "varuna.run_varuna", *common, *arguments, planned_net.__file__],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def losses(told: str) -> list[float]:
+    return [float(line.split()[-1]) for line in told.splitlines() if line.startswith("[rank 0] loss ")]
+
+
+def test_a_job_without_stages_and_micro_batch_is_planned_and_trains_as_one_process(
+    tmp_path: Path, profile_folder: Path
+) -> None:
+    """V27, V28: and step 10 brings predicted beside measured, in the terminal and in the folder of logs."""
+    told = job(tmp_path, "--batch_size", "8", "--profile_folder", str(profile_folder))
+    planned = next(line for line in told.splitlines() if line.startswith("varuna: planned: "))
+    assert "the shortest step of all layouts" in planned and "varuna: the runner-up: " in told
+    assert losses(told) == pytest.approx(planned_net.train_plainly(), rel=1e-5)
+    ran = next(line for line in told.splitlines() if line.startswith("[rank 0] ran ")).split()
+    depth, width, microbatch_size = map(int, ran[3:6])
+    assert f"planned: {depth} stage" in planned and f" x {width} replica" in planned
+    assert f"micro-batches of {microbatch_size}, schedule {ran[6]}" in planned
+    assert "[rank 0] step 10: " in told and " predicted (" in told
+    report = decode(log(tmp_path, "report.json"), StepReport)
+    assert report.step == 10 and report.forecast is not None
+    assert len(report.stages) == len(report.forecast.stages) == depth
+    assert log(tmp_path, "timeline.svg").startswith("<svg")
+    assert '"traceEvents"' in log(tmp_path, "timeline.perfetto.json")
+
+
+def test_a_pinned_plan_is_run_as_it_is(tmp_path: Path, profile_folder: Path) -> None:
+    """V27, B3: what `varuna plan` wrote is what the workers do."""
+    asked = [
+        "--devices",
+        "2",
+        "--batch-size",
+        "8",
+        "--stages",
+        "2",
+        "--chunk-size",
+        "1",
+        "--schedule",
+        "gpipe",
+    ]
+    plan = [sys.executable, "-m", "varuna", "plan", str(profile_folder), *asked, "--out", "plan.json"]
+    subprocess.run(plan, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
+    told = job(tmp_path, "--plan", "plan.json")
+    stops = [stage.stop for stage in read_plan(tmp_path / "plan.json").plan.stages]
+    assert f"[rank 0] ran 2 1 1 gpipe {stops}" in told
+    assert losses(told) == pytest.approx(planned_net.train_plainly(), rel=1e-5)
+    report = decode(log(tmp_path, "report.json"), StepReport)
+    assert report.forecast == read_plan(tmp_path / "plan.json").forecast

@@ -1,0 +1,65 @@
+"""A pinned plan comes back as it was; one that was edited into nonsense is refused with its key."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.plan.profiles import machines, profile, segment
+from varuna.codec import decode, encode
+from varuna.errors import PlanError
+from varuna.plan.search import search
+from varuna.plan_file import PinnedPlan, read_plan, write_plan
+from varuna.types import Plan, Proposal, StagePlan
+
+PROPOSAL = search(profile([segment(1e-3)], [0] * 4), machines(1, 4), batch_size=16, depths=[2]).best
+PINNED = PinnedPlan(*msgspec.structs.astuple(PROPOSAL), cluster=machines(1, 4))
+
+
+def pin(tmp_path: Path, plan: Plan) -> Path:
+    write_plan(tmp_path / "plan.json", msgspec.structs.replace(PINNED, plan=plan))
+    return tmp_path / "plan.json"
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    """B3: a plan one can pin; whoever only wants the proposal reads that."""
+    path = pin(tmp_path, PINNED.plan)
+    assert read_plan(path) == PINNED
+    assert decode(path.read_text(), Proposal) == PROPOSAL
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"stages": ()}, "`plan.stages` must hold at least one stage, not none"),
+        ({"batch_size": 0}, "`plan.batch_size` must be 1 or more, not 0"),
+        ({"microbatch_size": -4}, "`plan.microbatch_size` must be 1 or more, not -4"),
+        ({"stages": (StagePlan(1, 4, (0,)),)}, r"`plan.stages\[0\]` must begin with segment 0 "),
+        ({"stages": (StagePlan(0, 0, (0,)),)}, r"`plan.stages\[0\]` must begin with segment 0 and hold one"),
+        (
+            {"stages": (StagePlan(0, 2, (0,)), StagePlan(3, 4, (1,)))},
+            r"`plan.stages\[1\]` must begin with segment 2",
+        ),
+        ({"stages": (StagePlan(0, 2, (0, 1)), StagePlan(2, 4, (2,)))}, r"`plan.stages\[1\].ranks` must hold"),
+        ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (0,)))}, "each of the ranks 0 to 1 once"),
+        ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (7,)))}, "each of the ranks 0 to 1 once"),
+        ({"stages": (StagePlan(0, 4, (0, 1)),)}, "has 1 stages and a forecast of 2"),
+    ],
+)
+def test_an_edited_plan_is_refused_with_its_key(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        read_plan(pin(tmp_path, msgspec.structs.replace(PINNED.plan, **change)))
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no plan .*nowhere.json \(make one with"):
+        read_plan(tmp_path / "nowhere.json")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_plan(tmp_path)
+    cut_off = tmp_path / "cut_off.json"
+    cut_off.write_text(encode(PINNED)[:200])
+    with pytest.raises(ValueError, match=r"cut_off.json is no PinnedPlan: Input data was truncated"):
+        read_plan(cut_off)
+    cut_off.write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match=r"cut_off.json is no PinnedPlan"):
+        read_plan(cut_off)

@@ -1,0 +1,149 @@
+"""`varuna profile` measures the model of a user's script, and says what is wrong with the script."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import Cli, on_a_terminal
+from varuna.profile_file import read_profile
+
+SCRIPT = """
+import argparse
+
+import torch
+from torch import nn
+
+from varuna import CutPoint
+from varuna.measure.stopwatch import Effort
+
+
+class Net(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(layers))
+
+    def forward(self, x):
+        for layer, cut in zip(self.layers, self.cuts):
+            x = cut(torch.relu(layer(x)))
+        return x.square().mean()
+
+
+def get_batch(size):
+    return {"x": torch.randn(size, 8)}
+
+
+def make():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int)
+    layers = parser.parse_args().layers
+    quickly = {"message_bytes": [1024, 65536], "effort": Effort(seconds=0.01, fewest=2, most=3)}
+    return {"model": Net(layers), "get_batch": get_batch, "optimizer": torch.optim.SGD, **quickly}
+
+
+def number():
+    return 3
+
+
+def typo():
+    return {"model": Net(2), "get_batches": get_batch}
+
+
+def stranger():
+    return {"model": Net(2), "get_batch": get_batch, "colour": "blue"}
+
+
+def uncut():
+    return nn.Linear(8, 8), get_batch
+
+
+def boom():
+    return [][1]
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(monkeypatch, capsys)
+
+
+@pytest.mark.timeout(300)
+def test_a_script_is_profiled_with_a_bar_and_then_planned(script: Path, cli: Cli) -> None:
+    """V24: what a second run is asked for is added to what the first has measured."""
+    folder = script.parent / "profile"
+    asked = ["profile", f"{script}:make", "--out", folder, "--device", "cpu"]
+    seen = on_a_terminal(*asked, "--sizes", "1,2", "--", "--layers", "3")
+    assert "links within a machine" in seen and "micro-batch size 2" in seen and "━" in seen
+    made = read_profile(folder)
+    assert len(made.segments) == 4 and made.optimizer.name == "SGD"
+    seen = on_a_terminal(*asked, "--sizes", "2,3", "--", "--layers", "3")
+    assert "micro-batch size 2" not in seen and "micro-batches of 1 to 3" in " ".join(seen.split())
+    assert "not measured: between: all processes ran on one machine" in seen
+    assert read_profile(folder).within == made.within
+    assert cli("plan", folder, "--devices", 2, "--batch-size", 8, "--json") == 0
+    assert json.loads(cli.out)["proposals"][0]["forecast"]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (
+            "number",
+            "returned int; it must return (model, get_batch), (model, get_batch, optimizer), or a dict",
+        ),
+        ("typo", "returned a dict of model, get_batches; it must return"),
+        ("stranger", "returned a dict with colour; known are model, get_batch, optimizer, batch_dims"),
+        ("mak", "has no function 'mak' (there are CutPoint, Effort, Net, get_batch, make, number"),
+        ("", "names no function (write SCRIPT:FUNCTION, as in train.py:make_model)"),
+    ],
+)
+def test_a_function_that_is_not_there_or_returns_something_else_is_refused(
+    cli: Cli, script: Path, function: str, told: str
+) -> None:
+    assert cli("profile", f"{script}:{function}") == 2
+    assert told in cli.err and cli.err.count("\n") == 1
+
+
+def test_what_goes_wrong_in_the_script_is_shown_where_it_does(cli: Cli, script: Path) -> None:
+    path = list(sys.path)
+    assert cli("profile", f"{script}:boom") == 2
+    first, *_, second_last, last = cli.err.splitlines()
+    assert first == "Traceback (most recent call last):" and "varuna/" not in cli.err
+    assert second_last == "IndexError: list index out of range"
+    assert last == f"varuna: {script}:boom raised IndexError: list index out of range"
+    script.write_text("import nothing_that_exists")
+    assert cli("profile", f"{script}:make") == 2
+    assert cli.err.splitlines()[-1].endswith(
+        "train.py raised ModuleNotFoundError: No module named 'nothing_that_exists'"
+    )
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "told"),
+    [
+        ("--sizes", "0", "--sizes must be 1 or more, not 0"),
+        ("--sizes", "1,two", "--sizes '1,two' must be whole numbers, parted by commas"),
+        ("--device", "tpu", "--device 'tpu' must be cpu, cuda, one of several as in cuda:1, or a number"),
+        ("--precision", "fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
+        ("--per-machine", "0", "gpus_per_node must be a positive whole number, not 0"),
+    ],
+)
+def test_absurd_options_are_refused_with_their_name(
+    cli: Cli, script: Path, option: str, wrong: str, told: str
+) -> None:
+    assert cli("profile", f"{script}:uncut", "--device", "cpu", option, wrong) == 2
+    assert told in cli.err and cli.err.count("\n") == 1
+
+
+def test_a_script_that_is_not_there_is_refused(cli: Cli, tmp_path: Path) -> None:
+    assert cli("profile", tmp_path / "nowhere.py:make") == 2
+    assert cli.err == f"varuna: there is no script {tmp_path}/nowhere.py\n"

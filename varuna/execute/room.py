@@ -1,0 +1,115 @@
+"""What to say when a device has no room left: who takes it, and the nearest layout that would fit."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna.errors import OutOfDeviceMemory
+from varuna.units import memory
+
+USABLE = 0.92
+"""Of a device: the rest goes to fragments and to what libraries take for themselves."""
+ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a plan decides the memory of one of its stages."""
+
+    stages: int
+    microbatch_size: int
+    held: int  # micro-batches that the schedule lets this stage hold
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes on a device at the moment when one more was asked for."""
+
+    steady: Mapping[str, int]  # what stays from step to step, by name
+    activations: int  # of `held` micro-batches and, where it is a forward, the one at work
+    begun: int  # how many these are
+    spare: int  # in torch's cache, in pieces too small
+    elsewhere: int  # other processes on the device, and its own libraries
+    capacity: int
+
+    @property
+    def consumers(self) -> dict[str, int]:
+        of = f"activations of {self.begun} micro-batch{'es' if self.begun > 1 else ''}"
+        others = {of: self.activations, "fragments": self.spare, "other processes": self.elsewhere}
+        return {**self.steady, **others}
+
+
+def explain(use: Use, layout: Layout, asked: int) -> str:
+    largest = sorted(use.consumers.items(), key=lambda item: -item[1])[:3]
+    listed = ", ".join(f"{name} {memory(num_bytes)}" for name, num_bytes in largest)
+    return (
+        f"the device's {memory(use.capacity)} are full: {memory(asked)} more were asked for beside {listed} "
+        f"({propose(use, layout, asked)})"
+    )
+
+
+def propose(use: Use, layout: Layout, asked: int) -> str:
+    """The least change that fits, as far as what was seen so far tells: activations may yet have grown."""
+    room = USABLE * use.capacity - use.elsewhere - sum(use.steady.values())
+    each = (use.activations + asked) / max(use.begun, 1)
+    if room > each and layout.held > 1 and not layout.recompute:
+        return "try recompute=True: this stage then holds one micro-batch whole"
+    m = layout.microbatch_size
+    while m > 1 and room > 0:
+        m //= 2
+        if room > each * m / layout.microbatch_size * (1 if layout.recompute else layout.held):
+            return f"try micro-batches of {m}: chunk_size={m}"
+    needed = sum(use.steady.values()) + each / layout.microbatch_size
+    stages = max(layout.stages + 1, ceil(layout.stages * needed / (USABLE * use.capacity)))
+    return f"try {stages} stages, or offload_optimizer=True, which keeps the optimizer's state on the host"
+
+
+def explained(
+    error: Exception,
+    *,
+    device: torch.device,
+    parameters: Iterable[Tensor],
+    buffers: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    layout: Layout,
+    begun: int,
+) -> Exception:
+    """The same error, unless a device ran out of memory: then one that tells who has it."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    weights = list(parameters)
+    steady = {
+        "parameters": _bytes(weights, device) + _bytes(buffers, device),
+        "gradients": _bytes((p.grad for p in weights), device),
+        "optimizer state": 0 if optimizer is None else _bytes(_state(optimizer), device),
+    }
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allowed = min(1.0, torch.cuda.get_per_process_memory_fraction(device)) * total
+    use = Use(
+        steady,
+        activations=max(0, allocated - sum(steady.values())),
+        begun=begun,
+        spare=reserved - allocated,
+        elsewhere=0 if allowed < total else max(0, total - free - reserved),
+        capacity=int(allowed),
+    )
+    found = ASKED.search(str(error))
+    asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
+    return OutOfDeviceMemory(explain(use, layout, asked))
+
+
+def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device == device)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    values: Iterable[Any] = (value for state in optimizer.state.values() for value in state.values())
+    return (value for value in values if isinstance(value, Tensor))
