@@ -1,4 +1,4 @@
-"""Automatic cuts against hand-placed ones: how long it takes to find them, and what the best plan makes of them.
+"""Automatic cuts against hand-placed ones: the time to find them, and what the best plan makes of them.
 
     python -m benchmarks.partition [--layers 256]
 

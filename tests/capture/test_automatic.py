@@ -165,6 +165,16 @@ def test_a_model_that_evaluates_in_another_order_is_refused() -> None:
         source.capture(batch_of(4), training=False)
 
 
+def test_one_stage_runs_the_program_of_an_uncut_model() -> None:
+    """Cuts that no layout uses cost nothing."""
+    make, _, inputs = MODELS["gpt2"]
+    programs = []
+    for cut in (None, partition):
+        captured = Source(make(), partition=cut).capture(inputs, training=True)
+        programs.append(captured.carve(0, captured.num_segments).graph_module.code)
+    assert programs[0] == programs[1]
+
+
 def test_cutpoints_are_obeyed_where_there_are_any() -> None:
     model = make_model("Plain")
     inputs = make_inputs("Plain", 4, torch.Generator().manual_seed(0))

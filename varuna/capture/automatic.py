@@ -9,6 +9,7 @@ counterpart went; what has none follows its neighbours.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from varuna.capture.flow import Flow
 from varuna.capture.operations import describe
 from varuna.errors import CaptureError
 from varuna.types import Partition
+
+log = logging.getLogger("varuna")
 
 Place = tuple[str, str, int]
 
@@ -33,6 +36,11 @@ def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partit
             node.meta["segment"] = segment
     whole.num_segments = max(segments, default=0) + 1
     _put_in_order(whole)
+    log.info(
+        "the model has no CutPoints: its %d operations are cut into %d segments",
+        len(operations.nodes),
+        whole.num_segments,
+    )
 
 
 def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Mapping[str, set[int]]) -> None:
