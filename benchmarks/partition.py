@@ -126,7 +126,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name, layers in (("gpt2", 24), ("llama", 22)):
-        for row in compare(name, layers, [4, 8, 12, 24]):
+        for row in compare(name, layers, [8, 12, 16, 24]):
             model, number, ours, where, theirs, ratio = row
             lines.append(f"| {model} | {number} | {ours:.4f} | {where} | {theirs:.4f} | {ratio:.3f} |")
     print("\n".join(lines))

@@ -68,9 +68,8 @@ def test_a_hugging_face_model_is_cut_without_any_mark(name: str) -> None:
     assert_same(model, inputs, batch=4, source=source, layouts=[[*range(segments + 1)]], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["t5"])
-def test_any_order_of_operations_is_the_same_model(name: str) -> None:
-    make, _, inputs = MODELS[name]
+def test_any_order_of_operations_is_the_same_model() -> None:
+    make, _, inputs = MODELS["t5"]
     model = make().train()
     assert_same(model, inputs, batch=4, source=Source(model, partition=any_order), **CLOSE)
 
@@ -97,18 +96,17 @@ class NoParameters(nn.Module):
         return F.mse_loss(torch.tanh(x) * 2, torch.sigmoid(y))
 
 
-def test_models_with_next_to_nothing_in_them_are_cut_as_far_as_they_can_be() -> None:
-    """R5: one operation, no parameters."""
+def test_a_model_over_whose_cuts_nothing_would_go_is_one_segment() -> None:
+    """R5: one operation; or no parameters, so that everything follows from the inputs."""
     one = Source(OneOperation(), partition=partition).capture({"x": torch.randn(4, 3)}, training=True)
     assert one.num_segments == 1
     none = Source(NoParameters(), partition=partition).capture(batch_of(4), training=True)
-    assert none.num_segments > 1
+    assert none.num_segments == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_equal_layers_are_cut_alike(name: str) -> None:
-    """R12: twice as many layers bring no kind of segment that was not there."""
-    make, _, inputs = MODELS[name]
+def test_equal_layers_are_cut_alike() -> None:
+    """R12: twice as many layers bring no more kinds of segments to measure."""
+    make, _, inputs = MODELS["gpt2"]
     model = make().train()
     config: Any = model.config
     kinds = []
@@ -116,9 +114,9 @@ def test_equal_layers_are_cut_alike(name: str) -> None:
         config.num_hidden_layers = layers
         source = Source(type(model)(config), partition=partition)
         captured = source.capture(inputs, training=True)
-        kinds.append((captured.num_segments, max(find_kinds(source, captured)) + 1))
-    (few, few_kinds), (many, many_kinds) = kinds
-    assert many > few and many_kinds <= few_kinds, kinds
+        kinds.append(max(find_kinds(source, captured)) + 1)
+        assert kinds[-1] < captured.num_segments / 3
+    assert kinds[1] <= kinds[0]
 
 
 def test_evaluation_and_other_shapes_are_cut_where_training_was() -> None:
