@@ -123,6 +123,30 @@ def test_the_search_finds_what_simulating_every_layout_finds(case: tuple[Profile
     assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
 
 
+@st.composite
+def long_cases(draw: st.DrawFn) -> tuple[Profile, Cluster, int]:
+    """Models of many segments on two devices, equal or not: few enough ways to cut them, so all are tried."""
+    some = draw(st.lists(kinds(), min_size=1, max_size=3))
+    count = draw(st.integers(9, 12))
+    made = profile(some, [draw(st.integers(0, len(some) - 1)) for _ in range(count)], cut_bytes=MB)
+    memory = st.sampled_from([600 * MB, 2 * GB, 80 * GB])
+    machine = st.builds(Machine, st.just("m"), st.just(1), memory, st.sampled_from([1.0, 0.5]))
+    return made, Cluster((draw(machine), draw(machine))), draw(st.integers(1, 6))
+
+
+@settings(max_examples=10)
+@given(long_cases())
+def test_where_there_are_few_ways_to_cut_a_long_model_all_are_tried(
+    case: tuple[Profile, Cluster, int],
+) -> None:
+    """V25, V26"""
+    made, cluster, batch_size = case
+    all_seconds = list(every_layout(made, cluster, batch_size))
+    if all_seconds:
+        best = search(made, cluster, batch_size=batch_size).best
+        assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
+
+
 # ---------------------------------------------------------------- what one can tell by thought
 
 

@@ -307,3 +307,17 @@ def test_what_comes_between_two_steps_now_and_then_is_no_part_of_them(tmp_path: 
         model.report()
     model.step(get_batch(4))
     assert model.report().num_steps == before.num_steps
+
+
+def test_a_script_that_evaluates_after_every_step_goes_without_reports(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V28: no length of a step is known, and training goes on."""
+    monkeypatch.setenv("VARUNA_PLAN", encode(proposal(stages=(StagePlan(0, 4, (0,)),))))
+    model = wrap()
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with caplog.at_level(logging.INFO, logger="varuna"):
+        for _ in range(10):
+            model.step(get_batch(1))
+            model.evaluate(get_batch(1))
+    assert "predicted" not in caplog.text
