@@ -595,11 +595,12 @@ class Varuna(nn.Module):
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
             span = self._own.first, self._own.stop
-            self._programs[key] = (
-                chain_of(self._source, captured, *span, self.device).compiled()
-                if self._compiles
-                else captured.carve(*span).to(self.device)
-            )
+            if self._compiles and not captured.cut_by_itself:
+                self._programs[key] = chain_of(self._source, captured, *span, self.device).compiled()
+            else:
+                # Segments that nobody marked are too short to be compiled each alone.
+                program = captured.carve(*span).to(self.device)
+                self._programs[key] = program.compiled() if self._compiles else program
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]

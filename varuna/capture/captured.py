@@ -21,6 +21,7 @@ from varuna.types import ModelGraph, Partition, PrecisionName
 class Captured:
     graph: ModelGraph
     num_segments: int
+    cut_by_itself: bool  # and not by CutPoints
     random: bool  # whether anything in the graph draws
     momentum: Mapping[str, float | None]  # of BatchNorm's running statistics, by name; None where cumulative
     shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
@@ -58,6 +59,7 @@ class Captured:
         tidy.refuse_torn_buffers(whole, flow)
         self.graph = summarize(whole, flow, ties, symbol)
         self.num_segments = whole.num_segments
+        self.cut_by_itself = partition is not None
         self._whole = whole
         self.random = whole.work is not None and bool(whole.work.users)
         self.momentum = momentum
