@@ -30,6 +30,7 @@ from varuna.measure.reductions import measure_reductions
 from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.neighbour import measure_link_between, measure_with_neighbours
+from varuna.plan.blocks import partition
 from varuna.profile_file import Book, open_draft
 from varuna.profiling import (
     Batches,
@@ -116,6 +117,7 @@ class Profiler:
             shared_weights=shared_weights,
             precision=precision,
             device_type=self.device.type,
+            partition=partition,
         )
         self._make_optimizer: MakeOptimizer | None = None
 

@@ -30,6 +30,7 @@ from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge, on_one_clock
 from varuna.on_demand import Attention, usr1
+from varuna.plan.blocks import partition
 from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.profiling import device_name
 from varuna.reporting import Reporter
@@ -155,6 +156,7 @@ class Varuna(nn.Module):
                 shared_weights=shared_weights,
                 precision=precision,
                 device_type=self.device.type,
+                partition=partition,
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments
@@ -593,11 +595,12 @@ class Varuna(nn.Module):
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
             span = self._own.first, self._own.stop
-            self._programs[key] = (
-                chain_of(self._source, captured, *span, self.device).compiled()
-                if self._compiles
-                else captured.carve(*span).to(self.device)
-            )
+            if self._compiles and not captured.cut_by_itself:
+                self._programs[key] = chain_of(self._source, captured, *span, self.device).compiled()
+            else:
+                # Segments that nobody marked are too short to be compiled each alone.
+                program = captured.carve(*span).to(self.device)
+                self._programs[key] = program.compiled() if self._compiles else program
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
