@@ -4,14 +4,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import checkpoints as ck
+from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import steps_and_makespans
 from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
 from benchmarks.memory import Held, held
 from benchmarks.models import MEDIUM, TINY, Size, chain
+from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
 from tests.pool import Pool
 from varuna.types import ScheduleName
@@ -294,6 +298,54 @@ def checkpoints(lab: Lab) -> list[Row]:
     return rows
 
 
+def accuracy(lab: Lab) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder, cores_awake():
+        trials = (GLIMPSE,) if lab.quick else TRIALS
+        return accuracy_rows([compare_in(trial, lab.run, Path(folder)) for trial in trials])
+
+
+def accuracy_rows(found: Sequence[Compared]) -> list[Row]:
+    rows = []
+    for trial in found:
+        for one in trial.measured:
+            steps = [one.seconds] if one.waits else one.steps
+            row = Row(
+                benchmark="accuracy",
+                case=f"{trial.name} {one.layout}",
+                against="foretold against measured",
+                unit="ms",
+                ours=in_ms([one.predicted]),
+                other=in_ms(steps),
+                ratio=spread([one.predicted / seconds for seconds in steps]),
+            )
+            rows.append(row)
+    for sort in dict.fromkeys(trial.sort for trial in found):
+        alike = [trial for trial in found if trial.sort == sort]
+        errors = [100 * one.error for trial in alike for one in trial.measured]
+        what = f"of {len(errors)} layouts, {sort}"
+        rows.append(_of_error(f"median error {what}", median(errors), 3.0))
+        rows.append(_of_error(f"worst error {what}", max(errors), 8.0))
+        for trial in alike:
+            case = f"{trial.name} as the planner lays it out, {trial.chosen.layout}"
+            against = f"the best of {len(trial.measured)}, {trial.best.layout}"
+            chosen, best = trial.chosen.seconds, trial.best.seconds
+            rows.append(of_time("accuracy", case, against, [chosen], [best], 1.03))
+    return rows
+
+
+def _of_error(case: str, error: float, most: float) -> Row:
+    return Row(
+        benchmark="accuracy",
+        case=case,
+        against=f"{most:g} %",
+        unit="%",
+        ours=spread([error]),
+        other=spread([most]),
+        ratio=spread([error / most]),
+        target=1.0,
+    )
+
+
 def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(ranks) for ranks in zip(*of_ranks, strict=True)]
 
@@ -323,4 +375,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "overhead": overhead,
     "schedules": schedules,
     "checkpoints": checkpoints,
+    "planning": lambda lab: planning(lab.run, lab.settings.repeats, quick=lab.quick),
+    "planning-memory": lambda lab: planning_memory(quick=lab.quick),
+    "accuracy": accuracy,
 }

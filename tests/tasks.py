@@ -54,6 +54,8 @@ class RememberingSource(Source):
         key = self.toy, self.signature(inputs, batch), training, self.precision, self.device
         if key not in self.remembered:
             self.remembered[key] = super().capture(inputs, training=training, batch=batch)
+        if training and self._partition is not None:
+            self._first = self._first or self.remembered[key]  # as other captures are to be cut
         return self.remembered[key]
 
 

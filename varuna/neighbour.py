@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from varuna.capture import Source
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
 from varuna.measure.links import measure_link
@@ -111,8 +112,23 @@ def main() -> None:
     matrix = torch.ones(64, 64, device=device, requires_grad=True)
     torch.autograd.backward((matrix @ matrix).sum())  # all that the first computation brings along is there
     if rank == "1":
+        if device == "cpu":  # and what capturing a model does, where both are in one memory
+            least = _Least()
+            Source(least).capture({"x": torch.ones(2, 1)}, training=True)
         store.set("bytes", str(_resident_bytes()))
     _take_part(store, int(rank), int(count), torch.device(device))
+
+
+class _Least(nn.Module):
+    """As little of a model as there can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.line(x).sum()
+        return summed
 
 
 def _take_part(

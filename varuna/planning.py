@@ -22,7 +22,7 @@ from varuna.profile_file import read_profile, write_whole
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
 
-MOST_BATCH = 1 << 24
+MOST_BATCH = 1 << 20
 MOST_RUNNERS_UP = 100
 MOST_SEED = (1 << 31) - 1
 MOST_NOTES = 4

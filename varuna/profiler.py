@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -29,6 +30,7 @@ from varuna.measure.reductions import measure_reductions
 from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.neighbour import measure_link_between, measure_with_neighbours
+from varuna.plan.blocks import partition
 from varuna.profile_file import Book, open_draft
 from varuna.profiling import (
     Batches,
@@ -115,6 +117,7 @@ class Profiler:
             shared_weights=shared_weights,
             precision=precision,
             device_type=self.device.type,
+            partition=partition,
         )
         self._make_optimizer: MakeOptimizer | None = None
 
@@ -279,7 +282,7 @@ class Profiler:
                     device=self.device,
                     finish=finish_in(self._source.precision),
                     stopwatch=stopwatch_for(self.device),
-                    effort=OPTIMIZER_EFFORT,
+                    effort=msgspec.structs.replace(OPTIMIZER_EFFORT, quantile=self._effort.quantile),
                 )
             )
             book.add(optimizer=found)
@@ -391,8 +394,13 @@ class Profiler:
                 step_that_does_nothing(self.device, MANY),
                 compute=lambda: run_once(chain, stopwatch),
                 slow_call_seconds=found.call_seconds,
-                fast_call_seconds=measure_calls(nothing, stopwatch=stopwatch, effort=CALL_EFFORT),
+                fast_call_seconds=measure_calls(
+                    nothing,
+                    stopwatch=stopwatch,
+                    effort=msgspec.structs.replace(CALL_EFFORT, quantile=self._effort.quantile),
+                ),
                 stopwatch=stopwatch,
+                quantile=self._effort.quantile,
             )
 
         if self.device.type == "cpu":

@@ -5,6 +5,7 @@ All ranks tell each other at the same steps, so that each report is of the whole
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +35,14 @@ MOST_LINES = 8
 class Word(NamedTuple):
     """What a rank says to the others."""
 
-    found: RankPace
+    found: RankPace | None  # None while no step is measured
     forecast: Forecast | None  # the first rank's counts
     draws: bool
+
+
+def measured_by_all(words: Sequence[Word]) -> list[RankPace] | None:
+    found = [word.found for word in words if word.found is not None]
+    return found if len(found) == len(words) else None
 
 
 class Reporter:
@@ -60,33 +66,35 @@ class Reporter:
 
     def report(self) -> StepReport:
         """All ranks call it, all get the same."""
-        return self._report(self._gather())
+        words = self._gather()
+        ranks = measured_by_all(words)
+        if ranks is None:
+            raise RuntimeError(
+                f"no step has been measured yet, after {self.pace.num_steps} of them (the first few are left "
+                "out, and those that something else came after: train some more before asking for a report)"
+            )
+        return summarise(self.pace.num_steps, ranks, words[0].forecast)
 
     def report_if_due(self) -> None:
         if self.pace.num_steps != self._next:
             return
         self._next *= 10
-        everyone = self._gather()
-        report = self._report(everyone)
-        measured = self._measured([word.found for word in everyone]) if everyone[0].draws else None
+        words = self._gather()
+        ranks = measured_by_all(words)
+        if ranks is None:
+            return
+        measured = self._measured(ranks) if words[0].draws else None
         if self._outlook is not None:
+            report = summarise(self.pace.num_steps, ranks, self._outlook.forecast)
             tell(report, launched=self._folder is not None)
             if self._folder is not None:
                 self._write(report, measured, Path(self._folder))
 
     def _gather(self) -> list[Word]:
         self.pace.interrupt()
-        found = self.pace.found(self._session.stage)
-        if found is None:  # on all ranks alike
-            raise RuntimeError(
-                f"no step has been measured yet, after {self.pace.num_steps} of them (the first few are left "
-                "out: train some more before asking for a report)"
-            )
         forecast = None if self._outlook is None else self._outlook.forecast
+        found = self.pace.found(self._session.stage)
         return self._session.gather(Word(found, forecast, self._folder is not None))
-
-    def _report(self, everyone: list[Word]) -> StepReport:
-        return summarise(self.pace.num_steps, [word.found for word in everyone], everyone[0].forecast)
 
     def _measured(self, ranks: list[RankPace]) -> Timeline | None:
         """A usual step of the first replica."""

@@ -13,14 +13,14 @@ scheduling and drawing run anywhere. Every noun reads and writes JSON through `v
     StepReport   both, side by side       (observe makes it)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from varuna.units import duration
+from varuna.units import count, duration
 
 # ---------------------------------------------------------------- the model
 
@@ -63,6 +63,8 @@ class Segment(msgspec.Struct, frozen=True):
     num_operations: int
     flops_per_sample: float  # an estimate from the shapes, for balancing before anything is measured
     parameter_bytes: int
+    moved_bytes: Dim = Dim(0, 0)  # read and written by a forward, by micro-batch size; an estimate too
+    kept_bytes: Dim = Dim(0, 0)  # made by a forward for its backward
 
 
 class ModelGraph(msgspec.Struct, frozen=True):
@@ -71,6 +73,32 @@ class ModelGraph(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...]
     ties: tuple[tuple[str, ...], ...]  # each a group of names for one tensor, canonical name first
     fingerprint: str
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A step of a model that no cut may part, and what its forward costs for one sample, by its shapes."""
+
+    flops: int
+    moved_bytes: int  # read and written
+
+
+class Value(msgspec.Struct, frozen=True):
+    """What one operation makes and others use."""
+
+    made_by: int
+    used_by: tuple[int, ...]
+    num_bytes: int  # of one sample, over a cut and back; zero where the other side makes it again
+
+
+class OperationGraph(msgspec.Struct, frozen=True):
+    """A model before it is cut: its operations in an order in which they can run."""
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+
+
+Partition = Callable[[OperationGraph], Sequence[int]]
+"""Tells for each operation its segment; none uses what a later segment makes."""
 
 
 # ---------------------------------------------------------------- the layout
@@ -355,7 +383,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return sum(machine.devices for machine in self.machines)
 
     def __str__(self) -> str:
-        return f"{self.num_devices} devices on {len(self.machines)} machines"
+        return f"{count(self.num_devices, 'device')} on {count(len(self.machines), 'machine')}"
 
 
 # ---------------------------------------------------------------- the forecast

@@ -31,6 +31,7 @@ from varuna.execute.stage import Stage
 from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge, on_one_clock
 from varuna.on_demand import Attention, usr1
+from varuna.plan.blocks import partition
 from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.profiling import device_name
 from varuna.progress import Progress, open_progress
@@ -158,6 +159,7 @@ class Varuna(nn.Module):
                 shared_weights=shared_weights,
                 precision=precision,
                 device_type=self.device.type,
+                partition=partition,
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments
@@ -293,7 +295,7 @@ class Varuna(nn.Module):
                 loss_scale=self._loss_scale,
                 max_norm=clip_grad_max_norm,
             )
-            self._reporter.pace.leave(self._trainer.engine.recorder.entries)
+            self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
             self._reporter.report_if_due()
         self.grad_norm = totals.norm
         if self._progress.watched:
@@ -353,6 +355,7 @@ class Varuna(nn.Module):
             self._asked_for.append(asked)
             self.on_demand_checkpoint(global_store)
             return asked
+        self._reporter.pace.interrupt()
         return self._save(global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last)
 
     def load_checkpoint(
@@ -372,6 +375,7 @@ class Varuna(nn.Module):
         `check_complete=False` takes what is there of an incomplete one, `strict=False` what the model
         knows of another's, `cast=True` other dtypes; hashes are checked always.
         """
+        self._reporter.pace.interrupt()
         step = self._checkpoints.load(
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
@@ -618,11 +622,12 @@ class Varuna(nn.Module):
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
             span = self._own.first, self._own.stop
-            self._programs[key] = (
-                chain_of(self._source, captured, *span, self.device).compiled()
-                if self._compiles
-                else captured.carve(*span).to(self.device)
-            )
+            if self._compiles and not captured.cut_by_itself:
+                self._programs[key] = chain_of(self._source, captured, *span, self.device).compiled()
+            else:
+                # Segments that nobody marked are too short to be compiled each alone.
+                program = captured.carve(*span).to(self.device)
+                self._programs[key] = program.compiled() if self._compiles else program
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]

@@ -140,7 +140,11 @@ def plan_stages(
 
 def estimated_spans(captured: Captured, depth: int) -> tuple[tuple[int, int], ...]:
     """Stages of equal work, as far as shapes tell, before anything is measured."""
-    return balance([segment.flops_per_sample for segment in captured.graph.segments], stages=depth)
+    return balance(
+        [segment.flops_per_sample for segment in captured.graph.segments],
+        stages=depth,
+        crossing=captured.crossing_bytes,
+    )
 
 
 def check_once(

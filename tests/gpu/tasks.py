@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -14,6 +15,8 @@ from tests.tasks import make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
+from varuna.execute.groups import reduce_backend
+from varuna.execute.reduce import Reducer
 
 DEVICE = "cuda:0"
 
@@ -133,3 +136,26 @@ def train_gpt2_with_flash_attention_alone() -> float:
     wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return wrapped.step(inputs)[0]
+
+
+class WaitsAtOnce:
+    def for_work(self, work: dist.Work, what: Callable[[], str]) -> None:
+        work.wait()
+
+    def for_device(self, done: Callable[[], bool]) -> None:
+        torch.cuda.synchronize()
+
+
+def reduce_by_nccl() -> tuple[float, list[list[float]]]:
+    """The loss and the gradients of a step of one rank, which reduces with itself."""
+    group = dist.new_group([0], backend=reduce_backend(["a GPU of its own"]))
+    weights = [nn.Parameter(torch.zeros(size, device=DEVICE)) for size in (2, 1)]
+    reducer = Reducer(weights, replicas=group, everyone=None, counts_norm=True, waiter=WaitsAtOnce())
+    reducer.begin()
+    stop = reducer.expect_last_backward()
+    first, second = weights
+    (first[0] + 2 * first[1] + 3 * second.sum()).backward()  # type: ignore[no-untyped-call]
+    stop()
+    reducer.announce(2.0, 1.0)
+    totals = reducer.finish(nominal_weight=1.0, loss_scale=1.0, checks_overflow=True, max_norm=None)
+    return totals.loss, [weight.grad.tolist() for weight in weights if weight.grad is not None]

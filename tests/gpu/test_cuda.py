@@ -3,7 +3,6 @@
 pytest -m gpu tests/gpu
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from varuna.schedule import NAMES
 pytestmark = pytest.mark.gpu
 
 F64 = {"rtol": 1e-9, "atol": 1e-11}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize(("depth", "width", "chunk"), [(1, 1, 3), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 3)])

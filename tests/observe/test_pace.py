@@ -1,25 +1,25 @@
 """What steps take: the median of many, whatever comes between some of them, and where the time went."""
 
-from itertools import pairwise
-
 import pytest
 
-from varuna.observe import Pace, merge
+from varuna.observe import Pace, Recorder, merge
 from varuna.observe.pace import KEPT, WARMUPS, WINDOW, RankPace, summarise, typical_step
-from varuna.observe.record import Entry, on_one_clock, to_timeline
+from varuna.observe.record import on_one_clock, to_timeline
 from varuna.types import Forecast, Interval, MemoryForecast, StageForecast, StageTime, StepReport, Timeline
 
 
-def entries(start: float, compute: float, wait: float = 0.0, reduce: float = 0.0) -> list[Entry]:
-    moments = [start, start + compute, start + compute + wait, start + compute + wait + reduce]
-    kinds = [("F", 0), ("wait", -1), ("reduce", -1)]
-    return [(*kind, *span) for kind, span in zip(kinds, pairwise(moments), strict=True)]
+def recorded(start: float, compute: float, wait: float = 0.0, reduce: float = 0.0) -> Recorder:
+    recorder = Recorder()
+    for what, seconds in (("F", compute), ("wait", wait), ("reduce", reduce)):
+        recorder.add(what, 0 if what == "F" else -1, start, start + seconds)
+        start += seconds
+    return recorder
 
 
 def ran(pace: Pace, seconds: list[float], start: float = 0.0, compute: float = 0.25) -> float:
     for length in seconds:
         pace.enter(start)
-        pace.leave(entries(start, compute * length, 0.125 * length, 0.0625 * length))
+        pace.leave(recorded(start, compute * length, 0.125 * length, 0.0625 * length).snapshot())
         start += length
     return start
 
@@ -50,9 +50,9 @@ def test_what_is_added_to_a_step_after_its_end_is_none_of_it() -> None:
     pace = Pace()
     start = ran(pace, [1.0] * WARMUPS)
     pace.enter(start)
-    recorded = entries(start, 0.5)
-    pace.leave(recorded)
-    recorded.append(("F", 0, start + 0.6, start + 0.9))
+    recorder = recorded(start, 0.5)
+    pace.leave(recorder.snapshot())
+    recorder.add("F", 0, start + 0.6, start + 0.9)
     pace.enter(start + 1.0)
     found = pace.found(stage=0)
     assert found is not None and found.compute_seconds == 0.5

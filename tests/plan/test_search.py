@@ -1,6 +1,7 @@
 """The search finds what trying everything finds; and what one can tell by thought."""
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -120,6 +121,30 @@ def test_the_search_finds_what_simulating_every_layout_finds(case: tuple[Profile
         return
     best = search(made, cluster, batch_size=batch_size).best
     assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
+
+
+@st.composite
+def long_cases(draw: st.DrawFn) -> tuple[Profile, Cluster, int]:
+    """Models of many segments on two devices, equal or not: few enough ways to cut them, so all are tried."""
+    some = draw(st.lists(kinds(), min_size=1, max_size=3))
+    count = draw(st.integers(9, 12))
+    made = profile(some, [draw(st.integers(0, len(some) - 1)) for _ in range(count)], cut_bytes=MB)
+    memory = st.sampled_from([600 * MB, 2 * GB, 80 * GB])
+    machine = st.builds(Machine, st.just("m"), st.just(1), memory, st.sampled_from([1.0, 0.5]))
+    return made, Cluster((draw(machine), draw(machine))), draw(st.integers(1, 6))
+
+
+@settings(max_examples=10)
+@given(long_cases())
+def test_where_there_are_few_ways_to_cut_a_long_model_all_are_tried(
+    case: tuple[Profile, Cluster, int],
+) -> None:
+    """V25, V26"""
+    made, cluster, batch_size = case
+    all_seconds = list(every_layout(made, cluster, batch_size))
+    if all_seconds:
+        best = search(made, cluster, batch_size=batch_size).best
+        assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
 
 
 # ---------------------------------------------------------------- what one can tell by thought
@@ -333,3 +358,13 @@ def test_a_cluster_of_thousands_is_planned_by_looking_at_a_few() -> None:
     assert len(best.plan.ranks) + len(best.idle) == 4096
     assert best.plan.stages[0].first == 0 and best.plan.stages[-1].stop == 96
     assert all(stage.memory.total <= 80 * GB for stage in best.forecast.stages)
+
+
+def test_reductions_that_took_no_longer_when_larger_are_no_obstacle() -> None:
+    """As noise has it, where all of them are small."""
+    noisy = reductions(inf, between=False) + reductions(inf, between=True)
+    for count in (4, 12):
+        ranking = search(
+            profile([segment(1e-3)], [0] * count, reduce_costs=noisy), machines(1, 4), batch_size=16
+        )
+        assert ranking.best.forecast.seconds > 0

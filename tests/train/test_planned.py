@@ -293,11 +293,31 @@ def test_a_forecast_is_not_told_of_a_plan_that_is_not_run_as_it_stands(
     assert trained(wrap(schedule="gpipe"), 5).report().forecast is None
 
 
-def test_an_evaluation_between_two_steps_is_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """V28: nor is a checkpoint."""
+@pytest.mark.parametrize("between", ["evaluation", "checkpoint", "report"])
+def test_what_comes_between_two_steps_now_and_then_is_no_part_of_them(tmp_path: Path, between: str) -> None:
+    """V28"""
     model = trained(wrap(), 6)
     before = model.report()
     model.step(get_batch(4))
-    model.evaluate(get_batch(4))
+    if between == "evaluation":
+        model.evaluate(get_batch(4))
+    elif between == "checkpoint":
+        model.checkpoint(tmp_path)
+    else:
+        model.report()
     model.step(get_batch(4))
     assert model.report().num_steps == before.num_steps
+
+
+def test_a_script_that_evaluates_after_every_step_goes_without_reports(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V28: no length of a step is known, and training goes on."""
+    monkeypatch.setenv("VARUNA_PLAN", encode(proposal(stages=(StagePlan(0, 4, (0,)),))))
+    model = wrap()
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with caplog.at_level(logging.INFO, logger="varuna"):
+        for _ in range(10):
+            model.step(get_batch(1))
+            model.evaluate(get_batch(1))
+    assert "predicted" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -94,7 +95,12 @@ def dim_of(size: Any, symbol: sympy.Symbol | None) -> Dim | None:
         return Dim(0, size)
     if not isinstance(size, torch.SymInt) or symbol is None:
         return None
-    expression = sympy.expand(size.node.expr)
+    return _line(size.node.expr, symbol)
+
+
+@lru_cache(maxsize=4096)
+def _line(expression: sympy.Expr, symbol: sympy.Symbol) -> Dim | None:
+    expression = sympy.expand(expression)
     if expression.free_symbols - {symbol}:
         return None
     per_sample, fixed = expression.coeff(symbol, 1), expression.coeff(symbol, 0)

@@ -1,12 +1,13 @@
-"""A captured model: one graph, cut where its CutPoints are, from which any span can be carved."""
+"""A captured model: one graph, cut into segments, from which any span can be carved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 
-from varuna.capture import tidy
+from varuna.capture import automatic, tidy
 from varuna.capture.batch import Batch
 from varuna.capture.carve import Carver
 from varuna.capture.flatten import Whole
@@ -14,12 +15,13 @@ from varuna.capture.flow import Flow
 from varuna.capture.mask import name_masks
 from varuna.capture.program import Program
 from varuna.capture.summary import summarize
-from varuna.types import ModelGraph, PrecisionName
+from varuna.types import ModelGraph, Partition, PrecisionName
 
 
 class Captured:
     graph: ModelGraph
     num_segments: int
+    cut_by_itself: bool  # and not by CutPoints
     random: bool  # whether anything in the graph draws
     momentum: Mapping[str, float | None]  # of BatchNorm's running statistics, by name; None where cumulative
     shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
@@ -34,7 +36,10 @@ class Captured:
         momentum: Mapping[str, float | None],
         precision: PrecisionName,
         device: torch.device,
+        partition: Partition | None = None,
+        alike: Captured | None = None,
     ) -> None:
+        """Cut by its CutPoints; or by `partition`; or as another capture of the same model was by that."""
         symbol = tidy.symbol_of(whole, batch.dims)
         tidy.refuse_coupled_samples(whole, symbol)
         tidy.sizes_from_the_batch(whole, batch.dims, symbol)
@@ -45,9 +50,17 @@ class Captured:
         tidy.drop_needless_detaches(whole, Flow(whole))
         tidy.drop_dead(whole, Flow(whole))
         flow = Flow(whole)
+        if alike is not None:
+            automatic.cut_alike(whole, flow, alike._places, alike._holders)
+            flow = Flow(whole)
+        elif partition is not None:
+            automatic.cut(whole, flow, symbol, partition)
+            flow = Flow(whole)
         tidy.refuse_torn_buffers(whole, flow)
-        self.graph = summarize(whole, ties, symbol)
+        self.graph = summarize(whole, flow, ties, symbol)
         self.num_segments = whole.num_segments
+        self.cut_by_itself = partition is not None
+        self._whole = whole
         self.random = whole.work is not None and bool(whole.work.users)
         self.momentum = momentum
         self.precision: PrecisionName = precision
@@ -60,6 +73,23 @@ class Captured:
     def changes_buffers(self) -> bool:
         """Whether a forward changes any buffer, in whatever segment."""
         return bool(self.carve(0, self.num_segments).mutated)
+
+    @cached_property
+    def _places(self) -> dict[automatic.Place, int]:
+        return automatic.places(self._whole)
+
+    @property
+    def _holders(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for segment in self.graph.segments:
+            for name in (*segment.parameters, *segment.buffers):
+                found.setdefault(name, set()).add(segment.index)
+        return found
+
+    @cached_property
+    def crossing_bytes(self) -> list[int]:
+        """What goes over the cut after each segment but the last, there and back, for one sample."""
+        return [self._carver.crossing_bytes(cut) for cut in range(1, self.num_segments)]
 
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""

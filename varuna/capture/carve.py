@@ -20,15 +20,15 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from varuna.capture.again import Again
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.opaque import Leaf
 from varuna.capture.program import Program, build, laid_out, layout_of, under_autocast
+from varuna.capture.summary import num_bytes
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
-
-_MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
 
 
 class Carver:
@@ -46,11 +46,9 @@ class Carver:
         self.symbol = symbol
         self.precision: PrecisionName = precision
         self.device = device
+        self._closures = Again(whole, flow)
         self._again: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
         self._state = set(whole.state.values())
-        self._parameters = {whole.state[name] for name in whole.parameters}
-        self._changed = {root for root in flow.writers if root in self._state}
-        self._crossing: dict[int, tuple[fx.Node, ...]] = {}
 
     @cached_property
     def _by_segment(self) -> list[list[fx.Node]]:
@@ -62,30 +60,35 @@ class Carver:
 
     def crossing(self, cut: int) -> tuple[fx.Node, ...]:
         """The values that are sent over the cut before segment `cut`, in the order both sides agree on."""
-        if cut in (0, self.whole.num_segments):
-            return ()
-        if cut not in self._crossing:
-            found: set[fx.Node] = set()
-            pending = [
-                arg for segment in self._by_segment[cut:] for node in segment for arg in node.all_input_nodes
-            ]
-            if self.whole.loss.meta["segment"] < cut:
-                pending.append(self.whole.loss)
-            seen: set[fx.Node] = set()
-            while pending:
-                value = pending.pop()
-                if value in seen or not self._is_before(value, cut):
+        return () if cut in (0, self.whole.num_segments) else self._crossings[cut]
+
+    @cached_property
+    def _crossings(self) -> list[tuple[fx.Node, ...]]:
+        """For every cut: what is used behind it, made before it, and not made again."""
+        found: list[list[fx.Node]] = [[] for _ in range(self.whole.num_segments)]
+        needed = {self.whole.loss: self.whole.num_segments - 1}  # up to which segment
+        for node in reversed(self.whole.nodes):
+            first, last = node.meta["segment"], needed.get(node, -1)
+            if node.op != "get_attr":
+                for arg in node.all_input_nodes:
+                    needed[arg] = max(needed.get(arg, -1), first)
+            for cut in range(first + 1, last + 1):
+                if node.op == "get_attr" or self.made_again(node, cut) is not None:
                     continue
-                seen.add(value)
-                if self.made_again(value, cut) is not None:
-                    continue
-                if isinstance(value.meta.get("val"), Tensor):
-                    found.add(value)
+                if isinstance(node.meta.get("val"), Tensor):
+                    found[cut].append(node)
                 else:
                     # A number that follows from the data, such as the length of x[mask]: its tensors cross.
-                    pending.extend(value.all_input_nodes)
-            self._crossing[cut] = tuple(sorted(found, key=self.flow.order.__getitem__))
-        return self._crossing[cut]
+                    for arg in node.all_input_nodes:
+                        needed[arg] = max(needed.get(arg, -1), cut)
+        return [tuple(reversed(values)) for values in found]
+
+    def crossing_bytes(self, cut: int) -> int:
+        """There and back, for one sample."""
+        return sum(
+            num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.needs_grad else 1)
+            for node in self.crossing(cut)
+        )
 
     def _is_before(self, value: fx.Node, cut: int) -> bool:
         return value.op not in ("placeholder", "get_attr") and value.meta["segment"] < cut
@@ -94,36 +97,8 @@ class Carver:
         """The nodes that make a value again after a cut; None where it must be sent."""
         key = (value, cut)
         if key not in self._again:
-            self._again[key] = self._closure(value, cut)
+            self._again[key] = self._closures.closure(value, self._position(cut))
         return self._again[key]
-
-    def _closure(self, value: fx.Node, cut: int) -> frozenset[fx.Node] | None:
-        flow, root = self.flow, self.flow.root[value]
-        of_state = root in self._state and root not in self._changed
-        closure: set[fx.Node] = set()
-        limit = self._position(cut)
-        pending = [value, *flow.writers_before(root, limit)]
-        while pending:
-            node = pending.pop()
-            if node in closure:
-                continue
-            if node.op == "placeholder":
-                if (
-                    node is self.whole.work
-                    or node in self._changed
-                    or (node in self._parameters and not of_state)
-                ):
-                    return None
-                continue
-            if node.op == "call_module" or "random" in node.meta:
-                return None
-            closure.add(node)
-            if len(closure) > _MOST_MADE_AGAIN:
-                return None
-            if of_state and flow.root[node] is not root:
-                return None
-            pending.extend(flow.dependencies(node))
-        return frozenset(closure)
 
     def _position(self, cut: int) -> int:
         """The position in the whole graph of a cut."""

@@ -69,12 +69,21 @@ class Flow:
             return False
         if node.meta.get("no_grad") or _base_name(node) in _WITHOUT_GRADIENT:
             return False
-        if not any(arg in self.needs_grad for arg in node.all_input_nodes):
+        if not any(arg in self.needs_grad for arg in _made_of(node)):
             return False
         return any(
             isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
             for value in torch.utils._pytree.tree_leaves(node.meta.get("val"))
         )
+
+
+def _made_of(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a gradient goes back to: of an item of broadcast tensors, its own tensor alone."""
+    source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    if isinstance(source, fx.Node) and source.target is aten.broadcast_tensors.default:
+        tensors: Any = source.args[0]
+        return [tensors[node.args[1]]]
+    return node.all_input_nodes
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from varuna.capture.batch import Batch, describe, find_batch
 from varuna.capture.captured import Captured
+from varuna.capture.cutpoint import cutpoints
 from varuna.capture.explain import check_arguments
 from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
 from varuna.capture.trace import trace
 from varuna.errors import CaptureError
-from varuna.types import PrecisionName
+from varuna.types import Partition, PrecisionName
 
 
 class Source:
@@ -30,7 +31,9 @@ class Source:
         shared_weights: Sequence[tuple[str, str]] | None = None,
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
+        partition: Partition | None = None,
     ) -> None:
+        """`partition` cuts a model without CutPoints; without it, such a model is one segment."""
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.hollow = hollow(model)
@@ -40,6 +43,8 @@ class Source:
         self.device = torch.device(device_type)
         self._batch_dims = dict(batch_dims or {})
         self._flags = {name: module.training for name, module in model.named_modules()}
+        self._partition = None if any(cutpoints(model)) else partition
+        self._first: Captured | None = None  # that was cut by the partition
         self._captured: dict[Hashable, Captured] = {}
         self._shared_draws: dict[Hashable, frozenset[int]] = {}
 
@@ -69,10 +74,13 @@ class Source:
             shared = self.capture(
                 _doubled(inputs, batch), training=True, batch=Batch(2, batch.dims)
             ).shared_draws
+        elif self._partition is not None and self._first is None and not training:
+            self.capture(inputs, training=True, batch=batch)  # which is the one that is cut
         self._set_mode(training)
         traced = trace(self.hollow, inputs, batch, precision=self.precision, device=self.device)
         whole = flatten(traced, self.canonical)
-        return Captured(
+        partition = None if traced.num_cuts else self._partition
+        captured = Captured(
             whole,
             batch,
             ties=self.ties,
@@ -80,7 +88,12 @@ class Source:
             momentum=_momentum(self.hollow),
             precision=self.precision,
             device=self.device,
+            partition=partition,
+            alike=None if partition is None else self._first,
         )
+        if partition is not None:
+            self._first = self._first or captured
+        return captured
 
     def on_meta(self, name: str) -> bool:
         return self._tensor(name).device.type == "meta"

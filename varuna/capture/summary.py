@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from varuna.capture import random
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
-from varuna.types import ModelGraph, Segment
+from varuna.capture.flow import Flow
+from varuna.types import Dim, ModelGraph, Segment
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -31,13 +34,18 @@ _VIEWS = {
 }
 
 
-def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> ModelGraph:
+def summarize(
+    whole: Whole, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
+) -> ModelGraph:
     """State that nothing reads belongs to the first segment, so that none is lost."""
     unused = [name for name, node in whole.state.items() if not node.users]
     names = {node: name for name, node in whole.state.items()}
+    by_segment: list[list[fx.Node]] = [[] for _ in range(whole.num_segments)]
+    for node in whole.nodes:
+        if node.op != "get_attr":
+            by_segment[node.meta["segment"]].append(node)
     segments = []
-    for index in range(whole.num_segments):
-        nodes = [node for node in whole.nodes if node.meta["segment"] == index and node.op != "get_attr"]
+    for index, nodes in enumerate(by_segment):
         used = {names[arg] for node in nodes for arg in node.all_input_nodes if arg in names}
         if index == 0:
             used.update(unused)
@@ -49,8 +57,12 @@ def summarize(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbo
                 parameters=parameters,
                 buffers=tuple(name for name in ordered if name not in whole.parameters),
                 num_operations=len(nodes),
-                flops_per_sample=float(sum(_flops(node, symbol) for node in nodes)),
+                flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
+                moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
+                kept_bytes=_line(
+                    [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
+                ),
             )
         )
     return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))
@@ -60,15 +72,50 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def _sizes(value: Tensor, symbol: sympy.Symbol | None) -> list[int]:
-    """The shape for one sample."""
+def _line(at_one_and_two: Sequence[int]) -> Dim:
+    """The sum as a line in the batch, from what it is for one sample and for two."""
+    half = len(at_one_and_two) // 2
+    one, two = sum(at_one_and_two[:half]), sum(at_one_and_two[half:])
+    return Dim(two - one, 2 * one - two)
+
+
+def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[int]:
+    """The shape for so many samples."""
     dims = [dim_of(size, symbol) for size in value.shape]
-    return [1 if dim is None else max(dim.size(1), 1) for dim in dims]
+    return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
 
 
-def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
-    target = node.target
-    name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+def num_bytes(value: Any, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
+    return sum(math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in tensors)
+
+
+def _kept_bytes(node: fx.Node, flow: Flow, symbol: sympy.Symbol | None, batch: int) -> int:
+    """What it makes may be wanted in a backward, where it takes part in one and its memory is its own."""
+    made = node in flow.needs_grad and flow.root[node] is node
+    return num_bytes(node.meta.get("val"), symbol, batch) if made else 0
+
+
+def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    """What an operation reads and writes; nothing where it only looks at it in another way."""
+    name = _name(node)
+    if name in _VIEWS or node.target is operator.getitem:
+        return 0
+    values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
+    if name == "embedding":  # of the table, only the rows that were asked for
+        values = values[:1] * 2
+    return sum(num_bytes(value, symbol, batch) for value in values)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    if target in (random.draw, random.draw_in_place):
+        target = node.args[0]
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
+    name = _name(node)
     values = [
         value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)
     ]
@@ -79,7 +126,7 @@ def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
         if isinstance(arg.meta.get("val"), Tensor)
     ]
     if name in _VIEWS:
-        return 0.0
+        return 0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
         inner = (
             operands[1][-1]
@@ -88,13 +135,13 @@ def _flops(node: fx.Node, symbol: sympy.Symbol | None) -> float:
             if len(operands[-1]) > 1
             else operands[-1][-1]
         )
-        return 2.0 * elements * inner
+        return 2 * elements * inner
     if name.startswith("conv") and len(operands) >= 2:
-        return 2.0 * elements * math.prod(operands[1][1:])
+        return 2 * elements * math.prod(operands[1][1:])
     if name == "scaled_dot_product_attention" and len(operands) >= 1:
         keys = operands[min(1, len(operands) - 1)][-2]
-        return 4.0 * elements * keys
-    return float(elements)
+        return 4 * elements * keys
+    return elements
 
 
 def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:

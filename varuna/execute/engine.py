@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from varuna.errors import PeerLost, VarunaError
+from varuna.execute.late import recorder_for
 from varuna.execute.reading import Reading, runs_ahead
 from varuna.execute.scatter import MicroBatch
 from varuna.execute.stage import Program, Stage
 from varuna.execute.wait import Waiter
-from varuna.observe.record import Recorder
 from varuna.schedule import Cursor
 from varuna.types import Instruction, Op, TensorSpec, Work
 
@@ -83,7 +83,7 @@ class Engine:
         self.delay = (
             delay  # seconds of extra time for an instruction: slow machines, for tests and benchmarks
         )
-        self.recorder = Recorder()
+        self.recorder = recorder_for(device)
         self.where = ""  # what is being done, in words, for errors
 
     def train(

@@ -57,6 +57,8 @@ def explain(use: Use, layout: Layout, asked: int) -> str:
 
 def propose(use: Use, layout: Layout, asked: int) -> str:
     """The least change that fits, as far as what was seen so far tells: activations may yet have grown."""
+    if use.elsewhere > use.capacity / 2:
+        return "other processes have most of it: give this rank a device of its own, or end them"
     room = USABLE * use.capacity - use.elsewhere - sum(use.steady.values())
     each = (use.activations + asked) / max(use.begun, 1)
     if room > each and layout.held > 1 and not layout.recompute:

@@ -226,6 +226,7 @@ class Borrower:
             self._sources.popleft()
 
     def close(self) -> None:
+        self._stream.synchronize()  # before the other's memory is out of sight
         self._sources.clear()
         self._free.clear()
         self._used.clear()

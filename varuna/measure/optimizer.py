@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from varuna.measure.stopwatch import Effort, Stopwatch
+from varuna.measure.stopwatch import Effort, Stopwatch, typical
 from varuna.types import OptimizerCost
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -80,7 +79,7 @@ def _step(
         return stopwatch.seconds(begin, end)
 
     warm = [run() for _ in range(effort.warmups)]
-    seconds = median(run() for _ in range(effort.runs(min(warm))))
+    seconds = typical([run() for _ in range(effort.runs(min(warm)))], effort.quantile)
     kept = (value for state in optimizer.state.values() for value in state.values())
     state_bytes = sum(value.nbytes for value in kept if isinstance(value, Tensor))
     return type(optimizer).__name__, seconds, state_bytes, sum(w.numel() for w in weights)

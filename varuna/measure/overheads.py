@@ -9,9 +9,8 @@ between others that compute; and what calling a segment takes is known from call
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 
-from varuna.measure.stopwatch import Stopwatch
+from varuna.measure.stopwatch import Stopwatch, typical
 from varuna.types import Overheads
 
 FEW, MANY = 4, 68
@@ -25,6 +24,7 @@ def measure_overheads(
     slow_call_seconds: float,
     fast_call_seconds: float,
     stopwatch: Stopwatch,
+    quantile: float,
 ) -> Overheads:
     """`step(n)` trains n micro-batches: a forward and a backward for each, by calls that are fast."""
     samples: dict[int, list[float]] = {FEW: [], MANY: []}
@@ -37,7 +37,7 @@ def measure_overheads(
             stopwatch.settle()
             if turn >= WARMUPS:
                 found.append(stopwatch.seconds(start, stop))
-    few, many = median(samples[FEW]), median(samples[MANY])
+    few, many = typical(samples[FEW], quantile), typical(samples[MANY], quantile)
     each = max(0.0, (many - few) / (MANY - FEW))
     return Overheads(
         instruction_seconds=max(0.0, each / 2 + slow_call_seconds - fast_call_seconds),

@@ -24,12 +24,16 @@ import torch
 from torch import Tensor
 
 from varuna.measure.memory import Bytes, Meter, count_bytes
-from varuna.measure.stopwatch import Effort, Stopwatch, duration
+from varuna.measure.stopwatch import Effort, Stopwatch, duration, typical
 from varuna.types import Duration, SizeCost
 
 PARTS = ("forward", "backward", "backward_inputs", "backward_weights", "forward_only")
 BUSY = 0.9
 """A host that is busy for this share of the time that a call takes sets the pace, and not the device."""
+
+
+HEAD_START = 2.5
+"""Times what the host needs to queue a round: it has queued two before the device begins."""
 
 
 class Piece(Protocol):
@@ -64,16 +68,20 @@ class Samples:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
-    def cost(self, part: str, nothing: Samples, entry_seconds: float) -> Duration:
+    def cost(self, part: str, nothing: Samples, entry_seconds: float, quantile: float) -> Duration:
         """Without what the call of a segment takes that does nothing, unless the device hides it.
 
         That is the engine's, once for each instruction. Nor with what only some stages do.
         """
         hidden = median(self.host[part]) < BUSY * median(self.seconds[part])
-        less = 0.0 if hidden else median(nothing.seconds[part])
-        return duration(
-            self.seconds[part], less=less + (entry_seconds if part.startswith("forward") else 0.0)
-        )
+        less = 0.0 if hidden else typical(nothing.pace(part), quantile)
+        less += entry_seconds if part.startswith("forward") else 0.0
+        return duration(self.pace(part), less=less, quantile=quantile)
+
+    def pace(self, part: str) -> list[float]:
+        """What the device takes, and no less than the host needs at its best to queue it."""
+        least = min(self.host[part])
+        return [max(seconds, least) for seconds in self.seconds[part]]
 
 
 class Measured(NamedTuple):
@@ -117,17 +125,17 @@ def measure_chain(
                 working_bytes=counted.working,
                 split_bytes=counted.split,
                 entry_seconds=entry,
-                **{part: sample.cost(part, calls, entry) for part in PARTS},
+                **{part: sample.cost(part, calls, entry, effort.quantile) for part in PARTS},
             )
         )
-    return Measured(costs, _call_seconds(calls))
+    return Measured(costs, _call_seconds(calls, effort))
 
 
 def measure_calls(nothing: Link, *, stopwatch: Stopwatch, effort: Effort) -> float:
     """The same as `Measured.call_seconds`, where nothing else runs in between."""
     calls = Samples()
     _repeat(_whole_round, [nothing], [calls], stopwatch, effort, held=1)
-    return _call_seconds(calls)
+    return _call_seconds(calls, effort)
 
 
 def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
@@ -135,8 +143,8 @@ def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
     _whole_round(chain, stopwatch)
 
 
-def _call_seconds(calls: Samples) -> float:
-    return (median(calls.seconds["forward"]) + median(calls.seconds["backward"])) / 2
+def _call_seconds(calls: Samples, effort: Effort) -> float:
+    return sum(typical(calls.pace(part), effort.quantile) for part in ("forward", "backward")) / 2
 
 
 def _mixed(chain: Sequence[Link], nothing: Callable[[], Link]) -> list[Link]:
@@ -197,7 +205,11 @@ def _repeat(
         run(chain, stopwatch)
     stopped = stopwatch.mark()
     stopwatch.settle()
-    for _ in range(effort.runs(stopwatch.seconds(started, stopped) / max(effort.warmups, 1))):
+    warmups = max(effort.warmups, 1)
+    head_start = HEAD_START * stopwatch.host_seconds(started, stopped) / warmups
+    for _ in range(effort.runs(stopwatch.seconds(started, stopped) / warmups)):
+        if stopwatch.head_start(head_start):
+            run(chain, stopwatch)  # the host too is slow at first, when it has waited
         marks = run(chain, stopwatch)
         stopwatch.settle()
         for place, part, start, stop in marks:
@@ -290,4 +302,4 @@ def _entry_seconds(piece: Piece, stopwatch: Stopwatch, effort: Effort) -> float:
         stopwatch.settle()
         if run >= effort.warmups:
             samples.append(stopwatch.seconds(start, stop))
-    return duration(samples).seconds
+    return duration(samples, quantile=effort.quantile).seconds

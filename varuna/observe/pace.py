@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from varuna.observe.record import COMPUTE, Entry
+from varuna.observe.record import COMPUTE, Entry, Snapshot
 from varuna.types import Forecast, StageTime, StepReport
 
 WARMUPS = 3
@@ -29,10 +29,7 @@ class Kept(NamedTuple):
     number: int
     entered: float
     seconds: float
-    entries: Sequence[Entry]
-
-    def spent_on(self, what: frozenset[str]) -> float:
-        return sum(stop - start for kind, _, start, stop in self.entries if kind in what)
+    snapshot: Snapshot
 
 
 class RankPace(msgspec.Struct, frozen=True):
@@ -54,25 +51,23 @@ class Pace:
     def __init__(self) -> None:
         self.num_steps = 0
         self._entered = 0.0
-        self._over: tuple[list[Entry], int] | None = None  # of the step before, while nothing came between
+        self._over: Snapshot | None = None  # of the step before, while nothing came between
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._kept: deque[Kept] = deque(maxlen=KEPT)
 
     def enter(self, now: float) -> None:
         """A step begins, and with that the one before is over."""
         if self._over is not None and self.num_steps > WARMUPS:
-            entries, count = self._over
             seconds = now - self._entered
             self._seconds.append(seconds)
-            own = entries if len(entries) == count else entries[:count]
-            self._kept.append(Kept(self.num_steps, self._entered, seconds, own))
+            self._kept.append(Kept(self.num_steps, self._entered, seconds, self._over))
         self._entered = now
         self._over = None
 
-    def leave(self, entries: list[Entry]) -> None:
+    def leave(self, recorded: Snapshot) -> None:
         """The step has done what it records; its optimizer may follow."""
         self.num_steps += 1
-        self._over = entries, len(entries)
+        self._over = recorded
 
     def interrupt(self) -> None:
         """Something comes that no step has: this one's length will not be known."""
@@ -82,9 +77,12 @@ class Pace:
         """None while no step has been measured."""
         if not self._kept:
             return None
+        steps = [step.snapshot() for step in self._kept]
 
         def usual(what: frozenset[str]) -> float:
-            return median(step.spent_on(what) for step in self._kept)
+            return median(
+                sum(stop - start for kind, _, start, stop in step if kind in what) for step in steps
+            )
 
         return RankPace(
             stage,
@@ -94,15 +92,15 @@ class Pace:
             usual(frozenset({"wait"})),
             usual(frozenset({"reduce"})),
             {step.number: step.seconds for step in self._kept},
-            max(len(step.entries) for step in self._kept),
+            max(map(len, steps)),
         )
 
     def entries(self, number: int) -> list[Entry]:
         """All of a step, to its end: after what it has recorded comes the optimizer."""
         step = next(step for step in self._kept if step.number == number)
-        stop = step.entered + step.seconds
-        recorded = max((entry[3] for entry in step.entries), default=step.entered)
-        return [*step.entries, ("optimizer", -1, recorded, max(recorded, stop))]
+        entries = step.snapshot()
+        recorded = max((entry[3] for entry in entries), default=step.entered)
+        return [*entries, ("optimizer", -1, recorded, max(recorded, step.entered + step.seconds))]
 
 
 def summarise(step: int, ranks: Sequence[RankPace], forecast: Forecast | None) -> StepReport:

@@ -5,7 +5,7 @@ them together so that the step starts at zero. Ranks whose clocks differ are bro
 by whoever calls `add`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -13,9 +13,9 @@ from varuna.types import Interval, Timeline
 
 COMPUTE = frozenset("FRBIW")
 
-
 Entry = tuple[str, int, float, float]
 """What, micro-batch, start, stop."""
+Snapshot = Callable[[], list[Entry]]
 
 
 class Recorder:
@@ -28,16 +28,21 @@ class Recorder:
         self.entries.append((what, microbatch, start, stop))
 
     def clear(self) -> None:
-        """Begins anew; whoever holds the entries so far keeps them."""
+        """Begins anew; a snapshot keeps what it is of."""
         self.entries = []
 
     def compute_seconds(self) -> float:
         """Of forwards and backwards, without the waiting in between."""
         return sum(stop - start for what, _, start, stop in self.entries if what in COMPUTE)
 
+    def snapshot(self) -> Snapshot:
+        """What was added so far, to be looked at later, if at all: taking one costs nothing."""
+        entries, count = self.entries, len(self.entries)
+        return lambda: entries[:count]
+
     def timeline(self, rank: int, stage: int) -> Timeline:
         """What was added, still by this rank's clock; `merge` makes it start at zero."""
-        return to_timeline(self.entries, rank, stage)
+        return to_timeline(self.snapshot()(), rank, stage)
 
 
 def to_timeline(entries: Iterable[Entry], rank: int, stage: int) -> Timeline:

@@ -3,16 +3,13 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import inf
+from math import ceil, inf
 from typing import Literal, NamedTuple
 
 from varuna.plan.costs import Costs, Sizes
 from varuna.plan.memory import Kept, Needs, keeps
 from varuna.plan.partition import Spans, all_cuts, cut_for_least, cut_within
 from varuna.types import ScheduleName
-
-FEW_SEGMENTS = 8
-"""Of a model of up to so many segments, all ways to cut it are looked at: at most 35 for each depth."""
 
 Mode = Literal["never", "where needed", "everywhere"]
 """Which stages recompute their forwards."""
@@ -38,6 +35,8 @@ class Work:
         }
         # As much of it as the stages around wait for.
         self.chain = _add(sizes.forward, sizes.inputs if split else sizes.backward)
+        # The first stage does all of its backward at once.
+        self.first = {False: _add(sizes.forward, sizes.backward), True: self.whole[True]}
 
 
 class Tempo:
@@ -47,7 +46,7 @@ class Tempo:
         self,
         work: Work,
         *,
-        microbatches: int,
+        microbatches: float,  # the last may be smaller
         speeds: tuple[float, ...],
         sending: Sequence[Sequence[float]] = (),  # by stage and cut after it; none where all are alike
     ) -> None:
@@ -56,6 +55,7 @@ class Tempo:
         self.microbatches = microbatches
         self.speeds = speeds
         self.sending = sending
+        self._fastest_speed = max(speeds)
         self._fastest: dict[bool, Spans] = {}
 
     @property
@@ -74,8 +74,8 @@ class Tempo:
         See `bounds.least_seconds`. Weight parts can be put off: no way leads through them.
         """
         work, speed, microbatches = self.work, self.speeds[stage], self.microbatches
-        whole, chain = work.whole[recompute], work.chain
-        left = (budget - chain[first] / speed) / microbatches - work.overhead
+        whole, chain = (work.whole if stage else work.first)[recompute], work.chain
+        left = (budget - chain[first] / self._fastest_speed) / microbatches - work.overhead
         if work.split:
             alone = budget / microbatches - work.overhead
             stop = min(
@@ -126,22 +126,21 @@ class Cutter:
         schedule: ScheduleName,
         mode: Mode,
         memory_bytes: tuple[int, ...],  # by stage
+        every: bool,  # all cuts, rather than the one that is best as far as a bound tells
     ) -> None:
         self.tempo = tempo
+        self._every = every
         self.needs = needs
         self.depth = len(memory_bytes)
         self.memory_bytes = memory_bytes
         self._choices = {"never": (False,), "where needed": (False, True), "everywhere": (True,)}[mode]
         self._room: dict[tuple[int, int, bool], int] = {}
-        self._kept = _kept(schedule, self.depth, tempo.microbatches)
+        self._kept = _kept(schedule, self.depth, ceil(tempo.microbatches))
 
     def cuts(self, worth: float) -> Iterator[Cut]:
-        """All that fit, where there are few; else the one with the smallest bound, if it is small enough."""
-        if self.tempo.segments <= FEW_SEGMENTS:
-            candidates = all_cuts(self.tempo.segments, self.depth)
-        else:
-            candidates = iter(self._fastest(worth))
-        for spans in candidates:
+        """All that fit; or the one with the smallest bound, if that is small enough."""
+        every = all_cuts(self.tempo.segments, self.depth)
+        for spans in every if self._every else self._fastest(worth):
             recompute = self.recompute(spans)
             if recompute is not None:
                 yield Cut(spans, recompute)
@@ -166,8 +165,8 @@ class Cutter:
         return self.need(stage, first, stop, recompute) <= self.memory_bytes[stage]
 
     def possible(self, budget: float) -> bool:
-        """Whether there is a cut that fits, within a budget where the model has many segments."""
-        if self.tempo.segments <= FEW_SEGMENTS:
+        """Whether there is a cut that fits; within a budget, where not all are looked at."""
+        if self._every:
             return any(map(self.recompute, all_cuts(self.tempo.segments, self.depth)))
         return self._cut(min(budget, self.tempo.most)) is not None
 

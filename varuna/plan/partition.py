@@ -8,20 +8,57 @@ that each stage's device has.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
+from math import inf
 
 Spans = tuple[tuple[int, int], ...]
 
 
-def balance(costs: Sequence[float], *, stages: int) -> Spans:
+SLACK = 0.05
+"""So much longer the longest stage may be, if less crosses the cuts then."""
+
+
+def balance(costs: Sequence[float], *, stages: int, crossing: Sequence[int] = ()) -> Spans:
     """The spans (first, stop) of `stages` neighbouring groups with the least largest cost.
 
     Every stage gets at least one segment. Dynamic programming over (stages used, segments used);
     among equally good cuts the one with the earliest boundaries, so that every rank finds the same.
+    Where it is known what crosses the cut after each segment, the one of the good cuts with the least.
     """
+    spans = _balance(costs, stages)
+    if not crossing or stages == 1:
+        return spans
+    most = max(sum(costs[first:stop]) for first, stop in spans)
+    return _cross_least(costs, stages, crossing, most * (1 + SLACK))
+
+
+def _cross_least(costs: Sequence[float], stages: int, crossing: Sequence[int], most: float) -> Spans:
+    count = len(costs)
+    before = [0.0, *accumulate(float(cost) for cost in costs)]
+    best = [0.0] + [inf] * count  # best[n]: the least that crosses the cuts in the first n segments
+    choices: list[list[int]] = []
+    for used in range(stages):
+        following = [inf] * (count + 1)
+        choice = [0] * (count + 1)
+        for stop in range(used + 1, count + 1):
+            over = crossing[stop - 1] if stop < count else 0
+            first = stop - 1
+            while first >= used and before[stop] - before[first] <= most:
+                if best[first] + over <= following[stop]:
+                    following[stop], choice[stop] = best[first] + over, first
+                first -= 1
+        best = following
+        choices.append(choice)
+    bounds = [count]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    return tuple(pairwise(reversed(bounds)))
+
+
+def _balance(costs: Sequence[float], stages: int) -> Spans:
     count = len(costs)
     if not 1 <= stages <= count:
         raise ValueError(
-            f"{stages} pipeline stages asked for, but the model has {count - 1} CutPoints and so allows "
+            f"{stages} pipeline stages asked for, but the model has {count - 1} cuts and so allows "
             f"1 to {count} (add CutPoints, or choose a number in that range)"
         )
     before = [0.0, *accumulate(float(cost) for cost in costs)]

@@ -20,7 +20,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil, comb, inf
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -28,7 +28,7 @@ import msgspec
 from varuna.errors import PlanError
 from varuna.plan.bounds import Open, least_of_any_cut, least_seconds
 from varuna.plan.costs import Costs, Sizes
-from varuna.plan.cuts import FEW_SEGMENTS, Cut, Cutter, Mode, Tempo, Work
+from varuna.plan.cuts import Cut, Cutter, Mode, Tempo, Work
 from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
 from varuna.plan.memory import Needs, Room
 from varuna.plan.partition import neighbours
@@ -38,6 +38,8 @@ from varuna.schedule import splits
 from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
 from varuna.units import count, duration, memory
 
+FEW_CUTS = 600
+"""Where a model can be cut in up to so many ways, counted over all depths, every one is looked at."""
 FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
 PROBES = 6
@@ -186,7 +188,7 @@ class Search:
         self.found: dict[int, Found] = {}  # by depth
         self._shortest = inf  # of these, in seconds
         self.num_simulated = 0
-        self.few_cuts = costs.num_segments <= FEW_SEGMENTS
+        self.few_cuts = _num_cuts(costs, ground, asked) <= FEW_CUTS
         self._depths_apart = every_depth and self.few_cuts  # each judged by its own best alone
         self._queue: list[tuple[float, int, Node | Site | Draft]] = []
         self._num_queued = 0
@@ -485,7 +487,7 @@ class Search:
         mode = self.asked.modes[0]  # of several, the one that leaves most open
         for schedule in self._schedules(site.node.split):
             if (site.node[:3], memory_bytes, schedule, mode, site.node.width == 1) not in self._never_fit:
-                cutter = Cutter(site.tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
+                cutter = self._cutter(site, needs, schedule, mode)
                 if cutter.possible(seconds):
                     self._fit.add(site.node.depth)
                     return True
@@ -493,8 +495,11 @@ class Search:
 
     def _following(self, site: Site, seconds: float, bare: float) -> float:
         """What this site's time tells of fewer replicas: their reductions may be quicker, nothing else is."""
+        if self.ground.unequal:  # fewer may do without the slower machines
+            return 0.0
         narrower = self._step_down(max(2, site.node.width))
-        quicker = min(1.0, self._least_rate(narrower) / self._rate_of(site.placement))
+        rate = self._rate_of(site.placement)  # zero, where larger reductions took no longer when measured
+        quicker = min(1.0, self._least_rate(narrower) / rate) if rate else 0.0
         return bare + quicker * (seconds - bare)
 
     def _put_narrower(self, node: Node, following: float, *, fits: bool = True) -> None:
@@ -541,7 +546,9 @@ class Search:
     def _scaled(self, node: Node) -> float:
         """What a simulation with more replicas tells: the same without reductions, grown as the bounds do."""
         wider, seconds = self._bare.get(node[:3], (node, 0.0))
-        return seconds * self._bound(node) / self._bound(wider) if wider.width > node.width else 0.0
+        if wider.width <= node.width or self.ground.unequal:  # fewer may do without the slower machines
+            return 0.0
+        return seconds + self._bound(node) - self._bound(wider)
 
     def _schedules(self, split: bool) -> list[ScheduleName]:
         return [name for name in self.asked.schedules if splits(name) == split]
@@ -559,7 +566,7 @@ class Search:
                 key = (node[:3], memory_bytes, schedule, mode, node.width == 1)
                 if key in self._never_fit:
                     continue
-                cutter = Cutter(tempo, needs, schedule=schedule, mode=mode, memory_bytes=memory_bytes)
+                cutter = self._cutter(site, needs, schedule, mode)
                 fitting = dict.fromkeys(cutter.cuts(self._worth(node.depth)))
                 cuts |= fitting
                 if fitting:
@@ -616,7 +623,7 @@ class Search:
             before = self.found[depth]
             self._queue = []
             made: dict[object, list[Pipeline]] = {}
-            cutters = [self._cutter(before.draft, mode) for mode in self.asked.modes]
+            cutters = [self._cutter_of(before.draft, mode) for mode in self.asked.modes]
             tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
             for spans in neighbours(spans_before):
                 moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
@@ -649,7 +656,9 @@ class Search:
     def _tempo(
         self, node: Node, speeds: tuple[float, ...], sizes: Sizes, placement: Placement | None = None
     ) -> Tempo:
-        microbatches = _spread(self.asked.batch_size, node.width, node.microbatch_size)[0]
+        # A smaller last micro-batch counts for as much of one as it holds.
+        microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
+        whole = microbatches - 1 + (last_size / sizes.microbatch_size)
         kind = (sizes.microbatch_size, node.split)
         if kind not in self._works:
             self._works[kind] = Work(self.costs, sizes, split=node.split)
@@ -657,11 +666,9 @@ class Search:
         if placement is not None and self.costs.cuts_differ and not self.few_cuts:
             hops = zip(placement.kinds[0].crossing, placement.crowding, strict=True)
             sending = tuple(self._sending(sizes, *hop) for hop in hops)
-        key = (*kind, microbatches, speeds, sending)
+        key = (*kind, whole, speeds, sending)
         if key not in self._tempos:
-            self._tempos[key] = Tempo(
-                self._works[kind], microbatches=microbatches, speeds=speeds, sending=sending
-            )
+            self._tempos[key] = Tempo(self._works[kind], microbatches=whole, speeds=speeds, sending=sending)
         return self._tempos[key]
 
     def _sending(self, sizes: Sizes, crossing: bool, crowd: int) -> tuple[float, ...]:
@@ -685,16 +692,22 @@ class Search:
             self.asked.shard_optimizer,
         )
 
-    def _cutter(self, draft: Draft, mode: Mode) -> Cutter:
+    def _cutter(self, site: Site, needs: Needs, schedule: ScheduleName, mode: Mode) -> Cutter:
+        return Cutter(
+            site.tempo,
+            needs,
+            schedule=schedule,
+            mode=mode,
+            memory_bytes=self._memory_bytes(site.placement),
+            every=self.few_cuts,
+        )
+
+    def _cutter_of(self, draft: Draft, mode: Mode) -> Cutter:
         node = _node_of(draft)
         room = self._room(node)
-        return Cutter(
-            self._tempo(node, draft.placement.speeds, room.sizes, draft.placement),
-            Needs(self.costs, room),
-            schedule=draft.schedule,
-            mode=mode,
-            memory_bytes=self._memory_bytes(draft.placement),
-        )
+        tempo = self._tempo(node, draft.placement.speeds, room.sizes, draft.placement)
+        site = Site(node, draft.placement, tempo)
+        return self._cutter(site, Needs(self.costs, room), draft.schedule, mode)
 
     # ------------------------------------------------------------ saying so
 
@@ -749,7 +762,7 @@ class Search:
             self.ground.place(depth, width, "stages together"),
             self.asked.shard_optimizer,
         )
-        cutter = self._cutter(draft, self.asked.modes[-1])
+        cutter = self._cutter_of(draft, self.asked.modes[-1])
         need, stage = cutter.least_need()
         return need, stage, cutter.memory_bytes[stage]
 
@@ -879,6 +892,12 @@ def _least(costs: Costs, size: int, split: bool, speed: float) -> Least:
         tuple({total: place + 1 for place, total in enumerate(sorted(totals, reverse=True))}.items()),
         max(shares),
         min(g / total for g, total in zip(gradients, totals, strict=True)),
+    )
+
+
+def _num_cuts(costs: Costs, ground: Ground, asked: Asked) -> int:
+    return sum(
+        comb(costs.num_segments - 1, depth - 1) for depth in asked.depths if depth <= ground.num_devices
     )
 
 

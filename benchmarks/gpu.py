@@ -1,0 +1,703 @@
+"""The benchmark of a GPU: `python -m benchmarks.gpu [NAME...]`, one table and one JSON.
+
+GPT-2 as Hugging Face has it, in bf16, against the bare PyTorch loop on the same card: time, memory,
+compiling, stages as processes on the one card, what a channel carries, and what a profile foretells. Every
+case runs in fresh processes; times are medians of single steps, the card idle before and after each.
+"""
+
+import argparse
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Before torch is imported, here and in the workers.
+os.environ.setdefault("OMP_NUM_THREADS", "4")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from varuna import Varuna, cut_after
+from varuna.execute.pump import connect
+from varuna.plan.forecast import forecast_plan
+from varuna.profiler import Profiler
+from varuna.types import Cluster, Machine, format_stage_map
+
+HOME = Path(__file__).parent
+DEVICE = torch.device("cuda", 0)
+MATMUL = 8192
+MESSAGE_BYTES = 64 << 20
+TIMEOUT = 580.0
+
+
+class Size(msgspec.Struct, frozen=True):
+    """A model, and the work of one step."""
+
+    layers: int = 48
+    width: int = 1600
+    heads: int = 25
+    tokens: int = 1024
+    vocab: int = 50257
+    microbatch: int = 8
+    microbatches: int = 4
+    steps: int = 20
+    warmups: int = 3
+
+    @property
+    def batch(self) -> int:
+        return self.microbatch * self.microbatches
+
+    def flops(self, parameters: int) -> float:
+        """Of one step, forward and backward: the weights' products, and attention's."""
+        tokens = self.batch * self.tokens
+        return 6.0 * parameters * tokens + 12.0 * self.layers * self.width * self.tokens * tokens
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """A line of the table."""
+
+    what: str
+    against: str
+    found: float
+    ours: str
+    other: str
+    target: float | None = None
+    at_least: bool = False
+
+    @property
+    def reached(self) -> bool | None:
+        if self.target is None:
+            return None
+        return self.found >= self.target if self.at_least else self.found <= self.target
+
+
+# ---------------------------------------------------------------- the model
+
+
+def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=size.layers,
+        n_embd=size.width,
+        n_head=size.heads,
+        n_positions=size.tokens,
+        vocab_size=size.vocab,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.device(device):
+        model = GPT2LMHeadModel(config)
+    cut_after(model, "transformer.drop", "transformer.h.*")  # so that all blocks are alike
+    if device != "meta":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                fill(name, parameter)
+    return model.train()
+
+
+def fill(name: str, tensor: Tensor) -> None:
+    """The same values on whichever stage a tensor is."""
+    if name.endswith("bias"):
+        tensor.zero_()
+    elif "ln_" in name:
+        tensor.fill_(1.0)
+    else:
+        generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+        tensor.normal_(0.0, 0.02, generator=generator)
+
+
+def make_batch(size: Size, samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(size.vocab, (samples, size.tokens), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------- both sides
+
+
+class Bare:
+    """The loop that one writes by hand."""
+
+    def __init__(self, size: Size, *, compiled: bool = False) -> None:
+        self.size = size
+        self.model = make_model(size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.run: Callable[..., Any] = torch.compile(self.model) if compiled else self.model
+        self.batch = {name: value.to(DEVICE) for name, value in make_batch(size, size.batch).items()}
+        self.num_parameters = num_parameters(self.model)
+
+    def step(self) -> float:
+        total = torch.zeros((), device=DEVICE)
+        for index in range(self.size.microbatches):
+            part = slice(index * self.size.microbatch, (index + 1) * self.size.microbatch)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = self.run(**{name: value[part] for name, value in self.batch.items()}).loss
+            loss = loss / self.size.microbatches
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total)
+
+
+class Ours:
+    def __init__(self, size: Size, *, depth: int = 1, **options: Any) -> None:
+        model = make_model(size, "meta")
+        self.num_parameters = num_parameters(model)
+        stages = format_stage_map([[stage] for stage in range(depth)])
+        self.model = Varuna(
+            model,
+            stages,
+            make_batch(size, 2),
+            size.batch,
+            size.microbatch,
+            device=DEVICE,
+            precision="bf16",
+            seed=1,
+            from_cache=False,
+            initialize=fill,
+            timeout_seconds=300,
+            **options,
+        )
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.model.set_optimizer(self.optimizer)
+        self.batch = {name: value.to(DEVICE) for name, value in make_batch(size, size.batch).items()}
+
+    def step(self) -> float:
+        loss, _ = self.model.step(self.batch)
+        self.optimizer.step()
+        self.model.zero_grad()
+        return loss
+
+
+class Run(msgspec.Struct, frozen=True):
+    seconds: list[float]  # of single steps, the device idle before and after each
+    warm_seconds: float  # of all steps before
+    peak_bytes: int
+    losses: list[float]
+    num_parameters: int
+    setup_seconds: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    def compile_seconds(self, warmups: int) -> float:
+        return self.warm_seconds - warmups * self.median
+
+
+def measure(size: Size, make: Callable[[], Bare | Ours]) -> Run:
+    started = time.perf_counter()
+    side = make()
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    losses = [side.step() for _ in range(size.warmups)]
+    torch.cuda.synchronize()
+    warm = time.perf_counter() - ready
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(size.steps):
+        start = time.perf_counter()
+        losses.append(side.step())
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated()
+    found = Run(seconds, warm, peak, losses, side.num_parameters, ready - started)
+    del side
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+# ---------------------------------------------------------------- what workers do
+
+
+def run_eager(size: Size) -> tuple[Run, Run]:
+    return measure(size, lambda: Bare(size)), measure(size, lambda: Ours(size))
+
+
+def run_compiled(size: Size, ours: bool) -> Run:
+    return measure(size, lambda: Ours(size, compile=True) if ours else Bare(size, compiled=True))
+
+
+def run_with_state_on_host(size: Size) -> tuple[Run, Run]:
+    return measure(size, lambda: Ours(size, offload_optimizer=True)), measure(size, lambda: Ours(size))
+
+
+def matmul_ceiling() -> float:
+    """TFLOP/s of a large bf16 product of random matrices: the best of runs that last long enough to count."""
+    a, b = (torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            a @ b
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / 50)
+    return 2.0 * MATMUL**3 / min(seconds) / 1e12
+
+
+class StageRun(msgspec.Struct, frozen=True):
+    run: Run
+    gradients: dict[str, float]  # the norm of each, before any update
+    channels: dict[int, str]
+
+
+def run_stage(size: Size, depth: int) -> StageRun:
+    """One rank of a pipeline, all of whose ranks share the card."""
+    side = Ours(size, depth=depth, schedule="1f1b")
+    side.model.step(side.batch)
+    gradients = {
+        name: float(parameter.grad.double().norm())
+        for name, parameter in side.model.named_parameters()
+        if parameter.grad is not None
+    }
+    side.model.zero_grad()
+    run = measure(size, lambda: side)
+    channels = side.model.channels
+    side.model.close()
+    return StageRun(run, gradients, channels)
+
+
+def run_beside(seconds: float) -> float:
+    """Products a second of this process, while others do the same."""
+    import torch.distributed as dist
+
+    a = torch.randn(8192, 1600, device=DEVICE, dtype=torch.bfloat16)
+    b = torch.randn(1600, 6400, device=DEVICE, dtype=torch.bfloat16)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.nn.functional.gelu(a @ b)
+        torch.cuda.synchronize()
+
+    products(20)
+    dist.barrier()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        products(200)
+        count += 200
+    return count / (time.perf_counter() - start)
+
+
+def copy_rate() -> float:
+    """Bytes a second of a copy within the device, counted once."""
+    source = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / 20)
+    return MESSAGE_BYTES / median(seconds)
+
+
+def run_channel(messages: int = 32, rounds: int = 20) -> tuple[float, float, str]:
+    """Bytes a second from rank 0 to rank 1, seconds there and back of a small one, and by which way."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def exchange(own: object) -> list[object]:
+        everyone: list[object] = [None, None]
+        dist.all_gather_object(everyone, own)
+        return everyone
+
+    def take(count: int) -> None:
+        taken = None
+        for _ in range(count):
+            while not link.ready:
+                network.wait(60)
+            taken = link.take()  # the last one goes, and its slot with it
+        del taken
+
+    payload = torch.ones(MESSAGE_BYTES, dtype=torch.uint8, device=DEVICE)
+    small = torch.ones(1024, device=DEVICE)
+    with connect(rank, {1 - rank: "the other"}, exchange, device=DEVICE) as network:
+        (link,) = network.links.values()
+        seconds, there_and_back = [], []
+        for number in range(rounds + 3):
+            torch.cuda.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            if rank == 0:
+                for _ in range(messages):
+                    link.send([payload])
+                take(1)
+            else:
+                take(messages)
+                torch.cuda.synchronize()
+                link.send([])
+            if number >= 3:
+                seconds.append(time.perf_counter() - start)
+        for number in range(rounds + 3):
+            start = time.perf_counter()
+            for _ in range(10):
+                if rank == 0:
+                    link.send([small])
+                    take(1)
+                else:
+                    take(1)
+                    link.send([small])
+            torch.cuda.synchronize()
+            if number >= 3:
+                there_and_back.append((time.perf_counter() - start) / 10)
+        dist.barrier()
+        return messages * MESSAGE_BYTES / median(seconds), median(there_and_back), link.way
+
+
+class Foretold(msgspec.Struct, frozen=True):
+    microbatch: int
+    seconds: float
+    predicted_seconds: float
+    peak_bytes: int
+    predicted_bytes: int
+
+
+def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Foretold]]:
+    """The seconds that a profile takes, and what it foretells of steps at several micro-batch sizes."""
+    started = time.perf_counter()
+    profiler = Profiler(
+        make_model(size),
+        lambda samples: make_batch(size, samples),
+        device="cuda:0",
+        precision="bf16",
+        out_folder=tempfile.mkdtemp(prefix="varuna-bench-"),
+    )
+    profiler.set_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True))
+    profile = profiler.profile_all(microbatches)
+    took = time.perf_counter() - started
+    del profiler
+    gc.collect()
+    torch.cuda.empty_cache()
+    cluster = Cluster((Machine("here", 1, profile.device_memory_bytes),))
+    found = []
+    for microbatch in microbatches:
+        at = msgspec.structs.replace(size, microbatch=microbatch, microbatches=size.batch // microbatch)
+        plans = []
+
+        def make() -> Ours:
+            side = Ours(at)  # noqa: B023 - called at once
+            plans.append(side.model.plan)  # noqa: B023
+            return side
+
+        run = measure(at, make)
+        forecast, _ = forecast_plan(profile, cluster, plans[0])
+        memory = forecast.stages[0].memory
+        found.append(
+            Foretold(microbatch, run.median, forecast.seconds, run.peak_bytes, memory.total - memory.fixed)
+        )
+        print(found[-1], memory, forecast.stages[0], file=sys.stderr, flush=True)
+    return took, found
+
+
+# ---------------------------------------------------------------- the cases
+
+
+@contextmanager
+def fresh(cache: str | None = None) -> Iterator[Pool]:
+    """Processes of their own; `cache` is where the compiler keeps what it has made."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if cache is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ["TRITON_CACHE_DIR"] = f"{cache}/triton"
+    pool = Pool()
+    try:
+        yield pool
+    finally:
+        pool.close()
+        if before is None:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            os.environ.pop("TRITON_CACHE_DIR", None)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def against(what: str, other: str, ours: float, theirs: float, unit: str, **target: Any) -> Figure:
+    return Figure(what, other, ours / theirs, f"{ours:.4g} {unit}", f"{theirs:.4g} {unit}", **target)
+
+
+def one_process(size: Size) -> Iterator[Figure]:
+    with fresh() as pool:
+        bare, ours = pool.run(run_eager, 1, size, timeout=TIMEOUT)[0]
+    what = f"step, P=1, eager, {size.microbatches} × {size.microbatch} samples"
+    yield against(what, "bare loop", ours.median, bare.median, "s", target=1.01)
+    yield memories("peak memory, P=1, eager", "bare loop", ours, bare, target=1.03)
+    difference = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, bare.losses, strict=True))
+    yield Figure(
+        "largest difference of losses",
+        "bare loop",
+        difference,
+        f"{ours.losses[-1]:.5f}",
+        f"{bare.losses[-1]:.5f}",
+    )
+
+
+def compiling(size: Size) -> Iterator[Figure]:
+    cache = tempfile.mkdtemp(prefix="varuna-bench-")
+    few = msgspec.structs.replace(size, steps=3)
+    try:
+        with fresh() as pool:
+            ceiling = pool.run(matmul_ceiling, 1)[0]
+        with fresh(f"{cache}/ours") as pool:
+            ours = pool.run(run_compiled, 1, size, True, timeout=TIMEOUT)[0]
+        with fresh(f"{cache}/ours") as pool:
+            again = pool.run(run_compiled, 1, few, True, timeout=TIMEOUT)[0]
+        flops = size.flops(ours.num_parameters) / 1e12
+        rate = flops / ours.median
+        yield Figure(
+            "use of the card, compiled",
+            f"{ceiling:.0f} TFLOP/s of a matrix product",
+            rate / ceiling,
+            f"{rate:.0f} TFLOP/s",
+            "",
+            target=0.54,
+            at_least=True,
+        )
+        with fresh(f"{cache}/bare") as pool:
+            bare = pool.run(run_compiled, 1, size, False, timeout=TIMEOUT)[0]
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+    start, restart, whole = (run.compile_seconds(size.warmups) for run in (ours, again, bare))
+    yield against("step, P=1, compiled", "bare loop, compiled", ours.median, bare.median, "s", target=1.02)
+    yield against("compiling, first start", "the whole model", start, whole, "s", target=0.2)
+    yield against("compiling, restart", "the whole model", restart, whole, "s", target=0.05)
+    yield memories("peak memory, compiled", "bare loop, compiled", ours, bare, target=1.03)
+    rate = flops / bare.median
+    yield Figure(
+        "use of the card, bare loop, compiled",
+        f"{ceiling:.0f} TFLOP/s",
+        rate / ceiling,
+        "",
+        f"{rate:.0f} TFLOP/s",
+    )
+
+
+def memories(what: str, other: str, ours: Run, theirs: Run, **target: Any) -> Figure:
+    found = ours.peak_bytes, theirs.peak_bytes
+    return Figure(what, other, found[0] / found[1], *map(gib, found), **target)
+
+
+def host_state(size: Size) -> Iterator[Figure]:
+    short = msgspec.structs.replace(size, steps=max(3, size.steps // 3))
+    with fresh() as pool:
+        ours, usual = pool.run(run_with_state_on_host, 1, short, timeout=TIMEOUT)[0]
+    yield against("step, optimizer's state on the host", "on the card", ours.median, usual.median, "s")
+    yield memories("peak memory, optimizer's state on the host", "on the card", ours, usual)
+    same = float(ours.losses == usual.losses)
+    yield Figure(
+        "losses equal to the bit, state on the host", "on the card", same, "", "", target=1, at_least=True
+    )
+
+
+def stages(size: Size, depth: int) -> Iterator[Figure]:
+    """On one card, which holds the activations of all stages at once: so smaller micro-batches."""
+    microbatch = max(1, size.microbatch // 2)
+    half = msgspec.structs.replace(size, microbatch=microbatch, microbatches=size.batch // microbatch)
+    with fresh() as pool:
+        whole = pool.run(run_stage, 1, half, 1, timeout=TIMEOUT)[0]
+    with fresh() as pool:
+        found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
+    seconds = median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
+    what = f"step, {depth} stages on one card, {half.microbatches} × {half.microbatch} samples, 1f1b"
+    yield against(what, "P=1", seconds, whole.run.median, "s", target=1.3)
+    differences = [
+        abs(norm - whole.gradients[name]) / (whole.gradients[name] or 1.0)
+        for each in found
+        for name, norm in each.gradients.items()
+    ]
+    ways = {way for each in found for way in each.channels.values()}
+    yield Figure(
+        f"largest difference of a gradient's norm, {depth} stages",
+        "P=1",
+        max(differences),
+        f"{len(differences)} gradients",
+        ", ".join(sorted(ways)),
+        target=2e-3,
+    )
+    peak = sum(each.run.peak_bytes for each in found)
+    what = f"peak memory, {depth} stages together"
+    yield Figure(what, "P=1", peak / whole.run.peak_bytes, gib(peak), gib(whole.run.peak_bytes))
+    with fresh() as pool:
+        rates = pool.run(run_beside, depth, 4.0)
+        alone = pool.run(run_beside, 1, 2.0)[0]
+    yield Figure(
+        f"of that: {depth} processes taking turns on the card, without messages",
+        "one process",
+        alone / sum(rates),
+        f"{sum(rates):.0f} products/s",
+        f"{alone:.0f} products/s",
+    )
+
+
+def channels(size: Size) -> Iterator[Figure]:
+    with fresh() as pool:
+        rate, small, way = pool.run(run_channel, 2)[0]
+        copy = pool.run(copy_rate, 1)[0]
+    yield Figure(
+        f"channel, messages of {MESSAGE_BYTES >> 20} MiB, {way}",
+        "copy within the device",
+        rate / copy,
+        f"{rate / 1e9:.0f} GB/s",
+        f"{copy / 1e9:.0f} GB/s",
+        target=0.5,
+        at_least=True,
+    )
+    yield Figure("channel, 4 KiB there and back", "", small, f"{small * 1e6:.0f} µs", "")
+
+
+def predictions(size: Size) -> Iterator[Figure]:
+    sizes = sorted({max(1, size.microbatch // 4), max(1, size.microbatch // 2), size.microbatch})
+    short = msgspec.structs.replace(size, steps=max(3, size.steps // 2))
+    with fresh() as pool:
+        took, found = pool.run(run_profile, 1, short, sizes, timeout=TIMEOUT)[0]
+    yield Figure("a profile at so many sizes", f"{len(sizes)} sizes", took, f"{took:.0f} s", "")
+    for each in found:
+        off = abs(each.predicted_seconds / each.seconds - 1)
+        yield Figure(
+            f"step time, predicted, m={each.microbatch}",
+            "measured, P=1",
+            off,
+            f"{each.predicted_seconds:.4g} s",
+            f"{each.seconds:.4g} s",
+            target=0.05,
+        )
+        off = abs(each.predicted_bytes / each.peak_bytes - 1)
+        yield Figure(
+            f"peak memory, predicted, m={each.microbatch}",
+            "the allocator's",
+            off,
+            gib(each.predicted_bytes),
+            gib(each.peak_bytes),
+            target=0.1,
+        )
+
+
+CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
+    "channels": channels,
+    "one-process": one_process,
+    "predictions": predictions,
+    "two-stages": lambda size: stages(size, 2),
+    "four-stages": lambda size: stages(size, 4),
+    "host-state": host_state,
+    "compiling": compiling,
+}
+
+
+# ---------------------------------------------------------------- the report
+
+
+def machine() -> str:
+    memory = gib(torch.cuda.get_device_properties(DEVICE).total_memory)
+    name = torch.cuda.get_device_name(DEVICE)
+    return f"{name}, {memory}, torch {torch.__version__}, {os.cpu_count()} cores"
+
+
+class Case(msgspec.Struct, frozen=True):
+    size: Size
+    figures: list[Figure]
+
+
+class Report(msgspec.Struct, frozen=True):
+    machine: str
+    cases: dict[str, Case]
+
+
+def table(report: Report) -> str:
+    lines = [
+        f"# On a GPU: {report.machine}",
+        "",
+        "GPT-2 of Hugging Face in bf16 autocast with fused AdamW, written by `python -m benchmarks.gpu`. "
+        "Times are medians of single steps, the card idle before and after each.",
+    ]
+    for name, case in report.cases.items():
+        size = case.size
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{size.layers} layers, {size.width} wide, {size.tokens} tokens, {size.microbatches} "
+            f"micro-batches of {size.microbatch}, {size.steps} steps after {size.warmups}.",
+            "",
+            "| what | against | found | ours | other | to reach | reached |",
+            "|---|---|---|---|---|---|---|",
+            *map(row, case.figures),
+        ]
+    return "\n".join([*lines, ""])
+
+
+def row(figure: Figure) -> str:
+    sign = "≥" if figure.at_least else "≤"
+    target = "" if figure.target is None else f"{sign} {figure.target:g}"
+    reached = {True: "yes", False: "NO", None: ""}[figure.reached]
+    cells = [figure.what, figure.against, f"{figure.found:.4g}", figure.ours, figure.other, target, reached]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(CASES)} (default: all)"
+    )
+    for name, default in msgspec.structs.asdict(Size()).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--into", type=Path, default=HOME, help="folder for gpu.md and results/gpu.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU on this machine")
+    if unknown := sorted(set(arguments.names) - set(CASES)):
+        parser.error(f"no case is called {', '.join(unknown)} (there are {', '.join(CASES)})")
+    size = Size(**{name: getattr(arguments, name) for name in Size.__struct_fields__})
+    path = arguments.into / "results" / "gpu.json"
+    report = Report(machine(), {})
+    if path.is_file():
+        known = msgspec.json.decode(path.read_bytes(), type=Report)
+        if known.machine == report.machine:
+            report = known  # a case that ran before is replaced, the others stay
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, case in CASES.items():
+        if arguments.names and name not in arguments.names:
+            continue
+        started = time.perf_counter()
+        report.cases[name] = Case(size, [])
+        for figure in case(size):
+            report.cases[name].figures.append(figure)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+            (arguments.into / "gpu.md").write_text(table(report))
+            print(row(figure), flush=True)
+        print(f"--- {name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    # Under its own name, by which the workers find what they are to run.
+    from benchmarks.gpu import main as under_its_name
+
+    under_its_name()

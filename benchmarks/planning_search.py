@@ -1,0 +1,60 @@
+"""How fast the planner answers, in a process of its own: `python -m benchmarks.planning_search DEVICES`.
+
+What is loaded and compiled on the way counts, and is told apart. No torch is imported.
+"""
+
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from tests.plan.profiles import machines, transformer
+from varuna.plan import kernel
+from varuna.plan.search import search
+from varuna.plan.simulate import Pipeline, StageTimes, Way, name_orders, simulate
+from varuna.types import ScheduleName
+
+LAYERS, BATCH_SIZE, DEVICES_PER_MACHINE = 96, 8192, 8
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The seconds of one search in a new process."""
+
+    first: float  # with all that had to be loaded
+    again: float  # the same question, asked once more
+    num_simulated: int
+
+
+def in_a_new_process(devices: int) -> Answer:
+    """Numba's compiled code comes from its cache on disk, if this is not the first time."""
+    command = [sys.executable, "-m", __spec__.name, str(devices)]
+    made = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    return msgspec.json.decode(made.stdout, type=Answer)
+
+
+def main() -> None:
+    profile = transformer(LAYERS)
+    cluster = machines(int(sys.argv[1]) // DEVICES_PER_MACHINE, DEVICES_PER_MACHINE)
+    taken = []
+    for _ in range(2):
+        started = time.perf_counter()
+        found = search(profile, cluster, batch_size=BATCH_SIZE)
+        taken.append(time.perf_counter() - started)
+    sys.stdout.buffer.write(msgspec.json.encode(Answer(*taken, found.num_simulated)))
+
+
+def equal_stages(schedule: ScheduleName, depth: int, microbatches: int) -> tuple[float, float]:
+    """(bubble, seconds that simulating took) of stages whose messages take no time."""
+    one = (1.0, 1.0, 2.0, 1.0, 1.0)
+    orders = name_orders(schedule, stages=depth, microbatches=microbatches)
+    ways = (Way(0.0, 0.0),) * (depth - 1)
+    kernel.compiled_play()
+    started = time.perf_counter()
+    found = simulate(orders, [Pipeline((StageTimes(one, one),) * depth, ways, ways)])
+    seconds = found.seconds
+    return 1.0 - 3.0 * microbatches / seconds, time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A model without CutPoints is cut by an algorithm, anywhere that it likes, and computes the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.models import Everything, batch_of, tokens
+from tests.capture.proof import assert_same
+from tests.capture.test_hugging_face import MODELS
+from tests.toys import make_inputs, make_model, without_cutpoints
+from varuna.capture import CutPoint, Source
+from varuna.capture.alike import find_kinds
+from varuna.errors import CaptureError
+from varuna.plan.blocks import partition
+from varuna.types import OperationGraph
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def cut_everywhere(graph: OperationGraph, order: Sequence[int]) -> Sequence[int]:
+    """Between all operations in this order, where anything crosses."""
+    position = {operation: i for i, operation in enumerate(order)}
+    crossed = {
+        i
+        for value in graph.values
+        if value.num_bytes
+        for i in range(position[value.made_by] + 1, max(position[user] for user in value.used_by) + 1)
+    }
+    segments = list(accumulate(int(i in crossed) for i in range(len(order))))
+    return [segments[position[operation]] for operation in range(len(order))]
+
+
+def every_operation_apart(graph: OperationGraph) -> Sequence[int]:
+    return cut_everywhere(graph, range(len(graph.operations)))
+
+
+def any_order(graph: OperationGraph) -> Sequence[int]:
+    """Operations one by one in an order that the model itself does not have."""
+    draw = random.Random(3)
+    before: list[set[int]] = [set() for _ in graph.operations]
+    for value in graph.values:
+        for user in value.used_by:
+            before[user].add(value.made_by)
+    order: list[int] = []
+    while len(order) < len(before):
+        done = set(order)
+        order.append(draw.choice([i for i, needs in enumerate(before) if i not in done and needs <= done]))
+    return cut_everywhere(graph, order)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bart", "vit", "resnet"])
+def test_a_hugging_face_model_is_cut_without_any_mark(name: str) -> None:
+    """B8: between all operations; whatever an algorithm chooses is some of these cuts."""
+    torch.manual_seed(0)
+    make, _, inputs = MODELS[name]
+    model = make().train()
+    source = Source(model, partition=every_operation_apart)
+    segments = source.capture(inputs, training=True).num_segments
+    assert segments > 40
+    assert_same(model, inputs, batch=4, source=source, layouts=[[*range(segments + 1)]], **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [partition, every_operation_apart, any_order])
+def test_changes_in_place_buffers_and_skips_stay_whole(cut: Any) -> None:
+    """R5"""
+    model = without_cutpoints(Everything(dropout=0.1))
+    assert_same(model, tokens(4), batch=4, source=Source(model, partition=cut))
+    for name in ("Conv", "Odd", "Counting", "Branching", "Reused"):
+        model = make_model(name, cutpoints=False)
+        inputs = make_inputs(name, 4, torch.Generator().manual_seed(0))
+        captured = assert_same(model, inputs, batch=4, source=Source(model, partition=cut))
+        assert captured.num_segments >= 3, name
+
+
+class OneOperation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+class NoParameters(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.tanh(x) * 2, torch.sigmoid(y))
+
+
+def test_a_model_over_whose_cuts_nothing_would_go_is_one_segment() -> None:
+    """R5: one operation; or no parameters, so that everything follows from the inputs."""
+    one = Source(OneOperation(), partition=partition).capture({"x": torch.randn(4, 3)}, training=True)
+    assert one.num_segments == 1
+    none = Source(NoParameters(), partition=partition).capture(batch_of(4), training=True)
+    assert none.num_segments == 1
+
+
+def test_equal_layers_are_cut_alike() -> None:
+    """R12: twice as many layers bring no more kinds of segments to measure."""
+    make, _, inputs = MODELS["gpt2"]
+    model = make().train()
+    config: Any = model.config
+    kinds = []
+    for layers in (6, 12):
+        config.num_hidden_layers = layers
+        source = Source(type(model)(config), partition=partition)
+        captured = source.capture(inputs, training=True)
+        kinds.append(max(find_kinds(source, captured)) + 1)
+        assert kinds[-1] < captured.num_segments / 3
+    assert kinds[1] <= kinds[0]
+
+
+def test_evaluation_and_other_shapes_are_cut_where_training_was() -> None:
+    """V18: the stages hold the same parameters, though dropout is gone or sentences are longer."""
+    torch.manual_seed(0)
+    make, _, inputs = MODELS["gpt2"]
+    source = Source(make().train(), partition=partition)
+    trained = source.capture(inputs, training=True)
+    longer = {key: torch.cat([value, value], dim=1) for key, value in inputs.items()}
+    one = {key: value[:1] for key, value in inputs.items()}
+    for captured in (
+        source.capture(inputs, training=False),
+        source.capture(longer, training=True),
+        source.capture(one, training=True),
+    ):
+        for ours, theirs in zip(captured.graph.segments, trained.graph.segments, strict=True):
+            assert set(ours.parameters) <= set(theirs.parameters)
+
+
+def test_the_first_capture_may_be_for_evaluation() -> None:
+    make, _, inputs = MODELS["gpt2"]
+    source = Source(make().train(), partition=partition)
+    evaluated = source.capture(inputs, training=False)
+    assert evaluated.num_segments == source.capture(inputs, training=True).num_segments > 8
+
+
+class Turned(nn.Module):
+    """Its layers change places in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers if self.training else reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y)
+
+
+def test_a_model_that_evaluates_in_another_order_is_refused() -> None:
+    source = Source(Turned(), partition=partition)
+    source.capture(batch_of(4), training=True)
+    with pytest.raises(CaptureError, match=r"layers\.0\.weight.*another order than in training.*CutPoints"):
+        source.capture(batch_of(4), training=False)
+
+
+def test_one_stage_runs_the_program_of_an_uncut_model() -> None:
+    """Cuts that no layout uses cost nothing."""
+    make, _, inputs = MODELS["gpt2"]
+    programs = []
+    for cut in (None, partition):
+        captured = Source(make(), partition=cut).capture(inputs, training=True)
+        programs.append(captured.carve(0, captured.num_segments).graph_module.code)
+    assert programs[0] == programs[1]
+
+
+def test_cutpoints_are_obeyed_where_there_are_any() -> None:
+    model = make_model("Plain")
+    inputs = make_inputs("Plain", 4, torch.Generator().manual_seed(0))
+    assert any(isinstance(module, CutPoint) for module in model.modules())
+    assert Source(model, partition=partition).capture(inputs, training=True).num_segments == 5
+
+
+def test_the_cut_does_not_depend_on_the_run() -> None:
+    """R10: the same on every rank and every run."""
+    inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(0))
+    sources = [Source(make_model("GPT", cutpoints=False), partition=partition) for _ in range(2)]
+    assert len({source.capture(inputs, training=True).graph.fingerprint for source in sources}) == 1

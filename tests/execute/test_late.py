@@ -1,0 +1,56 @@
+"""What a device does is told by marks that travel with its work, not by when the host has queued it."""
+
+import pytest
+
+from varuna.execute.late import LateRecorder
+
+
+class Device:
+    """Works off its queue; a mark is reached when all that was queued before is done."""
+
+    def __init__(self) -> None:
+        self.host = self.done = 10.0
+
+    def queue(self, seconds: float) -> None:
+        self.done = max(self.done, self.host) + seconds
+
+    def mark(self) -> "Moment":
+        self.done = max(self.done, self.host)
+        return Moment(self.done)
+
+
+class Moment:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Moment") -> float:
+        return (end_event.seconds - self.seconds) * 1000
+
+
+def test_work_takes_as_long_as_the_device_works_on_it() -> None:
+    """B4: two forwards are queued at once, then the host waits for a neighbour, then for the device."""
+    device = Device()
+    recorder = LateRecorder(device.mark)
+    recorder.clear()
+    for number in (0, 1):
+        device.queue(2.0)
+        recorder.add("F", number, device.host, device.host)
+    device.host = 17.0
+    recorder.add("wait", -1, 10.0, 17.0)
+    device.queue(3.0)
+    recorder.add("B", 0, 17.0, 17.0)
+    device.host = 20.0
+    recorder.add("reduce", -1, 17.0, 20.0)
+    snapshot = recorder.snapshot()
+    recorder.clear()
+    recorder.add("F", 0, 20.0, 20.0)
+    times = [(what, start, stop) for what, _, start, stop in snapshot()]
+    assert [what for what, _, _ in times] == ["F", "F", "wait", "B", "reduce"]
+    stops = [(10.0, 12.0), (12.0, 14.0), (14.0, 17.0), (17.0, 20.0), (20.0, 20.0)]
+    assert [moment for _, *span in times for moment in span] == pytest.approx([m for s in stops for m in s])
+
+
+def test_nothing_recorded_is_nothing() -> None:
+    assert LateRecorder(Device().mark).snapshot()() == []

@@ -1,0 +1,36 @@
+"""On a device that runs behind its host, a report tells what the device did."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna import CutPoint, Varuna
+
+pytestmark = pytest.mark.gpu
+
+
+class Heavy(nn.Module):
+    """Queued in microseconds, worked on for milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cut, self.last = nn.Linear(8192, 8192), CutPoint(), nn.Linear(8192, 8192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cut(self.first(x))).square().mean()
+
+
+def test_most_of_a_step_of_matrix_products_is_computing() -> None:
+    """V28, B4"""
+    inputs = {"x": torch.randn(8192, 8192)}
+    model = Varuna(Heavy(), "0;", {"x": torch.randn(2, 8192)}, 8192, 4096, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.set_optimizer(optimizer)
+    inputs = {"x": inputs["x"].cuda()}
+    for _ in range(6):
+        model.step(inputs)
+        optimizer.step()
+        model.zero_grad()
+    (stage,) = model.report().stages
+    assert stage.compute_seconds > stage.reduce_seconds
+    assert stage.bubble < 0.5

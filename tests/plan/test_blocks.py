@@ -1,0 +1,132 @@
+"""Blocks of a model without CutPoints: a chain that loses nothing, cut alike where the model repeats."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.plan.blocks import FEWEST, MOST, partition
+from varuna.plan.partition import balance
+from varuna.types import Operation, OperationGraph, Value
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> OperationGraph:
+    count = draw(st.integers(1, 60))
+    flops = draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
+    values = []
+    for maker in range(count - 1):
+        users = draw(st.sets(st.integers(maker + 1, count - 1), max_size=3))
+        if users:
+            values.append(Value(maker, tuple(sorted(users)), draw(st.integers(0, 100))))
+    return OperationGraph(tuple(Operation(number, 0) for number in flops), tuple(values))
+
+
+@given(graphs(), st.integers(1, 20), st.integers(0, 20))
+def test_blocks_are_a_chain_of_convex_sets_that_lose_nothing(
+    graph: OperationGraph, fewest: int, more: int
+) -> None:
+    """R10: topological, at most as many as allowed, none empty; the same each time."""
+    blocks = partition(graph, fewest=fewest, most=fewest + more)
+    assert len(blocks) == len(graph.operations)
+    assert set(blocks) == set(range(max(blocks) + 1)) and max(blocks) < fewest + more
+    for value in graph.values:  # no way back, so no way out of a block and in again
+        assert all(blocks[value.made_by] <= blocks[user] for user in value.used_by)
+    assert blocks == partition(graph, fewest=fewest, most=fewest + more)
+
+
+@given(graphs(), st.integers(1, 20))
+def test_every_place_left_out_has_one_near_by_that_serves_as_well(graph: OperationGraph, fewest: int) -> None:
+    """A stage that would end there loses less by going to the next cut than by what would cross."""
+    blocks = partition(graph, fewest=fewest, most=10**9)
+    moments, crossings = told(graph)
+    whole = moments[-1]
+    cuts = [stop for stop in range(1, len(blocks)) if blocks[stop] != blocks[stop - 1]]
+    for stop in range(1, len(blocks)):
+        if 0 < moments[stop] < whole and crossings[stop]:
+            distances = [(abs(moments[cut] - moments[stop]), crossings[cut]) for cut in cuts]
+            assert any(
+                away <= whole // fewest and over + away <= crossings[stop] for away, over in distances
+            ) or any(away == 0 for away, _ in distances)
+
+
+def told(graph: OperationGraph) -> tuple[list[int], list[int]]:
+    """Moments and crossings of all places, the long way round."""
+    moments = [
+        sum(3 * operation.flops for operation in graph.operations[:stop])
+        for stop in range(len(graph.operations) + 1)
+    ]
+    crossings = [
+        sum(10_000 * value.num_bytes for value in graph.values if value.made_by < stop <= max(value.used_by))
+        for stop in range(len(graph.operations) + 1)
+    ]
+    return moments, crossings
+
+
+def transformer(layers: int, *, width: int = 1024, tokens: int = 512) -> OperationGraph:
+    """Norm, one projection, attention, another, a sum; norm, up, gelu, down, a sum. Then the head."""
+    operations, values = [], []
+    residual = 0
+    operations.append(Operation(tokens * width, 0))
+
+    def add(flops: int, *operands: int, size: int = 1) -> int:
+        operations.append(Operation(flops, 0))
+        made = len(operations) - 1
+        for operand in operands:
+            uses.setdefault(operand, []).append(made)
+        sizes[made] = 8 * size * tokens * width
+        return made
+
+    uses: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {0: 8 * tokens * width}
+    square = 2 * tokens * width * width
+    for _ in range(layers):
+        x = add(tokens * width, residual)
+        x = add(3 * square, x, size=3)
+        x = add(4 * tokens * tokens * width, x)
+        x = add(square, x)
+        residual = add(tokens * width, x, residual)
+        x = add(tokens * width, residual)
+        x = add(4 * square, x, size=4)
+        x = add(tokens * width, x, size=4)
+        x = add(4 * square, x)
+        residual = add(tokens * width, x, residual)
+    add(10 * square, residual, size=30)
+    values = [Value(maker, tuple(users), sizes[maker]) for maker, users in uses.items()]
+    return OperationGraph(tuple(operations), tuple(values))
+
+
+def test_a_transformer_is_cut_after_its_sums_and_every_layer_alike() -> None:
+    """R12: over every cut goes one tensor, for nothing larger is worth it."""
+    for layers in (24, 48, 96):
+        graph = transformer(layers)
+        blocks = partition(graph)
+        cuts = [stop for stop in range(1, len(blocks)) if blocks[stop] != blocks[stop - 1]]
+        assert cuts == list(range(6, len(blocks), 5))
+
+
+def test_a_very_deep_model_is_cut_into_whole_layers() -> None:
+    """R12: 1000 layers, 10,000 operations: no more blocks than allowed, all but the ends equally long."""
+    blocks = partition(transformer(1000))
+    cuts = [stop for stop in range(1, len(blocks)) if blocks[stop] != blocks[stop - 1]]
+    assert len(cuts) < MOST
+    lengths = {right - left for left, right in pairwise(cuts)}
+    assert len(lengths) == 1 and lengths.pop() % 10 == 0
+
+
+def test_there_are_blocks_enough_for_many_stages_even_where_all_cuts_are_dear() -> None:
+    """What crosses falls and falls: the cheapest cuts alone would all be at the end."""
+    count = 100
+    operations = tuple(Operation(100, 0) for _ in range(count))
+    values = tuple(Value(i, (i + 1,), 10 ** (9 - i // 12)) for i in range(count - 1))
+    blocks = partition(OperationGraph(operations, values))
+    assert max(blocks) + 1 >= FEWEST
+
+
+def test_of_equally_long_stages_those_are_chosen_between_which_least_travels() -> None:
+    costs = [1.0] * 6
+    assert balance(costs, stages=2, crossing=[5, 5, 5, 5, 5]) == ((0, 3), (3, 6))
+    uneven = [1.0, 1.0, 0.97, 0.03, 1.0, 1.0]
+    assert balance(uneven, stages=2, crossing=[9, 9, 9, 1, 9]) == ((0, 4), (4, 6))
+    assert balance(uneven, stages=2, crossing=[9, 9, 1, 9, 9]) == ((0, 3), (3, 6))
+    assert balance(uneven, stages=2, crossing=[1, 9, 9, 9, 9]) == ((0, 2), (2, 6)), "not at any price"

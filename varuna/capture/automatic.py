@@ -1,0 +1,95 @@
+"""Cuts a model that has no CutPoints: into the segments that an algorithm chose, in every capture alike.
+
+What is cut is the first capture in training mode. Other captures of the same model (for evaluation,
+or for inputs of another shape) have other operations here and there, but their segments must hold
+the same parameters, for the stages are made. So an operation is known by its place in the model (the
+module that runs it, what it does, and how often that module has done it before) and goes where its
+counterpart went; what has none follows its neighbours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+from torch import fx
+
+from varuna.capture.flatten import Whole
+from varuna.capture.flow import Flow
+from varuna.capture.operations import describe
+from varuna.errors import CaptureError
+from varuna.types import Partition
+
+log = logging.getLogger("varuna")
+
+Place = tuple[str, str, int]
+
+
+def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
+    """Gives every node its segment, and puts each segment's nodes next to each other."""
+    operations = describe(whole, flow, symbol)
+    segments = partition(operations.graph)
+    for nodes, segment in zip(operations.nodes, segments, strict=True):
+        for node in nodes:
+            node.meta["segment"] = segment
+    whole.num_segments = max(segments, default=0) + 1
+    _put_in_order(whole)
+    log.info(
+        "the model has no CutPoints: its %d operations are cut into %d segments",
+        len(operations.nodes),
+        whole.num_segments,
+    )
+
+
+def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Mapping[str, set[int]]) -> None:
+    """Cuts as another capture was: `model` tells where its nodes went, `holders` where its state is."""
+    names = {node: name for name, node in whole.state.items()}
+    segment = 0
+    for place, node in _places(whole):
+        earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
+        segment = max(model.get(place, segment), earliest)
+        used = [names[arg] for arg in node.all_input_nodes if arg in names]
+        possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
+        possible = {other for other in possible if other >= earliest}
+        if not possible:
+            raise CaptureError(
+                f"{', '.join(used)} is used in another order than in training, so that no cut fits both "
+                "(put CutPoints into the model: they hold wherever they are)"
+            )
+        if segment not in possible:
+            segment = min(possible)
+        node.meta["segment"] = segment
+    whole.num_segments = max(model.values(), default=0) + 1
+    _put_in_order(whole)
+
+
+def places(whole: Whole) -> dict[Place, int]:
+    """Where every node is."""
+    return {place: node.meta["segment"] for place, node in _places(whole)}
+
+
+def _places(whole: Whole) -> list[tuple[Place, fx.Node]]:
+    seen: dict[tuple[str, str], int] = {}
+    found = []
+    for node in whole.nodes:
+        if node.op == "get_attr":
+            continue
+        stack: Any = node.meta.get("nn_module_stack") or {}
+        module = next(reversed(stack.values()))[0] if stack else ""
+        key = module, getattr(node.target, "__name__", str(node.target))
+        seen[key] = seen.get(key, 0) + 1
+        found.append(((*key, seen[key]), node))
+    return found
+
+
+def _put_in_order(whole: Whole) -> None:
+    """Each segment's nodes after those of the segments before it, else in the order that they had."""
+    nodes = whole.nodes
+    ordered = sorted(nodes, key=lambda node: node.meta["segment"])
+    if ordered != nodes:
+        place = [node for node in whole.graph.nodes if node.op == "placeholder"][-1]
+        for node in ordered:
+            place.append(node)
+            place = node
