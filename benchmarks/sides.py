@@ -61,7 +61,7 @@ class Ours(Side):
             device="cpu",
             seed=SEED,
             from_cache=False,
-            spans=spans(size, depth),
+            spans=spans(size, depth) if depth > 1 else None,
             link_delay=None if jitter is None else jitter.of_rank(rank),
             **options,
         )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import varuna
+from tests.without_torch import run_without_torch
 from varuna.checkpoint.load import open_checkpoint
 from varuna.checkpoint.manifest import MANIFEST, Facts, folder_of
 from varuna.checkpoint.part import lay_out
@@ -95,19 +96,7 @@ def flip_a_bit(store: Store, step: int, name: str = "weight") -> None:
 def test_looking_and_verifying_need_no_torch(store: Store) -> None:
     save(store, 1)
     commands = [["checkpoint", "ls", store.url], ["checkpoint", "verify", store.url, "--all"], ["--version"]]
-    script = f"""
-import sys
-from varuna.cli import main
-for command in {commands!r}:
-    sys.argv = ["varuna", *command]
-    try:
-        main()
-    except SystemExit as exit:
-        assert exit.code == 0
-assert "torch" not in sys.modules
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    run_without_torch(commands)
 
 
 @pytest.mark.parametrize("command", [["-m", "varuna"], [str(Path(sys.executable).with_name("varuna"))]])

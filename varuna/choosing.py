@@ -11,12 +11,9 @@ from varuna.auto_config import equal_machines
 from varuna.errors import PlanError
 from varuna.launcher import lay_out_as_typed
 from varuna.morph.placement import Layout
-from varuna.plan.search import Ranking, cut_layout, search
+from varuna.plan.search import HEADROOM, Ranking, cut_layout, search
 from varuna.types import Cluster, Plan, Profile, Proposal, StageMap
 from varuna.units import count, duration
-
-HEADROOM = 0.05
-"""The share of each device's memory that is left free, as `varuna plan` leaves it."""
 
 FEW_DEVICES = 64
 """On up to so many a runner-up is looked for, where none came near enough to be met on the way."""

@@ -8,11 +8,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from varuna.choosing import HEADROOM
 from varuna.codec import decode
 from varuna.errors import PlanError
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import cut_layout
+from varuna.plan.search import HEADROOM, cut_layout
 from varuna.profile_file import read_profile
 from varuna.types import (
     Cluster,

@@ -15,7 +15,7 @@ from varuna.errors import PlanError
 from varuna.observe import to_perfetto, to_svg, to_text
 from varuna.plan.costs import with_network
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import Ranking, search, why_slower
+from varuna.plan.search import HEADROOM, Ranking, search, why_slower
 from varuna.plan.simulate import Simulation
 from varuna.plan_file import Network, PinnedPlan, read_plan, write_plan
 from varuna.profile_file import read_profile, write_whole
@@ -104,7 +104,7 @@ def plan(
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="Its state spread over the replicas.")
     ] = False,
-    headroom: Annotated[float, typer.Option(help="Share of each device's memory to leave free.")] = 0.05,
+    headroom: Annotated[float, typer.Option(help="Share of each device's memory to leave free.")] = HEADROOM,
     runners_up: Annotated[int, typer.Option(help="How many other depths to tell of.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Pin the best plan to this file.")] = None,
     svg: Picture = None,

@@ -529,6 +529,8 @@ class Varuna(nn.Module):
             where = trainer.engine.where if trainer is not None else ""
             if trainer is not None and self._session.board is not None:
                 self._checkpoints.held.failed = True  # with all other ranks
+            if trainer is None:
+                usr1.release(self._attention)  # at once: the error may keep what there is of the model alive
             told = error if trainer is None else self._with_consumers(error)
             self._session.explain(told, where or f"stage {self._session.stage}, {what}")
             if told is not error:

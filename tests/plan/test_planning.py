@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from tests.plan.profiles import GB, MB, profile, reductions, segment, transformer
 from tests.test_cli import Cli
+from tests.without_torch import run_without_torch
 from varuna.cluster_file import read_cluster
 from varuna.codec import encode
 from varuna.plan.search import search
@@ -484,19 +483,7 @@ def test_planning_explaining_and_simulating_import_no_torch(planner: Planner) ->
         ["simulate", str(folder), str(pinned), "--trace", str(folder / "trace.json")],
         ["profile", "--help"],
     ]
-    script = f"""
-import sys
-from varuna.cli import main
-for command in {commands!r}:
-    sys.argv = ["varuna", *command]
-    try:
-        main()
-    except SystemExit as exit:
-        assert exit.code == 0, command
-assert "torch" not in sys.modules
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    run_without_torch(commands)
 
 
 # ---------------------------------------------------------------- the document

@@ -288,6 +288,19 @@ def leave(depth: int, width: int, signals: Moments) -> tuple[object, int, Any, b
         return code, iteration, training.saves, closed, own_handler()
 
 
+def test_a_model_that_was_refused_leaves_the_signal_to_the_script(pool: Pool) -> None:
+    """V40: also where the error is kept, and what there is of the model with it."""
+    assert pool.run(be_refused, 1) == [True]
+
+
+def be_refused() -> bool:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ValueError, match="spans") as kept:
+        inputs = make_inputs("Plain", 2, torch.Generator().manual_seed(1))
+        Varuna(make_model("Plain"), "0;", inputs, 4, 2, device="cpu", spans=[(3, 1)])
+    return signal.getsignal(signal.SIGUSR1) == before and kept.value is not None
+
+
 def test_where_no_store_is_known_the_training_goes_on(pool: Pool) -> None:
     for lines, steps, saves in pool.run(signal_without_store, 2):
         assert (lines, steps, saves) == ([NO_STORE], 4, [])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna.profiler
+from tests.launch.planned_net import get_batch
 from tests.measure.ladders import BRIEF
 from tests.plan.profiles import link, reductions
 from tests.pool import Pool
@@ -52,11 +53,6 @@ class Misleading(nn.Module):
         for layer, cut in zip(self.layers, [*self.cuts, nn.Identity()], strict=True):
             x = cut(torch.tanh(layer(x)))
         return ((x - y) ** 2).mean()
-
-
-def get_batch(size: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(size)
-    return {name: torch.randn(size, 8, generator=generator) for name in "xy"}
 
 
 def wrap(mapping: str = "0;", **options: Any) -> Varuna:

@@ -40,6 +40,8 @@ from varuna.units import count, duration, memory
 
 FEW_CUTS = 600
 """Where a model can be cut in up to so many ways, counted over all depths, every one is looked at."""
+HEADROOM = 0.05
+"""The share of each device's memory that jobs leave free, for what fragments."""
 FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
 PROBES = 6
