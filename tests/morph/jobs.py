@@ -114,6 +114,11 @@ class Job:
         self._queue: Queue[str | None] = Queue()
         threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
 
+    def restart(self, *more: str) -> None:
+        """After the end of its manager, all of whose words are heard first."""
+        self._hear_the_rest()
+        self.start(*more)
+
     def _read(self, process: "subprocess.Popen[str]", queue: "Queue[str | None]") -> None:
         assert process.stdout is not None
         with process.stdout:
@@ -126,9 +131,7 @@ class Job:
     def wait_for(self, wanted: str | Callable[[str], bool]) -> str:
         """Reads on until a line has the text; the whole of what was said is the message where none has."""
         while (line := self._queue.get()) is not None:
-            self.lines.append(line)
-            if found := STEP.match(line):
-                self.losses[int(found[1])] = float(found[2])
+            self._hear(line)
             if wanted(line) if callable(wanted) else wanted in line:
                 return line
         raise AssertionError(f"the job ended without {wanted!r}:\n" + "\n".join(self.lines))
@@ -140,11 +143,17 @@ class Job:
 
     def finish(self) -> int:
         (self.folder / "hurry").touch()
-        while (line := self._queue.get()) is not None:
-            self.lines.append(line)
-            if found := STEP.match(line):
-                self.losses[int(found[1])] = float(found[2])
+        self._hear_the_rest()
         return self.process.wait()
+
+    def _hear_the_rest(self) -> None:
+        while (line := self._queue.get()) is not None:
+            self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        self.lines.append(line)
+        if found := STEP.match(line):
+            self.losses[int(found[1])] = float(found[2])
 
     @property
     def text(self) -> str:

@@ -83,7 +83,7 @@ def test_a_silent_agent_is_replaced_and_a_killed_manager_taken_up_again(
         seen = log.read_text().count("\n")
         while log.read_text().count("\n") < seen + 10:  # it trains on without its manager
             pass
-        job.start("--resume")
+        job.restart("--resume")
         job.wait_for("agent joined: 127.0.0.2, with generation 2")
         job.wait_for_steps(3)
         assert job.status()["generation"] == 2
@@ -159,6 +159,6 @@ def test_a_job_that_is_stopped_saves_and_goes_on_from_there_when_it_is_started_a
         job.wait_for("SIGUSR1: all is saved")
         job.wait_for("varuna: stopped: `varuna stop`")
         assert job.process.wait() == 0
-        job.start("--resume")
+        job.restart("--resume")
         job.wait_for("from step")
         check(job, peace)
