@@ -6,6 +6,8 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 READY  := $(VENV)/.ready
 MOTO   := $(VENV)/moto/pinned
+RAY    := $(VENV)/ray/pinned
+HOSTS  := $(VENV)/.hosts
 
 # Workers share the machine: one thread each, so that timings and results do not depend on its cores.
 export OMP_NUM_THREADS ?= 1
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(PY) examples/demo.py
 
-test: lint types $(MOTO)
+test: lint types $(MOTO) $(RAY) $(HOSTS)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: $(READY)
@@ -32,7 +34,7 @@ format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-setup: $(READY) $(MOTO)
+setup: $(READY) $(MOTO) $(RAY) $(HOSTS)
 
 # torch comes first and pinned: left to the resolver, it would bring gigabytes of CUDA libraries.
 $(READY): pyproject.toml constraints.txt
@@ -47,9 +49,26 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The S3 server of the tests: its boto is not the one that s3fs asks for, so it has its own environment.
+# The S3 server and the Ray of the tests: their packages do not go with ours, so each has its own environment.
 $(MOTO): tests/checkpoint/moto-constraints.txt | $(READY)
-	$(PY) tests/checkpoint/s3.py
+	$(PY) tests/environments.py moto $<
+
+$(RAY): tests/morph/hosts/ray-constraints.txt | $(READY)
+	$(PY) tests/environments.py ray $<
+
+# The hosts of the tests are network namespaces with an sshd each, and one of the clusters is a Slurm. Where
+# they cannot be installed, the tests that need them say so.
+$(HOSTS): | $(READY)
+	@touch $@; PATH="$$PATH:/usr/sbin:/sbin"; for tool in ip tc ssh sshd slurmctld slurmd sbatch munged; do \
+	    command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then \
+	    echo "installing what the tests' hosts need:$$missing"; \
+	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	    { $$sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y -qq \
+	        --no-install-recommends iproute2 openssh-client openssh-server slurm-wlm munge; } \
+	        >$(VENV)/hosts.log 2>&1 || \
+	        { rm -f $@; echo "could not install them; see $(VENV)/hosts.log"; }; \
+	fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
     from varuna.checkpointing import newest_checkpoint
     from varuna.data import SampleOrder
+    from varuna.notify import notify_manager_preempt
     from varuna.profiler import Profiler
     from varuna.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
 
@@ -27,6 +28,7 @@ __all__ = [
     "get_this_rank_config_varuna",
     "get_varuna_config",
     "newest_checkpoint",
+    "notify_manager_preempt",
     "opaque",
     "plain_randomness",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "get_this_rank_config_varuna": "varuna.varuna",
     "get_varuna_config": "varuna.varuna",
     "newest_checkpoint": "varuna.checkpointing",
+    "notify_manager_preempt": "varuna.notify",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",
 }

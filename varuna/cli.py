@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import varuna
-from varuna import planning, profile_script
+from varuna import managing, planning, profile_script
 from varuna.checkpoint.load import Found, find, look, newest, open_checkpoint, steps_in
 from varuna.checkpoint.load import verify as read_every_byte
 from varuna.checkpoint.manifest import Facts
@@ -62,6 +62,7 @@ def refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 for command in (profile_script.profile, planning.plan, planning.explain, planning.simulate):
     app.command()(refusing(command))
+managing.register(app)
 
 
 def main() -> None:

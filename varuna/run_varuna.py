@@ -7,9 +7,12 @@ that `--resume` needs no more than the folder of the code.
 import argparse
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -25,7 +28,10 @@ from varuna.launcher import (
     say,
     split_command,
 )
-from varuna.morph.machines import parse_environment, parse_machines, require_this_machine
+from varuna.leading import JobFolder, StarterName, lead
+from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
+from varuna.morph.placement import ranks_of_machine
+from varuna.morph.state import Proposal, Settings
 from varuna.plan_file import read_plan
 from varuna.profile_file import read_profile
 
@@ -37,6 +43,13 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int | None = None
     manager_ip: str | None = None
     no_morphing: bool | None = None
+    exclude_slow: bool | None = None
+    starter: StarterName | None = None
+    starter_options: str | None = None
+    ssh: str | None = None
+    python: str | None = None
+    cloud: str | None = None
+    cloud_url: str | None = None
     env_file: str | None = None
     profile_folder: str | None = None
     nstages: int | None = None
@@ -104,7 +117,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus_per_node", type=int, help="workers on each machine (default: 4)")
     parser.add_argument("--manager_ip", help="handed to the workers as VARUNA_MANAGER_IP")
     parser.add_argument(
-        "--no_morphing", action="store_true", default=None, help="keep to the machines of the start"
+        "--no_morphing",
+        action="store_true",
+        default=None,
+        help="keep to the machines of the start, and end with the first failure",
+    )
+    parser.add_argument(
+        "--starter", choices=get_args(StarterName), help="who starts other machines' agents (default: ssh)"
+    )
+    parser.add_argument("--starter_options", help="sbatch's options with --starter slurm, in one word")
+    parser.add_argument("--ssh", help="the ssh client and its options, such as 'ssh -F FILE' (default: ssh)")
+    parser.add_argument("--python", help="the interpreter of other machines (default: as here)")
+    parser.add_argument(
+        "--cloud", choices=["aws", "azure", "gcp"], help="listen for its notices on every machine"
+    )
+    parser.add_argument("--cloud_url", help="where its metadata service is, if not where it always is")
+    parser.add_argument(
+        "--exclude_slow",
+        action="store_true",
+        default=None,
+        help="go on without machines that compute more slowly than others; all are in slow_machines.out",
     )
     parser.add_argument(
         "--env_file", help="KEY=VALUE lines for the workers (default: varuna.env, if it is there)"
@@ -118,9 +150,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str], *, home: Path) -> tuple[Job, Choice]:
+class Typed(msgspec.Struct, frozen=True):
+    """What was typed, made sense of."""
+
+    job: Job
+    choice: Choice
+    wanted: Wanted
+    arguments: LaunchArguments
+    machines: tuple[str, ...]
+    resume: bool
+    folder: Path
+
+
+def parse(argv: Sequence[str], *, home: Path) -> Typed:
     parser = make_parser()
-    own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--resume"))
+    own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--exclude_slow", "--resume"))
     options = parser.parse_args(own)
     try:
         code_dir = Path(options.code_dir or ".").absolute()
@@ -136,11 +180,14 @@ def parse(argv: Sequence[str], *, home: Path) -> tuple[Job, Choice]:
         if options.resume:
             arguments = update(read_saved(memory, code_dir), arguments)
         machine_list = arguments.machine_list or "available_machines.out"
-        machines = parse_machines(read_file(machine_list, "machine list"))
-        require_this_machine(machines)
+        machines, problems = read_machines(read_file(machine_list, "machine list"))
+        for problem in problems:
+            say(problem)
+        require_machines(machines)
         environment = user_environment(arguments)
         devices = 4 if arguments.gpus_per_node is None else arguments.gpus_per_node
-        choice = choose(read_wanted(arguments), num_machines=len(machines), devices_per_machine=devices)
+        wanted = read_wanted(arguments)
+        choice = choose(wanted, num_machines=len(machines), devices_per_machine=devices)
         job = prepare(
             arguments.command,
             choice.layout,
@@ -151,7 +198,8 @@ def parse(argv: Sequence[str], *, home: Path) -> tuple[Job, Choice]:
             resume_step=options.resume_step,
         )
         # Kept whole: `--resume` may be typed in another folder.
-        save(memory, absolute(arguments, machine_list))
+        arguments = absolute(arguments, machine_list)
+        save(memory, arguments)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     job = msgspec.structs.replace(
@@ -160,7 +208,7 @@ def parse(argv: Sequence[str], *, home: Path) -> tuple[Job, Choice]:
         planned=tell_workers(choice, arguments.profile_folder),
         master_port=free_port(),
     )
-    return job, choice
+    return Typed(job, choice, wanted, arguments, machines, options.resume, memory.with_suffix(""))
 
 
 def read_wanted(arguments: LaunchArguments) -> Wanted:
@@ -195,13 +243,64 @@ def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
     )
 
 
+def home_folder() -> Path:
+    return Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna")
+
+
 def main() -> None:
-    home = Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna")
-    job, choice = parse(sys.argv[1:], home=home)
-    for reason in choice.reasons:
-        say(reason)
-    say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
-    sys.exit(launch(job))
+    typed = parse(sys.argv[1:], home=home_folder())
+    job = typed.job
+    if typed.arguments.no_morphing and len(typed.machines) == 1 and is_loopback(typed.machines[0]):
+        for reason in typed.choice.reasons:
+            say(reason)
+        say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
+        sys.exit(launch(job))
+    try:
+        sys.exit(morph(typed))
+    except (ValueError, OSError) as error:
+        sys.exit(f"varuna: {error}")
+
+
+def morph(typed: Typed) -> int:
+    job, arguments = typed.job, typed.arguments
+    assert arguments.machine_list is not None
+    return lead(
+        job,
+        machine_list=arguments.machine_list,
+        machines=typed.machines,
+        planner=partial(make_plan, typed),
+        folder=JobFolder(typed.folder),
+        resume=typed.resume,
+        manager_ip=arguments.manager_ip,
+        leaves_slow=bool(arguments.exclude_slow),
+        starter=arguments.starter or "ssh",
+        starter_options=shlex.split(arguments.starter_options or ""),
+        ssh=shlex.split(arguments.ssh or "ssh"),
+        python=arguments.python or sys.executable,
+        cloud=arguments.cloud or "",
+        cloud_url=arguments.cloud_url or "",
+        settings=Settings(morphs=not arguments.no_morphing),
+    )
+
+
+def make_plan(typed: Typed, machines: tuple[str, ...]) -> Proposal:
+    """What to run on these machines, by the plan, profile or sizes that were typed."""
+    devices = typed.job.devices_per_machine
+    choice = choose(typed.wanted, num_machines=len(machines), devices_per_machine=devices)
+    ranks = {
+        machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices)
+        for index, machine in enumerate(machines)
+    }
+    used = tuple(machine for machine in machines if ranks[machine])
+    return Proposal(
+        machines,
+        used,
+        tuple(ranks[machine] for machine in used),
+        choice.layout,
+        plan="" if choice.proposal is None else encode(choice.proposal.plan),
+        environment=tell_workers(choice, typed.arguments.profile_folder),
+        reasons=choice.reasons,
+    )
 
 
 if __name__ == "__main__":

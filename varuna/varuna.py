@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
+from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing, machine_identity
@@ -33,6 +34,7 @@ from varuna.on_demand import Attention, usr1
 from varuna.plan.blocks import partition
 from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.profiling import device_name
+from varuna.progress import Progress, open_progress
 from varuna.reporting import Reporter
 from varuna.schedule import held
 from varuna.types import (
@@ -136,6 +138,7 @@ class Varuna(nn.Module):
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
+        self._progress = open_progress()
         usr1.tell(self._attention)  # first of all: no signal is lost, however long the rest takes
         weakref.finalize(self, usr1.release, self._attention).atexit = False
         self._session = open_session(
@@ -270,6 +273,7 @@ class Varuna(nn.Module):
         self._reporter.pace.enter(time.perf_counter())
         with self._errors_reach_everyone("step"):
             self._see_to_requests()
+            self._progress.enter()
             if self._optimizer is None:
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
@@ -294,6 +298,8 @@ class Varuna(nn.Module):
             self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
             self._reporter.report_if_due()
         self.grad_norm = totals.norm
+        if self._progress.watched:
+            self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
         return totals.loss, totals.overflow
 
     def evaluate(self, inputs: Mapping[str, object]) -> float:
@@ -301,7 +307,9 @@ class Varuna(nn.Module):
         self._reporter.pace.interrupt()
         with self._errors_reach_everyone("evaluate"):
             batch = self._batch(inputs)
-            return self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+            loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+        self._progress.alive()
+        return loss
 
     def forward(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError(
@@ -348,9 +356,7 @@ class Varuna(nn.Module):
             self.on_demand_checkpoint(global_store)
             return asked
         self._reporter.pace.interrupt()
-        return self._checkpoints.save(
-            global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
-        )
+        return self._save(global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last)
 
     def load_checkpoint(
         self,
@@ -370,14 +376,19 @@ class Varuna(nn.Module):
         knows of another's, `cast=True` other dtypes; hashes are checked always.
         """
         self._reporter.pace.interrupt()
-        return self._checkpoints.load(
+        step = self._checkpoints.load(
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
+        self._progress.uses(self._checkpoints.store)
+        return step
 
     def resume(self, global_store: str | os.PathLike[str]) -> int:
         """Loads the newest complete checkpoint where there is one; returns the iteration to go on with."""
         step = self._checkpoints.newest(global_store)
-        if step is not None:
+        if step is None:  # what is saved on demand belongs there too
+            self._checkpoints.store = open_store(os.fspath(global_store)).url
+            self._progress.uses(self._checkpoints.store)
+        else:
             self.load_checkpoint(global_store, step)
         return self.iteration
 
@@ -553,16 +564,32 @@ class Varuna(nn.Module):
         if self._trainer.reducer.attention:
             self._trainer.reducer.attention = False
             self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
+            self._progress.answering(True)
             self._attention.act(
                 self._session.gather,
                 save=self._save_on_demand,
                 usual_store=self._checkpoints.store,
                 leave=self.close,
             )
+            self._progress.answering(False)
+
+    def _save(self, global_store: str | os.PathLike[str], **options: Any) -> "Future[str]":
+        started, step = time.monotonic(), options.get("step")
+        done = self._checkpoints.save(global_store, **options)
+        waited = time.monotonic() - started
+        self._progress.uses(self._checkpoints.store)
+        written = self.iteration if step is None else step
+
+        def tell(ended: "Future[str]", progress: Progress = self._progress) -> None:
+            if ended.exception() is None:
+                progress.saved(written, waited)
+
+        done.add_done_callback(tell)
+        return done
 
     def _save_on_demand(self, global_store: str) -> "Future[str]":
         try:
-            done = self._checkpoints.save(global_store, gradients=True)
+            done = self._save(global_store, gradients=True)
         except CheckpointError as error:
             while self._asked_for:
                 self._asked_for.pop().set_exception(error)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -37,6 +38,10 @@ def main() -> None:
     die_with(int(launcher))
     keep_early_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher held signals while it started its workers
+    run_script(code_dir, script, arguments)
+
+
+def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
     os.chdir(code_dir)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -58,7 +63,7 @@ def die_with(launcher: int) -> None:
 
 
 def keep_early_signals() -> None:
-    sys.modules["varuna.worker"] = sys.modules["__main__"]  # whoever imports it finds this very one
+    sys.modules["varuna.worker"] = sys.modules[__name__]  # whoever imports it finds this very one
     signal.signal(signal.SIGUSR1, early_signal)
     signal.siginterrupt(signal.SIGUSR1, False)
     # At its end Python gives up its handlers, and a late signal would kill a script that has ended well.

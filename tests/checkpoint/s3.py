@@ -1,44 +1,19 @@
-"""A real S3 server (moto) in a process of its own, which tests may halt, kill and start again.
+"""A real S3 server (moto) in a process of its own, which tests may halt, kill and start again."""
 
-It lives in an environment of its own, made where it is not there yet: `python tests/checkpoint/s3.py`.
-"""
-
-import fcntl
-import hashlib
 import http.client
 import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
-import venv
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
+from tests.environments import environment
+
 PINNED = Path(__file__).with_name("moto-constraints.txt")
 BUCKET = "bucket"
-
-
-def environment() -> Path:
-    """The folder of the server's environment, with exactly the pinned packages in it."""
-    pins = PINNED.read_text()
-    in_venv = sys.prefix != sys.base_prefix
-    key = hashlib.sha256(f"{sys.version}\n{pins}".encode()).hexdigest()[:12]
-    folder = Path(sys.prefix) / "moto" if in_venv else Path(tempfile.gettempdir()) / f"varuna-moto-{key}"
-    stamp = folder / "pinned"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at once
-        if not stamp.is_file() or stamp.read_text() != key:
-            venv.create(folder, with_pip=False)
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-            there = ["--python", folder / "bin" / "python"]
-            subprocess.run([*pip, *there, "install", "-q", "--no-deps", "-r", PINNED], check=True)
-        stamp.write_text(key)  # always, since make looks at its age
-    return folder
 
 
 class S3Server:
@@ -50,7 +25,15 @@ class S3Server:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [environment() / "bin" / "python", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            [
+                environment("moto", PINNED) / "bin" / "python",
+                "-m",
+                "moto.server",
+                "-H",
+                "127.0.0.1",
+                "-p",
+                str(self.port),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -119,7 +102,3 @@ def keep_reading(lines: IO[str], log: SimpleQueue[str]) -> None:
     """A server whose output nobody reads stands still when the pipe is full."""
     for line in lines:
         log.put(line)
-
-
-if __name__ == "__main__":
-    environment()

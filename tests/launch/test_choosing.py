@@ -144,7 +144,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def typed(folder: Path, *arguments: str) -> Job:
     common = ["--machine_list", "machines", "--gpus_per_node", "4"]
-    return parse([*common, *arguments, "script.py"], home=folder / "home")[0]
+    return parse([*common, *arguments, "script.py"], home=folder / "home").job
 
 
 def test_the_plan_and_the_profile_reach_the_workers_by_environment(folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_resuming_asks_the_same_profile_again(folder: Path, monkeypatch: pytest.
     first = typed(folder, "--batch_size", "32", "--profile_folder", "profiles")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    again, _ = parse(["--resume", "--code_dir", str(folder)], home=folder / "home")
+    again = parse(["--resume", "--code_dir", str(folder)], home=folder / "home").job
     assert again.planned == first.planned and again.layout == first.layout
 
 

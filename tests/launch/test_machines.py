@@ -2,30 +2,17 @@
 
 import pytest
 
-from varuna.morph.machines import parse_environment, parse_machines, require_this_machine
+from varuna.morph.machines import parse_environment, read_machines
 
 
 def test_the_machine_list_may_hold_comments_and_blank_lines() -> None:
-    assert parse_machines("# ours\n127.0.0.1  # here\n\n10.0.0.2\n") == ("127.0.0.1", "10.0.0.2")
+    assert read_machines("# ours\n127.0.0.1  # here\n\nnode-a\n::1\n") == (("127.0.0.1", "node-a", "::1"), ())
 
 
-@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "::1"])
-def test_this_machine_is_accepted(name: str) -> None:
-    require_this_machine((name,))
-
-
-@pytest.mark.parametrize(
-    ("machines", "complaint"),
-    [
-        ((), "names no machine"),
-        (("10.0.0.2",), r"10\.0\.0\.2 is not this one"),
-        (("127.0.0.1", "127.0.0.1"), "2 machines .* several machines come with morphing"),
-        (("node-a", "node-b"), "node-a, node-b.*several machines come with morphing"),
-    ],
-)
-def test_other_machines_are_refused_by_name(machines: tuple[str, ...], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        require_this_machine(machines)
+def test_what_is_no_address_or_there_twice_is_named_and_left_out() -> None:
+    machines, problems = read_machines("a\n-oProxyCommand=x\na\nb; rm -rf /\n\x00\n")
+    assert machines == ("a",)
+    assert len(problems) == 4
 
 
 def test_an_env_file_holds_several_variables_as_a_shell_would_read_them() -> None:

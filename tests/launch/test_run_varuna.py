@@ -51,7 +51,6 @@ def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: li
     [
         ([*SIZES, "script.py"], "machine list 'available_machines.out' cannot be read"),
         (["--machine_list", "empty", *SIZES, "script.py"], "names no machine"),
-        (["--machine_list", "two", *SIZES, "script.py"], "several machines come with morphing"),
         (["--machine_list", "machines", *SIZES], "no training script was given"),
         (["--machine_list", "machines", *SIZES, "nowhere.py"], "no script 'nowhere.py'"),
         (["--machine_list", "machines", *SIZES, "--nstages", "two", "script.py"], "invalid int value: 'two'"),
@@ -74,7 +73,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     """V29, V32: exit code 2, and a message with the way out."""
     (tmp_path / "empty").write_text("# nobody\n")
-    (tmp_path / "two").write_text("127.0.0.1\n127.0.0.1\n")
     job = run([*RUN, *arguments], tmp_path, SHOW)
     assert job.returncode == 2
     assert complaint in job.stderr

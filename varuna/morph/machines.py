@@ -4,6 +4,9 @@ import ipaddress
 import re
 import shlex
 
+_MACHINE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:@%-]{0,253}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]|::1")
+"""A host name, an IPv4 or IPv6 address, or an alias of ssh's; nothing that looks like an option."""
+
 
 def parse_machines(text: str) -> tuple[str, ...]:
     """One address for each line; blank lines and `#` comments are left out."""
@@ -11,22 +14,24 @@ def parse_machines(text: str) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def require_this_machine(machines: tuple[str, ...]) -> None:
-    """A job runs on one machine, this one, for now."""
+def read_machines(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The machines of a list that somebody edits, each once, and what is wrong with the rest."""
+    found: list[str] = []
+    problems: list[str] = []
+    for line in parse_machines(text):
+        if not _MACHINE.fullmatch(line):
+            problems.append(f"{line[:80]!r} is no address of a machine; the line is ignored")
+        elif line in found:
+            problems.append(f"{line} is named more than once")
+        else:
+            found.append(line)
+    return tuple(found), tuple(problems)
+
+
+def require_machines(machines: tuple[str, ...]) -> None:
     if not machines:
         raise ValueError(
             "the machine list names no machine (one address for each line, 127.0.0.1 for this one)"
-        )
-    if len(machines) > 1:
-        raise ValueError(
-            f"the machine list names {len(machines)} machines ({', '.join(machines)}), but several machines "
-            "come with morphing, which is not there yet (leave one line, 127.0.0.1, and raise "
-            "--gpus_per_node; or start varuna.launcher on each machine by hand)"
-        )
-    if not is_loopback(machines[0]):
-        raise ValueError(
-            f"machine {machines[0]} is not this one: other machines come with morphing, which is "
-            "not there yet (write 127.0.0.1 to run here, or start varuna.launcher on that machine by hand)"
         )
 
 

@@ -1,0 +1,275 @@
+"""Real machines on one box, to be killed, cut off and slowed down.
+
+Each host is a network namespace with its own address, its own processes, its own name and its own sshd;
+a bridge joins them, and the tests stand on it as the manager's machine does. The file system is shared.
+It takes root and Debian's iproute2 and openssh-server, which `make test` installs.
+"""
+
+import contextlib
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.morph.hosts.box import Box, missing_tools, tool
+
+ROOT = Path(__file__).parents[3]
+OWNED = "varuna test hosts of process "  # the alias of a lab's bridge tells who made it
+MOST_LABS = 250
+TOOLS = ("ip", "tc", "unshare", "ssh", "ssh-keygen", "sshd")
+
+
+class Host:
+    """One machine; `Lab` makes it."""
+
+    def __init__(self, lab: "Lab", number: int) -> None:
+        self.name = f"n{number}"
+        self.address = f"{lab.network}.{10 + number}"
+        self._lab = lab
+        self._namespace = f"{lab.name}-{self.name}"
+        self._link = f"{lab.name}-{number}"
+        self._key = lab.folder / f"{self.name}.key"
+        self._box: Box | None = None
+
+    def boot(self) -> None:
+        """Returns once sshd listens."""
+        assert self._box is None, f"{self.name} is up already"
+        options = {
+            "HostKey": self._key,
+            "AuthorizedKeysFile": self._lab.folder / "authorized_keys",
+            "PidFile": "none",
+            "PermitRootLogin": "yes",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PasswordAuthentication": "no",
+            "MaxStartups": "100",
+            # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
+            "SetEnv": f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1 SHLVL=1",
+        }
+        sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
+        sshd += [f"-o{name}={value}" for name, value in options.items()]
+        named = ["sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", self.name]
+        self._box = Box([*named, *sshd], within=[tool("ip"), "netns", "exec", self._namespace])
+        output = self._box.outer.stdout
+        assert output is not None
+        said = []
+        for line in output:
+            said.append(line.decode())
+            if b"Server listening on 0.0.0.0" in line:
+                output.close()  # sshd does not mind that nobody reads on
+                return
+        self.kill()
+        raise RuntimeError(f"host {self.name} did not come up: {''.join(said)}")
+
+    def kill(self) -> None:
+        """The machine dies: every process on it at once. Its peers' connections are reset."""
+        if self._box is not None:
+            self._box.kill()
+            self._box = None
+
+    def cut(self) -> None:
+        """The machine goes on, but nothing reaches it or comes from it, and nobody is told."""
+        ip("link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        ip("link", "set", self._link, "up")
+
+    def slow(self, rate: str) -> None:
+        """Both ways, in tc's words: "50mbit"."""
+        limit = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+        command([tool("tc"), "qdisc", "replace", "dev", self._link, *limit])
+        command([tool("tc"), "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *limit])
+
+    def command(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+        """The same command, to be run on this host."""
+        there = ["env", *(f"{name}={value}" for name, value in (environment or {}).items()), *argv]
+        return [*self._lab.ssh, "-oBatchMode=yes", self.name, shlex.join(there)]
+
+    def run(self, argv: Sequence[str]) -> str:
+        return command(self.command(argv))
+
+    def processes(self) -> dict[int, str]:
+        """All that run on the host but its sshd, by their ids outside of it, with their command lines."""
+        found = {}
+        for pid in processes_of(self._namespace):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue  # gone meanwhile
+            if line and not line.startswith(("sshd: ", tool("unshare"), tool("sshd"))):
+                found[pid] = line
+        return found
+
+    def _connect(self) -> None:
+        lab = self._lab
+        lab.make_key(self._key)
+        public = self._key.with_suffix(".key.pub").read_text().split()[:2]
+        with lab.known_hosts.open("a") as known:
+            print(f"{self.address},{self.name}", *public, file=known)
+        with lab.ssh_config.open("a") as config:
+            print(f"Host {self.name}\n  HostName {self.address}\n  HostKeyAlias {self.name}", file=config)
+        ip("netns", "add", self._namespace)
+        # Mounted over /etc/hosts by `ip netns exec`, so it has to be there before.
+        settings = Path("/etc/netns") / self._namespace
+        settings.mkdir(parents=True)
+        (settings / "hosts").symlink_to(lab.folder / "hosts")
+        ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        ip("link", "set", self._link, "master", lab.name, "up")
+        ip("-n", self._namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        ip("-n", self._namespace, "link", "set", "eth0", "up")
+        ip("-n", self._namespace, "link", "set", "lo", "up")
+
+
+class Lab:
+    """`with Lab(3) as lab:` has three hosts up, n1 to n3, and leaves nothing behind."""
+
+    def __init__(self, num_hosts: int) -> None:
+        require_tools()
+        remove_orphans()
+        self.name, self.network = claim_network()
+        self.address = f"{self.network}.1"  # of the manager's side
+        self.folder = folder_of(self.name)
+        self.ssh_config = self.folder / "ssh_config"
+        self.known_hosts = self.folder / "known_hosts"
+        self.ssh = ("ssh", "-F", str(self.ssh_config))
+        self.hosts: list[Host] = []
+        try:
+            self._prepare()
+            for _ in range(num_hosts):
+                self.add()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(mode=0o700)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        ip("addr", "add", f"{self.address}/24", "dev", self.name)
+        ip("link", "set", self.name, "up")
+        self.make_key(self.folder / "id")
+        (self.folder / "id.pub").rename(self.folder / "authorized_keys")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address} manager\n")
+        self.known_hosts.touch()
+        self.ssh_config.write_text(
+            f"IdentityFile {self.folder / 'id'}\nIdentitiesOnly yes\nUser root\n"
+            f"UserKnownHostsFile {self.known_hosts}\nGlobalKnownHostsFile /dev/null\n"
+        )
+
+    def add(self) -> Host:
+        """One more machine, up."""
+        host = Host(self, len(self.hosts) + 1)
+        self.hosts.append(host)
+        with (self.folder / "hosts").open("a") as hosts:
+            print(host.address, host.name, file=hosts)
+        host._connect()
+        host.boot()
+        return host
+
+    def make_key(self, path: Path) -> None:
+        command([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(path)])
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.kill()
+        remove(self.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def require_tools() -> None:
+    """Fails with the reason where hosts cannot be made."""
+    if os.geteuid() != 0:
+        raise RuntimeError(
+            "test hosts are network namespaces, which only root may make: run the tests as root"
+        )
+    if missing := missing_tools(TOOLS):
+        raise RuntimeError(
+            f"test hosts need {', '.join(missing)}, which this machine does not have "
+            "(apt-get install iproute2 openssh-server openssh-client util-linux; `make test` does it as root)"
+        )
+
+
+def claim_network() -> tuple[str, str]:
+    """A name and a network that no other lab of this machine has: the kernel gives a link's name out once."""
+    said = ""
+    for number in range(MOST_LABS):
+        name = f"vlab{number}"
+        try:
+            ip("link", "add", name, "type", "bridge")
+        except RuntimeError as error:
+            said = str(error)
+            if "File exists" in said:
+                continue
+            break
+        ip("link", "set", name, "alias", f"{OWNED}{os.getpid()}")
+        return name, f"10.77.{number}"
+    raise RuntimeError(f"no network could be made for test hosts; the last trial said: {said}")
+
+
+def remove_orphans() -> None:
+    """What test runs left behind that were killed themselves."""
+    for alias in Path("/sys/class/net").glob("vlab*/ifalias"):
+        try:
+            owner = alias.read_text().removeprefix(OWNED).strip()
+        except OSError:
+            continue  # removed by its owner meanwhile
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(RuntimeError):  # another run does the same at this moment
+                remove(alias.parent.name)
+
+
+def remove(lab: str) -> None:
+    for line in ip("netns", "list").splitlines():
+        namespace = line.split()[0]
+        if namespace.startswith(f"{lab}-"):
+            for pid in processes_of(namespace):
+                kill_and_wait(pid)
+            ip("netns", "delete", namespace)
+            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+            subprocess.run([tool("ip"), "link", "delete", namespace.replace("-n", "-")], capture_output=True)
+    shutil.rmtree(folder_of(lab), ignore_errors=True)
+    ip("link", "delete", lab)
+
+
+def folder_of(lab: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"varuna-{lab}"
+
+
+def processes_of(namespace: str) -> list[int]:
+    return [int(pid) for pid in ip("netns", "pids", namespace).split()]
+
+
+def kill_and_wait(pid: int) -> None:
+    try:
+        handle = os.pidfd_open(pid)
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    gone = select.poll()
+    gone.register(handle, select.POLLIN)
+    gone.poll()
+    os.close(handle)
+
+
+def ip(*arguments: str) -> str:
+    return command([tool("ip"), *arguments])
+
+
+def command(argv: Sequence[str]) -> str:
+    run = subprocess.run(argv, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(argv)} failed: {run.stderr.strip() or run.stdout.strip()}")
+    return run.stdout

@@ -1,0 +1,65 @@
+"""In the manager's place where a test is about starting agents: agents dial in, and are talked to."""
+
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+from types import TracebackType
+from typing import Any, Self
+
+from varuna.morph.start import AgentOrders
+
+
+class DialledIn:
+    """The connection of one stub agent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._heard, self._told = connection.makefile("r"), connection.makefile("w")
+        self.hello = self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        return json.loads(self._heard.readline())  # type: ignore[no-any-return]
+
+    def tell(self, line: str) -> None:
+        print(line, file=self._told, flush=True)
+
+    def wait_until_gone(self) -> None:
+        with contextlib.suppress(ConnectionError):  # killed with something unread
+            assert self._heard.readline() == ""
+
+    def close(self) -> None:
+        self._heard.close()
+        with contextlib.suppress(OSError):
+            self._told.close()
+        self._connection.close()
+
+
+class StandInManager:
+    def __init__(self, address: str) -> None:
+        self.secret = secrets.token_hex(16)
+        self._server = socket.create_server((address, 0))
+        self._server.settimeout(60)
+        self.dialled_in: list[DialledIn] = []
+
+    def orders(self, machine: str) -> AgentOrders:
+        host, port = self._server.getsockname()
+        return AgentOrders(job="job", machine=machine, managers=(f"{host}:{port}",), secret=self.secret)
+
+    def accept(self) -> DialledIn:
+        connection, _ = self._server.accept()
+        agent = DialledIn(connection)
+        assert agent.hello["proof"] == hashlib.sha256(self.secret.encode()).hexdigest()
+        self.dialled_in.append(agent)
+        return agent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in self.dialled_in:
+            agent.close()
+        self._server.close()

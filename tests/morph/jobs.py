@@ -1,0 +1,240 @@
+"""Real jobs on loopback machines, led by a real manager; what it says is read line by line.
+
+The script trains slowly until a file `hurry` is there, so that a test has all the time it needs to
+break something, and none is spent on waiting after that.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Queue
+from types import TracebackType
+from typing import Any, Self
+
+from tests.launch.jobs import environment
+from varuna.codec import decode
+from varuna.leading import Contact
+from varuna.managing import talk
+from varuna.morph.messages import Ask
+
+STEPS = 300
+
+TRAIN = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from varuna import CutPoint, SampleOrder, Varuna
+
+STEPS, EVERY = {STEPS}, 10
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.cut = CutPoint()
+
+    def forward(self, x, y):
+        return ((self.last(self.cut(torch.tanh(self.first(x)))) - y) ** 2).mean()
+
+
+torch.manual_seed(1)
+x = torch.randn(64, 4)
+y = x.sum(1, keepdim=True)
+stage_map = os.environ.get("VARUNA_STAGE_TO_RANK_MAP", "0;")
+model = Varuna(Net(), stage_map, {{"x": x[:2], "y": y[:2]}}, 12, 2, device="cpu", seed=3)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+model.set_optimizer(optimizer)
+model.resume("store")
+resumed = os.environ.get("VARUNA_RESUME_STEP")
+assert resumed is None or int(resumed) == model.iteration, (resumed, model.iteration)
+order = SampleOrder(64, batch_size=12, seed=5)
+while model.iteration < STEPS:
+    step = model.iteration
+    share = order.replica(step=step, replica=model.rank_within_stage, num_replicas=model.data_depth)
+    loss, _ = model.step({{"x": x[share], "y": y[share]}})
+    optimizer.step()
+    model.zero_grad()
+    if "misbehave" in globals():
+        misbehave(step)
+    print("step", step, "loss", loss)
+    if model.iteration % EVERY == 0 and "VARUNA_GENERATION" in os.environ:
+        model.checkpoint("store", keep_last=2)
+    if not Path("hurry").exists():
+        time.sleep(0.05 if step < 40 else 0.2 if step < 150 else 1.0)
+print("trained")
+"""
+
+STEP = re.compile(r"\[rank 0\] step (\d+) loss (\S+)")
+
+
+class Job:
+    """A manager under test, its machines 127.0.0.1, 127.0.0.2, ... with one worker each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        machines: int,
+        stages: int = 1,
+        script: str = TRAIN,
+        addresses: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.addresses = tuple(addresses) or tuple(f"127.0.0.{number}" for number in range(1, 10))
+        self.options = options
+        (folder / "script.py").write_text(script)
+        self.write_list(*range(1, machines + 1))
+        self.stages = stages
+        self.lines: list[str] = []
+        self.losses: dict[int, float] = {}
+        self.start()
+
+    def start(self, *more: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"],
+                *["--gpus_per_node", "1", "--batch_size", "12", "--chunk_size", "2"],
+                *["--nstages", str(self.stages), *self.options, *more, "script.py"],
+            ],
+            cwd=self.folder,
+            env=environment(self.folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._queue: Queue[str | None] = Queue()
+        threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
+
+    def restart(self, *more: str) -> None:
+        """After the end of its manager, all of whose words are heard first."""
+        self._hear_the_rest()
+        self.start(*more)
+
+    def _read(self, process: "subprocess.Popen[str]", queue: "Queue[str | None]") -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                queue.put(line.rstrip("\n"))
+        queue.put(None)
+
+    # ------------------------------------------------------------ what it says
+
+    def wait_for(self, wanted: str | Callable[[str], bool]) -> str:
+        """Reads on until a line has the text; the whole of what was said is the message where none has."""
+        while (line := self._queue.get()) is not None:
+            self._hear(line)
+            if wanted(line) if callable(wanted) else wanted in line:
+                return line
+        raise AssertionError(f"the job ended without {wanted!r}:\n" + "\n".join(self.lines))
+
+    def wait_for_steps(self, count: int) -> None:
+        """So many more of them."""
+        for _ in range(count):
+            self.wait_for(lambda line: STEP.match(line) is not None)
+
+    def finish(self) -> int:
+        (self.folder / "hurry").touch()
+        self._hear_the_rest()
+        return self.process.wait()
+
+    def _hear_the_rest(self) -> None:
+        while (line := self._queue.get()) is not None:
+            self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        self.lines.append(line)
+        if found := STEP.match(line):
+            self.losses[int(found[1])] = float(found[2])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def generations(self) -> list[str]:
+        return [line.split(": ", 1)[1] for line in self.lines if line.startswith("varuna: generation: ")]
+
+    # ------------------------------------------------------------ what is done to it
+
+    def write_list(self, *numbers: int) -> None:
+        (self.folder / "machines").write_text("".join(f"{self.addresses[n - 1]}\n" for n in numbers))
+
+    def agent(self, number: int) -> int:
+        """The process id of a machine's agent."""
+        return int(self.machine(number)["agent_pid"])
+
+    def worker(self, number: int) -> int:
+        return int(self.machine(number)["workers"][0]["pid"])
+
+    def machine(self, number: int) -> Any:
+        name = self.addresses[number - 1]
+        (found,) = (one for one in self.status()["machines"] if one["machine"] == name)
+        return found
+
+    def status(self) -> Any:
+        (place,) = (self.folder / "home").glob("jobs/*/manager.json")
+        contact = decode(place.read_bytes(), Contact)
+        answer = talk(
+            contact.address, contact.port, bytes.fromhex(contact.secret), Ask(contact.job, "status")
+        )
+        return json.loads(bytes(answer.status))
+
+    def varuna(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "varuna", *arguments],
+            cwd=self.folder,
+            env=environment(self.folder),
+            capture_output=True,
+            text=True,
+        )
+
+    def processes_left(self) -> list[str]:
+        """Processes of any kind that still know this folder."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if f"{self.folder}/".encode() in (entry / "environ").read_bytes():
+                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                except OSError:
+                    pass
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def losses_without_trouble(folder: Path) -> dict[int, float]:
+    """Of one process that nobody disturbs."""
+    (folder / "script.py").write_text(TRAIN)
+    (folder / "hurry").touch()
+    kept = {name: value for name, value in environment(folder).items() if name not in os.environ}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, **kept},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", done.stdout)}

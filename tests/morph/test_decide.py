@@ -1,0 +1,488 @@
+"""Whatever happens, in whatever order: one generation at a time, on machines that live, and an end."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import given, settings
+
+from varuna.morph.decide import decide
+from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
+from varuna.morph.placement import lay_out
+from varuna.morph.state import (
+    AgentJoined,
+    AgentLeft,
+    AgentNotStarted,
+    CheckpointFound,
+    Command,
+    EndAgent,
+    Event,
+    FindCheckpoint,
+    Finish,
+    JobState,
+    KillWorkers,
+    Launch,
+    ListRead,
+    MakePlan,
+    Notice,
+    Outcome,
+    Planned,
+    Proposal,
+    Pulse,
+    SaveAndEnd,
+    Settings,
+    StartAgent,
+    StopAsked,
+    StoreReady,
+    Tell,
+    Tick,
+    WorkerFailed,
+    WorkersEnded,
+)
+
+WELL = Outcome(None)
+SAVED = Outcome(None, on_demand=True)
+
+
+def raised(rank: int, kind: str = "ValueError", *, seconds: float = 1.0) -> Outcome:
+    info = ExtraInfo(f"Traceback of {kind}", "1", kinds=(kind,), seconds=seconds)
+    return Outcome(WorkerFailure(rank, 1, ErrorFile(ErrorMessage(f"{kind}: no", info))))
+
+
+def killed(rank: int) -> Outcome:
+    return Outcome(WorkerFailure(rank, -9, None))
+
+
+class World:
+    """Machines, agents and workers as they would be, driven by the commands; the clock is a number."""
+
+    def __init__(self, machines: Sequence[str], *, stages: int = 1) -> None:
+        self.state = JobState(settings=Settings())
+        self.stages = stages
+        self.now = 100.0
+        self.agents: dict[str, str] = {}  # those that are connected
+        self.deaf: set[str] = set()  # connected, but silent and without hands
+        self.workers: dict[str, int] = {}  # machine: generation of its live workers
+        self.pending: list[Command] = []
+        self.launched: list[Launch] = []
+        self.told: list[str] = []
+        self.iteration = 0
+        self.num_agents = 0
+        self.starts_agents = True
+        self.verdict: Finish | None = None
+        self.happens(ListRead(tuple(machines)))
+
+    # ------------------------------------------------------------ the two halves of the loop
+
+    def happens(self, event: Event) -> None:
+        self.state, commands = decide(self.state, event, self.now)
+        for command in commands:
+            if isinstance(command, Launch):
+                self.check_launch(command)
+            self.pending.append(command)
+
+    def check_launch(self, launch: Launch) -> None:
+        generation = launch.generation
+        assert not set(self.workers) - self.given_up(), "an older generation is alive"
+        for machine, agent in zip(generation.machines, generation.agents, strict=True):
+            assert self.state.members[machine].agent == agent != ""
+            assert self.state.members[machine].listed
+        assert generation.layout.num_ranks == len(generation.machines)
+        assert generation.number == len(self.launched) + 1
+        self.launched.append(launch)
+
+    def given_up(self) -> set[str]:
+        """Machines that the manager cannot reach: whatever runs there is fenced."""
+        return {name for name in self.workers if self.believed(name) is None}
+
+    def believed(self, machine: str) -> str | None:
+        member = self.state.members.get(machine)
+        return member.agent if member is not None and member.agent else None
+
+    def carry_out(self) -> None:
+        """All that was commanded, and what follows from it at once."""
+        while self.pending:
+            command = self.pending.pop(0)
+            if isinstance(command, StartAgent):
+                if self.starts_agents:
+                    self.join(command.machine)
+                else:
+                    self.happens(AgentNotStarted(command.machine, "the machine is dead"))
+            elif isinstance(command, EndAgent) and command.machine in self.deaf:
+                pass  # it will see when it comes back
+            elif isinstance(command, EndAgent):
+                self.agents.pop(command.machine, None)
+                self.workers.pop(command.machine, None)
+                self.deaf.discard(command.machine)
+            elif isinstance(command, MakePlan):
+                self.happens(Planned(self.plan(command.machines)))
+            elif isinstance(command, FindCheckpoint):
+                self.happens(CheckpointFound(self.iteration // 10 * 10))
+            elif isinstance(command, Launch):
+                for machine in command.generation.machines:
+                    if machine in self.agents and machine not in self.deaf:
+                        self.workers[machine] = command.generation.number
+                        self.happens(StoreReady(machine, self.agents[machine], 2000))
+            elif isinstance(command, SaveAndEnd):
+                if not self.deaf & set(command.machines):
+                    for machine in command.machines:
+                        self.end_workers(machine, SAVED)
+            elif isinstance(command, KillWorkers):
+                if command.machine in self.agents and command.machine not in self.deaf:
+                    self.workers.pop(command.machine, None)
+                    self.happens(
+                        WorkersEnded(command.machine, self.agents[command.machine], command.generation, ())
+                    )
+            elif isinstance(command, Tell):
+                self.told.append(f"{command.what}: {command.why}")
+            elif isinstance(command, Finish):
+                assert self.verdict is None
+                self.verdict = command
+
+    def plan(self, machines: tuple[str, ...]) -> Proposal:
+        try:
+            layout = lay_out(len(machines), self.stages, batch_size=12, microbatch_size=1)
+        except ValueError as error:
+            return Proposal(machines, problem=str(error))
+        used = machines[: layout.num_ranks]
+        return Proposal(machines, used, tuple((rank,) for rank in range(len(used))), layout)
+
+    # ------------------------------------------------------------ what may happen
+
+    def join(self, machine: str) -> None:
+        if machine in self.agents:
+            return
+        self.num_agents += 1
+        self.agents[machine] = f"agent {self.num_agents}"
+        self.happens(AgentJoined(machine, self.agents[machine], None, machine))
+        self.happens(StoreReady(machine, self.agents[machine], 1000 + self.num_agents))
+
+    def lose_agent(self, machine: str) -> None:
+        self.workers.pop(machine, None)
+        self.deaf.discard(machine)
+        if agent := self.agents.pop(machine, None):
+            self.happens(AgentLeft(machine, agent, "it hung up"))
+
+    def go_silent(self, machine: str) -> None:
+        if machine in self.agents:
+            self.deaf.add(machine)
+
+    def come_back(self, machine: str) -> None:
+        """With the workers that it had."""
+        if machine in self.deaf:
+            self.deaf.discard(machine)
+            has = self.workers.get(machine)
+            self.happens(AgentJoined(machine, self.agents[machine], has, machine, 999))
+
+    def end_workers(self, machine: str, outcome: Outcome) -> None:
+        if machine in self.workers and machine in self.agents and machine not in self.deaf:
+            generation = self.workers.pop(machine)
+            self.happens(WorkersEnded(machine, self.agents[machine], generation, (outcome,)))
+
+    def fail_worker(self, machine: str, outcome: Outcome) -> None:
+        if machine in self.workers and machine in self.agents and machine not in self.deaf:
+            self.happens(WorkerFailed(machine, self.agents[machine], self.workers[machine], outcome))
+
+    def all_finish(self) -> None:
+        for machine in list(self.workers):
+            self.end_workers(machine, WELL)
+
+    def passes(self, seconds: float, *, steps: int = 0, in_step: bool = True) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.25
+            self.iteration += steps
+            beats = {
+                machine: (agent, self.workers.get(machine), self.pulses(machine, in_step=in_step))
+                for machine, agent in self.agents.items()
+                if machine not in self.deaf
+            }
+            self.happens(Tick(beats))
+            self.carry_out()
+
+    def pulses(self, machine: str, *, in_step: bool) -> tuple[Pulse, ...]:
+        if machine not in self.workers:
+            return ()
+        return (
+            Pulse(
+                0,
+                iteration=self.iteration,
+                steps=self.iteration,
+                activity=self.iteration,
+                in_step=in_step,
+                step_seconds=0.5 if self.iteration else 0.0,
+                store="/store",
+            ),
+        )
+
+    @property
+    def generations(self) -> list[tuple[str, ...]]:
+        return [launch.generation.machines for launch in self.launched]
+
+
+def begun(*machines: str, stages: int = 1) -> World:
+    world = World(machines, stages=stages)
+    world.passes(1)
+    world.passes(2, steps=1)
+    return world
+
+
+# ---------------------------------------------------------------- stories
+
+
+def test_a_job_starts_when_all_its_machines_are_there_and_ends_when_its_workers_have() -> None:
+    world = begun("a", "b")
+    world.all_finish()
+    world.carry_out()
+    assert world.generations == [("a", "b")]
+    assert world.verdict is not None and world.verdict.verdict.how == "finished"
+
+
+def test_a_machine_that_joins_is_taken_in_after_a_save() -> None:
+    """V39"""
+    world = begun("a", "b")
+    world.happens(ListRead(("a", "b", "c")))
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("a", "b", "c")]
+    assert world.launched[-1].why == "c joins"
+    assert world.launched[-1].generation.resume_step == world.launched[-1].generation.resume_step is not None
+
+
+def test_a_machine_that_is_taken_off_the_list_is_left_after_a_save_and_its_agent_dismissed() -> None:
+    """V39"""
+    world = begun("a", "b")
+    world.happens(ListRead(("b",)))
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("b",)]
+    assert list(world.agents) == ["b"]
+
+
+def test_where_the_best_plan_stays_the_same_nothing_restarts() -> None:
+    """V39: a third machine is of no use to two stages, and the order of the list is none."""
+    world = begun("a", "b", stages=2)
+    world.happens(ListRead(("c", "b", "a")))
+    world.passes(5, steps=1)
+    assert world.generations == [("a", "b")]
+    assert any(told.startswith("plan unchanged") for told in world.told)
+
+
+def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
+    world = begun("a", "b")
+    for extra in ("c", "d", "e"):
+        world.happens(ListRead(("a", "b", extra)))
+        world.passes(0.5, steps=1)
+    assert len(world.generations) == 1
+    world.passes(3, steps=1)
+    assert world.generations[1:] == [("a", "b", "e")]
+
+
+def test_an_empty_list_changes_nothing() -> None:
+    world = begun("a", "b")
+    world.happens(ListRead(()))
+    world.passes(5, steps=1)
+    assert world.generations == [("a", "b")] and world.verdict is None
+
+
+def test_a_lost_machine_is_left_at_once_and_goes_on_from_the_newest_checkpoint() -> None:
+    """V42"""
+    world = begun("a", "b", "c")
+    world.passes(10, steps=1)
+    world.starts_agents = False
+    world.lose_agent("b")
+    world.carry_out()
+    assert world.generations[1] == ("a", "c")
+    world.starts_agents = True
+    assert world.launched[1].generation.resume_step == world.iteration // 10 * 10
+    world.passes(5, steps=1)
+    assert world.generations[2:] == [("a", "c", "b")], "it was started again, and taken in"
+
+
+def test_a_silent_machine_is_lost_within_two_seconds_and_fenced_when_it_returns() -> None:
+    """V42: its old workers are killed before it may take part again."""
+    world = begun("a", "b")
+    world.go_silent("b")
+    world.passes(2, steps=1)
+    assert world.generations[1:] == [("a",)]
+    assert world.workers["b"] == 1
+    world.come_back("b")
+    world.carry_out()
+    assert "b" not in world.workers
+    world.passes(15, steps=1)
+    assert world.generations[2:] == [("a", "b")]
+
+
+def test_a_machine_that_flaps_does_not_shake_the_job() -> None:
+    world = begun("a", "b")
+    for _ in range(6):
+        world.lose_agent("b")
+        world.passes(10, steps=1)
+    assert len(world.generations) < 6
+    world.passes(400, steps=1)
+    assert world.generations[-1] == ("a", "b")
+
+
+def test_a_killed_worker_restarts_the_job_at_once_on_the_same_machines() -> None:
+    """V42"""
+    world = begun("a", "b")
+    world.fail_worker("a", killed(0))
+    world.carry_out()
+    assert world.generations == [("a", "b"), ("a", "b")]
+
+
+def test_a_worker_that_quotes_another_waits_for_that_other() -> None:
+    world = begun("a", "b")
+    world.fail_worker("b", raised(1, "varuna.errors.WorkerError"))
+    world.carry_out()
+    assert len(world.generations) == 1
+    world.fail_worker("a", killed(0))
+    world.carry_out()
+    assert "rank 0" in world.launched[1].why
+
+
+def test_crash_loops_back_off_and_stop_with_the_reason() -> None:
+    """V43"""
+    world = begun("a")
+    starts = []
+    while world.verdict is None:
+        if "a" in world.workers:
+            starts.append(world.now)
+            world.end_workers("a", raised(0))
+        world.passes(0.25)
+    gaps = [round(later - earlier) for earlier, later in pairwise(starts)]
+    assert gaps == [0, 1, 2]
+    assert world.verdict.verdict.how == "failed" and "Traceback of ValueError" in world.verdict.verdict.reason
+
+
+def test_crashes_with_progress_in_between_do_not_stop_the_job() -> None:
+    world = begun("a")
+    for _ in range(20):
+        world.end_workers("a", killed(0))
+        world.passes(3, steps=1)
+    assert world.verdict is None and len(world.generations) == 21
+
+
+def test_a_script_that_raises_before_its_first_step_is_not_tried_again() -> None:
+    """V33"""
+    world = World(["a"])
+    world.passes(1)
+    world.end_workers("a", raised(0))
+    world.carry_out()
+    assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
+
+
+def test_a_hung_job_is_restarted_and_a_slow_one_is_not() -> None:
+    """V43: a step takes 0.5 s, so a minute without one is a hang; but not outside of steps."""
+    world = begun("a", "b")
+    world.passes(59)
+    assert len(world.generations) == 1
+    world.passes(2)
+    assert len(world.generations) == 2 and "no progress for 60 s" in world.launched[1].why
+    world.passes(1, steps=1)
+    world.passes(300, in_step=False)
+    assert len(world.generations) == 2
+
+
+def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_to_settle() -> None:
+    """V41"""
+    world = begun("a", "b")
+    world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
+    world.carry_out()
+    assert world.generations == [("a", "b"), ("a",)]
+
+
+def test_workers_that_do_not_save_in_time_are_killed() -> None:
+    world = begun("a", "b")
+    world.happens(Notice("b", world.now + 5, "the cloud takes it away"))
+    world.pending = [c for c in world.pending if not isinstance(c, SaveAndEnd)]
+    world.happens(Planned(world.plan(("a",))))
+    world.pending.clear()  # the word to save is lost
+    world.passes(6, steps=1)
+    assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
+
+
+def test_stopping_saves_first_and_a_second_word_kills() -> None:
+    world = begun("a", "b")
+    world.happens(StopAsked("enough"))
+    assert world.state.phase == "saving"
+    world.happens(StopAsked("SIGINT", save=False, exit_code=130))
+    world.carry_out()
+    assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
+
+
+# ---------------------------------------------------------------- any story
+
+NAMES = st.sampled_from("abcd")
+HAPPENINGS = st.one_of(
+    st.tuples(st.just("list"), st.lists(NAMES, max_size=4, unique=True)),
+    st.tuples(
+        st.sampled_from(
+            ["lose", "silent", "back", "killed", "raised", "second", "ended", "saved", "notice", "unstarted"]
+        ),
+        NAMES,
+    ),
+    st.tuples(st.just("time"), st.sampled_from([0.25, 1.0, 3.0, 20.0, 100.0])),
+    st.tuples(st.just("steps"), st.sampled_from([0.25, 1.0, 3.0])),
+    st.tuples(st.just("stop"), st.booleans()),
+)
+
+
+def play(world: World, what: str, how: object) -> None:
+    if what == "list":
+        assert isinstance(how, list)
+        world.happens(ListRead(tuple(how)))
+    elif what in ("time", "steps"):
+        assert isinstance(how, float)
+        world.passes(how, steps=what == "steps")
+    elif what == "stop":
+        world.happens(StopAsked("enough", save=bool(how)))
+    else:
+        machine = str(how)
+        rank = 0
+        {
+            "lose": lambda: world.lose_agent(machine),
+            "silent": lambda: world.go_silent(machine),
+            "back": lambda: world.come_back(machine),
+            "killed": lambda: world.fail_worker(machine, killed(rank)),
+            "raised": lambda: world.end_workers(machine, raised(rank)),
+            "second": lambda: world.fail_worker(machine, raised(rank, "varuna.errors.WorkerError")),
+            "ended": lambda: world.end_workers(machine, WELL),
+            "saved": lambda: world.end_workers(machine, SAVED),
+            "notice": lambda: world.happens(Notice(machine, world.now + 5, "notice")),
+            "unstarted": lambda: world.happens(AgentNotStarted(machine, "no")),
+        }[what]()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans())
+def test_whatever_happens_one_generation_lives_at_a_time_and_the_job_can_always_end(
+    story: list[tuple[str, object]], stages: int, promptly: bool
+) -> None:
+    """V42, V43: `World.check_launch` holds the rule; then the machines are mended, and the job must end."""
+    world = World(["a", "b"], stages=stages)
+    for what, how in story:
+        play(world, what, how)
+        if promptly:
+            world.carry_out()
+    for machine in list(world.deaf):
+        world.come_back(machine)
+    world.happens(ListRead(("a", "b", "e", "f")))
+    world.passes(400)
+    for _ in range(5):
+        if world.verdict is None:
+            assert world.workers, f"nothing runs: {world.state.phase}, {world.state.reason}"
+            world.all_finish()
+            world.carry_out()
+            world.passes(130)
+    assert world.verdict is not None
+    assert not world.workers
+
+
+@given(st.lists(HAPPENINGS, max_size=15))
+@settings(max_examples=30, deadline=None)
+def test_a_state_is_a_value_that_can_be_written_and_read(story: list[tuple[str, object]]) -> None:
+    world = World(["a", "b"])
+    for what, how in story:
+        play(world, what, how)
+    again = msgspec.json.decode(msgspec.json.encode(world.state), type=JobState)
+    assert decide(again, Tick({}), world.now + 1)[1] == decide(world.state, Tick({}), world.now + 1)[1]

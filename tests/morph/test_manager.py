@@ -1,0 +1,158 @@
+"""A real manager on a loopback port, talked to by agents of the test's own, and by strangers."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from varuna.manager import ManagedJob, Manager
+from varuna.managing import talk
+from varuna.morph.clock import WakingClock
+from varuna.morph.journal import Journal
+from varuna.morph.messages import Answer, Ask, Hello, Welcome, read_to_agent, write
+from varuna.morph.start import AgentOrders, StartedAgent
+from varuna.morph.state import JobState, Proposal
+from varuna.morph.wire import Wire
+
+SECRET = b"s" * 32
+
+
+class Nobody:
+    """Starts no agents."""
+
+    def start(self, orders: AgentOrders) -> StartedAgent:
+        raise OSError("this machine is far away")
+
+
+class Led:
+    """A manager in a thread of its own, which is what it costs to talk to it from a test."""
+
+    def __init__(self, folder: Path, *, secret: bytes = SECRET) -> None:
+        (folder / "machines").write_text("10.9.9.9\n")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.folder = folder
+        job = ManagedJob(
+            name="job",
+            script="script.py",
+            arguments=(),
+            flags=(),
+            code_dir=str(folder),
+            log_dir=str(folder),
+            devices_per_machine=1,
+            environment={"COLOUR": "green"},
+            machine_list=str(folder / "machines"),
+            port=self.port,
+            secret=secret.hex(),
+            slow_file=str(folder / "slow"),
+        )
+
+        async def lead() -> None:
+            clock = WakingClock(time.monotonic)
+            manager = Manager(
+                job,
+                JobState(since=clock.now()),
+                planner=lambda machines: Proposal(machines, problem="no plan"),
+                starter_of=lambda machine: Nobody(),
+                newest=lambda store: None,
+                address_for=lambda machine: "127.0.0.1",
+                journal=Journal(folder / "journal"),
+                clock=clock,
+                say=lambda text: None,
+            )
+            await manager.lead(self.listener, signals=False)
+
+        self.thread = threading.Thread(target=asyncio.run, args=(lead(),))
+
+    def ask(self, what: str, *, secret: bytes = SECRET, **facts: object) -> Answer:
+        return talk("127.0.0.1", self.port, secret, Ask("job", what, **facts))  # type: ignore[arg-type]
+
+    def dial(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def refusals(self) -> list[str]:
+        lines = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return [line["why"] for line in lines if line["what"] == "caller refused"]
+
+
+@contextmanager
+def led(folder: Path) -> Iterator[Led]:
+    manager = Led(folder)
+    manager.thread.start()
+    try:
+        yield manager
+    finally:
+        manager.ask("stop", save=False)
+        manager.thread.join()
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the other side hangs up."""
+    found = b""
+    try:
+        while data := connection.recv(65536):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_strangers_are_refused_and_logged_and_disturb_nobody(tmp_path: Path) -> None:
+    """V46: nonsense, another secret, a message of another connection, too much of anything, and silence."""
+    with led(tmp_path) as manager, manager.dial() as silent:
+        with manager.dial() as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            rest(stranger)
+        with pytest.raises(ConnectionResetError):
+            manager.ask("stop", secret=b"t" * 32)
+        recorded = b""
+        friend = Wire(SECRET, calls=True)
+        with manager.dial() as connection:
+            connection.sendall(friend.greeting)
+            while not friend.greeted:
+                friend.feed(connection.recv(65536))
+            recorded = friend.greeting + friend.pack(write(Ask("job", "status")))
+        with manager.dial() as thief:
+            thief.sendall(recorded)
+            rest(thief)
+        with manager.dial() as glutton:
+            glutton.sendall(Wire(SECRET, calls=True).greeting + b"\xff" * 100)
+            rest(glutton)
+        status = json.loads(bytes(manager.ask("status").status))
+        assert status["phase"] == "gathering" and status["machines"][0]["machine"] == "10.9.9.9"
+        reasons = [why.split(": ", 1)[1] for why in manager.refusals()]
+        assert [reason.split(" ")[0] for reason in reasons] == ["expected", "message", "message", "a"]
+        silent.settimeout(30)
+        rest(silent)  # it is hung up on, after a while
+        assert "did not show" in manager.refusals()[-1]
+
+
+def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_no_machine_of_the_list(
+    tmp_path: Path,
+) -> None:
+    with led(tmp_path) as manager:
+        for machine, answers in [("10.9.9.9", ["Welcome"]), ("10.8.8.8", ["Welcome", "Dismiss"])]:
+            wire, heard = Wire(SECRET, calls=True), list[object]()
+            with manager.dial() as connection:
+                connection.sendall(wire.greeting)
+                while not wire.greeted:
+                    wire.feed(connection.recv(65536))
+                hello = Hello("job", machine, "agent", 1, "127.0.0.1", None, 0)
+                connection.sendall(wire.pack(write(hello)))
+                while len(heard) < len(answers):
+                    heard += [read_to_agent(payload) for payload in wire.feed(connection.recv(65536))]
+            assert [type(message).__name__ for message in heard] == answers
+            assert heard[0] == Welcome({"COLOUR": "green"})
+
+
+def test_what_makes_no_sense_is_answered_so(tmp_path: Path) -> None:
+    with led(tmp_path) as manager:
+        assert not manager.ask("dance").ok
+        assert "no machine of this job" in manager.ask("drain", machine="10.1.1.1").text
+        assert "on no machine that can be reached" in manager.ask("logs", rank=7).text

@@ -1,0 +1,164 @@
+"""Real jobs on loopback machines that are disturbed: they go on, and their losses are those of peace."""
+
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.morph.hosts.lab import ROOT, Lab
+from tests.morph.jobs import STEPS, TRAIN, Job, losses_without_trouble
+
+
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return losses_without_trouble(tmp_path_factory.mktemp("peace"))
+
+
+def check(job: Job, peace: dict[int, float]) -> None:
+    """V47, V34: the job has finished, as if nothing had happened, and left nothing behind."""
+    assert job.finish() == 0, job.text
+    assert "finished: every worker ended normally" in job.text
+    assert sorted(job.losses) == list(range(STEPS))
+    assert job.losses == pytest.approx(peace, rel=1e-4, abs=1e-6)
+    assert job.processes_left() == []
+
+
+def test_machines_come_and_go_workers_and_agents_are_killed_and_the_losses_are_those_of_peace(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V39, V42, V47"""
+    with Job(tmp_path, machines=2) as job:
+        job.wait_for_steps(12)
+        os.kill(job.worker(1), signal.SIGKILL)
+        job.wait_for("generation: 2: 1 stage x 2 replicas")
+        assert "rank 0 (stage 0, replica 0) was killed by SIGKILL" in job.lines[-1]
+        assert re.search(r"from step [1-9]0 ", job.lines[-1])
+
+        job.wait_for_steps(3)
+        job.write_list(1, 2, 3)
+        assert "on 127.0.0.1, 127.0.0.2, 127.0.0.3" in job.wait_for("generation: 3: 1 stage x 3 replicas")
+
+        (tmp_path / "machines").write_text("127.0.0.1\n127.0.0.1\n127.0.0.2\n127.0.0.3\n-oProxyCommand=no\n")
+        job.wait_for("'-oProxyCommand=no' is no address")
+        (tmp_path / "machines").write_text("")
+        job.wait_for("list ignored")
+        job.wait_for_steps(3)
+
+        job.write_list(2, 3)
+        job.wait_for("generation: 4: 1 stage x 2 replicas")
+        assert "on 127.0.0.2, 127.0.0.3" in job.lines[-1]
+        job.wait_for_steps(3)
+
+        os.kill(job.agent(3), signal.SIGKILL)
+        assert "on 127.0.0.2" in job.wait_for("generation: 5: 1 stage x 1 replica")
+        assert "on 127.0.0.2, 127.0.0.3" in job.wait_for("generation: 6: 1 stage x 2 replicas")
+        job.wait_for_steps(3)
+
+        assert job.varuna("drain", "127.0.0.2").returncode == 0
+        assert "on 127.0.0.3" in job.wait_for("generation: 7: 1 stage x 1 replica")
+        job.wait_for_steps(3)
+        assert "step" in job.varuna("logs", "0").stdout
+        assert "no machine of this job" in job.varuna("drain", "10.0.0.1").stderr
+        check(job, peace)
+
+
+def test_a_silent_agent_is_replaced_and_a_killed_manager_taken_up_again(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V42, V45, V47"""
+    with Job(tmp_path, machines=2, stages=2) as job:
+        job.wait_for_steps(12)
+        os.kill(job.agent(2), signal.SIGSTOP)
+        job.wait_for("machine lost: 127.0.0.2: no heartbeat")
+        job.wait_for("no plan: 127.0.0.1: too few devices")
+        job.wait_for("generation: 2: 2 stages x 1 replica")
+        job.wait_for_steps(3)
+
+        job.process.kill()
+        job.process.wait()
+        log = next(tmp_path.glob("varuna_logs/*/generation_2/rank_0.out"))
+        seen = log.read_text().count("\n")
+        while log.read_text().count("\n") < seen + 10:  # it trains on without its manager
+            pass
+        job.restart("--resume")
+        job.wait_for("agent joined: 127.0.0.2, with generation 2")
+        job.wait_for_steps(3)
+        assert job.status()["generation"] == 2
+        check(job, peace)
+
+
+def test_machines_over_ssh_that_are_cut_off_return_and_die_change_no_loss(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V29, V42, V47: hosts of their own, without a common loopback; a return is fenced before it joins."""
+    (tmp_path / "varuna").symlink_to(ROOT / "varuna")  # other machines find the library in the code's folder
+    with Lab(3) as lab:
+        with Job(
+            tmp_path,
+            machines=3,
+            addresses=[host.address for host in lab.hosts],
+            options=["--ssh", shlex.join(lab.ssh)],
+        ) as job:
+            one, two, three = job.addresses
+            job.wait_for_steps(12)
+            lab.hosts[1].cut()
+            assert f"on {one}, {three}" in job.wait_for("generation: 2: 1 stage x 2 replicas")
+            assert f"{two} was lost: no heartbeat" in job.lines[-1]
+            job.wait_for_steps(3)
+            lab.hosts[1].mend()
+            assert f"on {one}, {three}, {two}" in job.wait_for("generation: 3: 1 stage x 3 replicas")
+            job.wait_for_steps(3)
+            lab.hosts[0].kill()
+            assert f"on {three}, {two}" in job.wait_for("generation: 4: 1 stage x 2 replicas")
+            job.wait_for_steps(3)
+            check(job, peace)
+        assert not [found for host in lab.hosts for found in host.processes().values() if "varuna" in found]
+
+
+def test_a_worker_that_hears_of_its_machines_end_has_it_left_in_time(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V41"""
+    script = """
+def misbehave(step):
+    if os.environ["VARUNA_MACHINE"] == "127.0.0.2":
+        from varuna import notify_manager_preempt
+        notify_manager_preempt(seconds=30, reason="the cloud wants it back")
+"""
+    with Job(tmp_path, machines=2, script=script + TRAIN) as job:
+        job.wait_for("notice: 127.0.0.2: the cloud wants it back")
+        assert "on 127.0.0.1" in job.wait_for("generation: 2: 1 stage x 1 replica")
+        check(job, peace)
+
+
+def test_a_job_that_crashes_time_and_again_stops_with_the_reason(tmp_path: Path) -> None:
+    """V33, V43"""
+    script = """
+def misbehave(step):
+    if step == 5:
+        raise ZeroDivisionError("the fifth step is cursed")
+"""
+    with Job(tmp_path, machines=1, script=script + TRAIN) as job:
+        assert job.finish() == 1
+        last = job.text.split("varuna: failed: 4 times without progress in between")[1]
+        assert 'raise ZeroDivisionError("the fifth step is cursed")' in last
+        assert len(job.generations) == 4
+        assert job.processes_left() == []
+
+
+def test_a_job_that_is_stopped_saves_and_goes_on_from_there_when_it_is_started_again(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V31, V40"""
+    with Job(tmp_path, machines=1) as job:
+        job.wait_for_steps(3)
+        assert job.varuna("stop").returncode == 0
+        job.wait_for("SIGUSR1: all is saved")
+        job.wait_for("varuna: stopped: `varuna stop`")
+        assert job.process.wait() == 0
+        job.restart("--resume")
+        job.wait_for("from step")
+        check(job, peace)

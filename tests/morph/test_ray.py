@@ -1,0 +1,87 @@
+"""Agents held by actors of a real Ray, over hosts of their own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.morph.hosts.lab import ROOT
+from tests.morph.hosts.manager import StandInManager
+from tests.morph.hosts.ray_cluster import RayClient, RayCluster
+from varuna.morph.adapters.ray import RayStarter
+from varuna.morph.start import AgentOrders
+
+STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: RayCluster) -> RayClient:
+    return cluster.client(STUB)
+
+
+@pytest.fixture
+def manager(cluster: RayCluster) -> Iterator[StandInManager]:
+    with StandInManager(cluster.lab.address) as manager:
+        yield manager
+
+
+def test_an_agent_runs_on_the_node_that_the_list_names_and_dies_when_it_is_killed(
+    cluster: RayCluster, client: RayClient, manager: StandInManager
+) -> None:
+    for host in cluster.lab.hosts:
+        assert client.ask("start", host.address, manager.orders(host.address)) is None
+    dialled_in = {agent.hello["machine"]: agent for agent in [manager.accept(), manager.accept()]}
+    for host in cluster.lab.hosts:
+        assert dialled_in[host.address].hello["hostname"] == host.name
+        assert client.ask("ended", host.address) is None
+        client.ask("kill", host.address)
+        dialled_in[host.address].wait_until_gone()
+        assert "Ray lost the agent" in client.wait_for_the_end(host.address)
+
+
+def test_an_agent_that_ends_by_itself_leaves_its_last_words_and_its_place(
+    client: RayClient, manager: StandInManager
+) -> None:
+    for name in ["m1", "m2", "m3"]:  # of one CPU each, and there are two
+        client.ask("start", name, manager.orders(name))
+    agents = [manager.accept(), manager.accept()]
+    (waiting,) = {"m1", "m2", "m3"} - {agent.hello["machine"] for agent in agents}
+    assert client.ask("ended", waiting) is None, "one that waits for its place has not ended"
+    agents[0].tell("say my last words")
+    agents[0].tell("exit 7")
+    ended = agents[0].hello["machine"]
+    assert client.wait_for_the_end(ended) == f"{ended}: the agent ended, exit status 7: my last words"
+    agents.append(manager.accept())
+    assert agents[2].hello["machine"] == waiting
+    for agent in agents[1:]:
+        agent.tell("exit 0")
+        client.wait_for_the_end(agent.hello["machine"])
+
+
+def test_an_agent_outlives_the_manager_and_is_lost_with_its_node(
+    cluster: RayCluster, client: RayClient, manager: StandInManager
+) -> None:
+    """V45, V42: a killed manager leaves its agents; a dead node is told of."""
+    first = cluster.client(STUB)
+    host, other = cluster.lab.hosts
+    first.ask("start", host.address, manager.orders(host.address))
+    dialled_in = manager.accept()
+    first.process.kill()
+    first.process.wait()
+    client.ask("start", other.address, manager.orders(other.address))
+    lost = manager.accept()
+    other.kill()
+    lost.wait_until_gone()
+    assert "Ray lost the agent" in client.wait_for_the_end(other.address)
+    dialled_in.tell("say still here")
+    assert dialled_in.hear() == {"said": "still here"}
+
+
+def test_a_missing_ray_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Ray is not installed here \(pip install 'varuna\[ray\]'\)"):
+        RayStarter().start(AgentOrders(job="j", machine="m", managers=(), secret="00"))

@@ -1,0 +1,238 @@
+"""Agents started over ssh, on hosts with an sshd of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.morph.hosts.lab import ROOT, Lab
+from tests.morph.hosts.manager import StandInManager
+from varuna.morph.adapters.ssh import SshAgent, SshStarter, explain
+from varuna.morph.start import AgentOrders
+
+STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(2) as lab:
+        yield lab
+
+
+@pytest.fixture
+def manager(lab: Lab) -> Iterator[StandInManager]:
+    with StandInManager(lab.address) as manager:
+        yield manager
+
+
+def make_starter(lab: Lab, logs: Path, *, folder: str = "", python: str = sys.executable) -> SshStarter:
+    return SshStarter(log_folder=logs, ssh=lab.ssh, agent=(STUB,), folder=folder, python=python)
+
+
+def wait_for_the_end(agent: SshAgent) -> str:
+    agent._client.wait()
+    end = agent.ended()
+    assert end is not None
+    return end
+
+
+def test_an_agent_starts_on_each_host_with_its_orders_and_its_folder(
+    lab: Lab, manager: StandInManager, tmp_path: Path
+) -> None:
+    folder = tmp_path / "it's a $folder; with `everything`"
+    folder.mkdir()
+    starter = make_starter(lab, tmp_path / "logs", folder=str(folder))
+    agents = [starter.start(manager.orders(host.name)) for host in lab.hosts]
+    hellos = [manager.accept().hello for _ in agents]
+    assert {(hello["machine"], hello["hostname"]) for hello in hellos} == {("n1", "n1"), ("n2", "n2")}
+    assert {hello["cwd"] for hello in hellos} == {str(folder)}
+    assert [agent.ended() for agent in agents] == [None, None]
+
+
+def test_the_secret_is_in_no_argument_no_environment_and_no_log(
+    lab: Lab, manager: StandInManager, tmp_path: Path
+) -> None:
+    """V46, for the start: whoever may list processes learns nothing."""
+    make_starter(lab, tmp_path).start(manager.orders("n1"))
+    manager.accept().tell("say something")
+    seen = b""
+    for process in Path("/proc").glob("[0-9]*"):
+        for listing in ["cmdline", "environ"]:
+            try:
+                seen += (process / listing).read_bytes()
+            except OSError:
+                continue  # gone meanwhile
+    assert STUB.encode() in seen, "the agent itself is among what was read"
+    assert manager.secret.encode() not in seen + (tmp_path / "n1.log").read_bytes()
+
+
+def test_killing_an_agent_ends_it_on_its_host(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    agent = make_starter(lab, tmp_path).start(manager.orders("n1"))
+    dialled_in = manager.accept()
+    agent.kill()
+    dialled_in.wait_until_gone()
+    assert "killed by signal 9" in wait_for_the_end(agent)
+    agent.kill()  # again is no error
+
+
+def test_an_agent_outlives_the_client_and_the_manager_that_started_it(
+    lab: Lab, manager: StandInManager, tmp_path: Path
+) -> None:
+    """V45: kill -9 of the manager closes all pipes that it held; its agents go on and wait for the next."""
+    starting = (
+        "import sys, pathlib, msgspec; from varuna.morph.adapters.ssh import SshStarter; "
+        "from varuna.morph.start import AgentOrders; "
+        f"logs = pathlib.Path({str(tmp_path)!r}); "
+        f"starter = SshStarter(log_folder=logs, ssh={lab.ssh!r}, agent=({STUB!r},)); "
+        "agent = starter.start(msgspec.json.decode(sys.stdin.readline(), type=AgentOrders)); "
+        "print('started', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starting],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as first_manager:
+        assert first_manager.stdin is not None and first_manager.stdout is not None
+        first_manager.stdin.write(manager.orders("n1").line())
+        first_manager.stdin.flush()
+        dialled_in = manager.accept()
+        client = client_of(first_manager.pid)
+        first_manager.kill()
+    dialled_in.tell("say still here")
+    assert dialled_in.hear() == {"said": "still here"}
+    os.kill(client, signal.SIGKILL)
+    for word in ["nobody", "listens", "x" * 200_000]:
+        dialled_in.tell(f"say {word}")
+        assert dialled_in.hear() == {"said": word}
+    dialled_in.tell("exit 0")
+    dialled_in.wait_until_gone()
+
+
+def client_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert len(children) == 1
+    return int(children[0])
+
+
+def test_an_agent_that_ends_by_itself_leaves_its_last_words(
+    lab: Lab, manager: StandInManager, tmp_path: Path
+) -> None:
+    agent = make_starter(lab, tmp_path).start(manager.orders("n2"))
+    dialled_in = manager.accept()
+    dialled_in.tell("say my last words")
+    dialled_in.tell("exit 7")
+    assert wait_for_the_end(agent) == "n2: the agent ended, exit status 7: my last words"
+
+
+def test_a_host_that_dies_is_seen_and_its_agent_can_be_started_again(
+    lab: Lab, manager: StandInManager, tmp_path: Path
+) -> None:
+    starter = make_starter(lab, tmp_path)
+    host = lab.hosts[1]
+    agent = starter.start(manager.orders(host.name))
+    manager.accept()
+    host.kill()
+    assert wait_for_the_end(agent).startswith("n2: the agent ended, exit status 255")
+    assert "nothing listens for ssh" in wait_for_the_end(starter.start(manager.orders(host.name)))
+    host.boot()
+    again = starter.start(manager.orders(host.name))
+    manager.accept()
+    assert again.ended() is None
+
+
+# ---------------------------------------------------------------- what can be wrong
+
+
+def test_an_unknown_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"UserKnownHostsFile /dev/null\nInclude {lab.ssh_config}\n")
+    starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert end.startswith("n1: its host key is unknown (connect once by hand, ssh n1, and")
+
+
+def test_a_changed_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    known, config = tmp_path / "known", tmp_path / "config"
+    known.write_text(lab.known_hosts.read_text().replace("n1", "x1").replace("n2", "n1"))
+    config.write_text(f"UserKnownHostsFile {known}\nInclude {lab.ssh_config}\n")
+    starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert end.startswith("n1: its host key is not the one that is known")
+
+
+def test_a_host_that_does_not_let_us_in_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    lab.make_key(tmp_path / "other")
+    config = tmp_path / "config"
+    config.write_text(lab.ssh_config.read_text().replace(str(lab.folder / "id"), str(tmp_path / "other")))
+    starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert end.startswith("n1: it does not let us in (try ssh -o BatchMode=yes n1 true")
+
+
+def test_a_missing_python_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    starter = make_starter(lab, tmp_path, python="/no/such python")
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert end.startswith("n1: the python to run is not there") and "/no/such python" in end
+
+
+def test_a_python_without_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I "$@"\n')
+    bare.chmod(0o755)
+    starter = make_starter(lab, tmp_path, python=str(bare), folder=str(tmp_path))
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert "has no varuna and no torch (install it there, or name another python)" in end
+
+
+def test_another_version_of_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    (tmp_path / "varuna").mkdir()
+    (tmp_path / "varuna" / "__init__.py").write_text('__version__ = "0.0.9"\n')
+    end = wait_for_the_end(make_starter(lab, tmp_path, folder=str(tmp_path)).start(manager.orders("n1")))
+    assert "has 0.0.9 from" in end and "is needed, as on the manager's machine" in end
+
+
+def test_a_missing_folder_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+    starter = make_starter(lab, tmp_path, folder=str(tmp_path / "no such"))
+    end = wait_for_the_end(starter.start(manager.orders("n1")))
+    assert "no such cannot be entered: No such file or directory" in end
+
+
+def test_a_missing_ssh_client_is_named(tmp_path: Path) -> None:
+    starter = SshStarter(log_folder=tmp_path, ssh=("no-such-ssh",))
+    with pytest.raises(ValueError, match="no ssh client: 'no-such-ssh' is not there"):
+        starter.start(AgentOrders(job="j", machine="n1", managers=(), secret="00"))
+
+
+@pytest.mark.parametrize(
+    "machine",
+    ["", "-oProxyCommand=touch x", "n1 n2", "n1;id", "$(id)", "n1\n", "../n1", "`id`", "n1|id", "é"],
+)
+def test_what_is_no_name_of_a_machine_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no name or address of a machine"):
+        SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, managers=(), secret="00"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("ssh: Could not resolve hostname n9: Name or service not known", "no machine has this name"),
+        ("ssh: connect to host n9 port 22: Connection timed out", "it does not answer"),
+        ("ssh: connect to host n9 port 22: No route to host", "it does not answer"),
+    ],
+)
+def test_other_words_of_ssh_are_explained(said: str, meaning: str) -> None:
+    assert explain("n9", 255, f"{said}\n") == f"n9: {meaning} (ssh: {said})"
+
+
+def test_a_python_that_is_too_old_can_read_what_is_sent_to_it() -> None:
+    """It has to be able to say that it is too old."""
+    import ast
+
+    source = (ROOT / "varuna/morph/adapters/remote.py").read_text()
+    ast.parse(source, feature_version=(3, 7))

@@ -1,0 +1,99 @@
+"""Strangers, eavesdroppers and accidents at the wire: nothing of theirs is ever read as a message."""
+
+from contextlib import suppress
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from varuna.morph.wire import GREETING_BYTES, MAGIC, MAX_BYTES, MAX_FIRST_BYTES, Refused, Wire
+
+SECRET = b"s" * 32
+
+
+def connected(secret: bytes = SECRET) -> tuple[Wire, Wire]:
+    caller, listener = Wire(secret, calls=True), Wire(SECRET, calls=False)
+    assert caller.feed(listener.greeting) == listener.feed(caller.greeting) == []
+    return caller, listener
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 50), max_size=30))
+def test_what_is_sent_arrives_whole_and_in_order_however_it_is_cut(
+    payloads: list[bytes], cuts: list[int]
+) -> None:
+    caller, listener = connected()
+    stream = b"".join(caller.pack(payload) for payload in payloads)
+    found: list[bytes] = []
+    for cut in cuts:
+        found += listener.feed(stream[:cut])
+        stream = stream[cut:]
+    assert found + listener.feed(stream) == payloads
+    assert [*caller.feed(listener.pack(b"and back"))] == [b"and back"]
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=500))
+def test_a_strangers_bytes_are_refused_or_waited_for_and_never_read(noise: bytes) -> None:
+    """V46"""
+    for listener in (Wire(SECRET, calls=False), connected()[1]):
+        try:
+            assert listener.feed(noise) == []
+        except Refused:
+            assert not listener.trusted
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=60), st.data())
+def test_one_flipped_bit_is_found(payload: bytes, data: st.DataObject) -> None:
+    caller, listener = connected()
+    frame = bytearray(caller.pack(payload))
+    place = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[place // 8] ^= 1 << place % 8
+    with suppress(Refused):
+        assert listener.feed(bytes(frame)) == []
+
+
+def test_another_secret_is_refused() -> None:
+    """V46"""
+    caller, listener = connected(b"t" * 32)
+    with pytest.raises(Refused, match="wrong signature"):
+        listener.feed(caller.pack(b"let me in"))
+
+
+def test_a_message_sent_twice_is_refused_on_this_connection_and_on_another() -> None:
+    """V46: replay"""
+    caller, listener = connected()
+    frame = caller.pack(b"kill all")
+    assert listener.feed(frame) == [b"kill all"]
+    with pytest.raises(Refused):
+        listener.feed(frame)
+    recorded = caller.greeting + frame
+    with pytest.raises(Refused):
+        Wire(SECRET, calls=False).feed(recorded)
+
+
+def test_a_listeners_own_words_sent_back_to_it_are_refused() -> None:
+    """V46: reflection"""
+    listener = Wire(SECRET, calls=False)
+    listener.feed(listener.greeting)  # the caller shows the listener's own nonce
+    with pytest.raises(Refused):
+        listener.feed(listener.pack(b"welcome"))
+
+
+def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit() -> None:
+    """V46: bounded"""
+    _, listener = connected()
+    with pytest.raises(Refused, match="allowed"):
+        listener.feed((MAX_FIRST_BYTES + 1).to_bytes(4, "big"))
+    caller, listener = connected()
+    listener.feed(caller.pack(b"a friend"))
+    assert listener.feed(caller.pack(bytes(MAX_BYTES))) == [bytes(MAX_BYTES)]
+    with pytest.raises(ValueError, match="too long"):
+        caller.pack(bytes(MAX_BYTES + 1))
+
+
+def test_another_version_is_told_from_its_first_bytes() -> None:
+    listener = Wire(SECRET, calls=False)
+    with pytest.raises(Refused, match="another version"):
+        listener.feed(MAGIC.replace(b"1", b"2") + bytes(GREETING_BYTES))

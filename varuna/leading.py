@@ -1,0 +1,255 @@
+"""Opens a job's folder on the manager's machine, and leads the job from there, or takes it up again.
+
+~/.varuna/jobs/<hash of the code's folder>/
+    lock            held while a manager leads the job
+    manager.json    where it listens, and the job's secret: for this user alone
+    journal.jsonl   what a manager that is started again must know
+"""
+
+import asyncio
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from varuna.checkpoint.load import newest
+from varuna.checkpoint.store import open_store, retrying
+from varuna.codec import decode, encode
+from varuna.execute.address import address_facing
+from varuna.launcher import Job, say
+from varuna.manager import ManagedJob, Manager, Planner
+from varuna.morph.adapters.local import LocalStarter
+from varuna.morph.adapters.ssh import SshStarter
+from varuna.morph.clock import WakingClock
+from varuna.morph.journal import Begun, Journal, Over, StoreSeen, read, restore
+from varuna.morph.machines import is_loopback
+from varuna.morph.start import Starter
+from varuna.morph.state import JobState, Settings, Verdict
+
+StarterName = Literal["ssh", "slurm", "ray"]
+
+STORE_SECONDS = 30.0
+"""How long a store that does not answer is asked for the newest checkpoint."""
+
+
+class Contact(msgspec.Struct, frozen=True):
+    """How `varuna status` and its kin find the manager."""
+
+    job: str
+    pid: int
+    address: str
+    port: int
+    secret: str
+    log_dir: str
+
+
+class JobFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def contact(self) -> Path:
+        return self.path / "manager.json"
+
+    def lock(self) -> int:
+        """Until this process ends; the kernel lets go of it however that is."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ValueError(
+                "a manager leads the job of this folder already (`varuna status` shows it, `varuna stop` "
+                "ends it; for a second job use another --code_dir)"
+            ) from None
+        return fd
+
+    def read_contact(self) -> Contact | None:
+        try:
+            return decode(self.contact.read_bytes(), Contact, str(self.contact))
+        except FileNotFoundError:
+            return None
+
+    def write_contact(self, contact: Contact) -> None:
+        part = self.contact.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(encode(contact))
+        part.replace(self.contact)
+
+
+def lead(
+    job: Job,
+    *,
+    machine_list: str,
+    machines: tuple[str, ...],
+    planner: Planner,
+    folder: JobFolder,
+    resume: bool,
+    manager_ip: str | None,
+    leaves_slow: bool,
+    starter: StarterName,
+    starter_options: Sequence[str],
+    ssh: Sequence[str],
+    python: str,
+    cloud: str,
+    cloud_url: str,
+    settings: Settings,
+) -> int:
+    """Leads the job to its end; the exit status says how that was."""
+    lock = folder.lock()
+    try:
+        address_for = addresses(machines, manager_ip)
+        if starter != "ssh":
+            # What they start may be queued for days; where it runs and finds no manager, it ends.
+            settings = msgspec.structs.replace(settings, start_seconds=1e9)
+        records = read(folder.journal)
+        before = folder.read_contact()
+        goes_on = resume and bool(records) and not any(isinstance(record, Over) for record in records)
+        listener = listen(address_for(machines[0]), before.port if before is not None else 0)
+        name = (
+            before.job
+            if goes_on and before is not None
+            else f"{Path(job.script).stem}-{secrets.token_hex(4)}"
+        )
+        contact = Contact(
+            job=name,
+            pid=os.getpid(),
+            address=listener.getsockname()[0],
+            port=listener.getsockname()[1],
+            secret=before.secret if before is not None else secrets.token_hex(32),
+            log_dir=before.log_dir if goes_on and before is not None else job.log_dir,
+        )
+        folder.write_contact(contact)
+        journal = Journal(folder.journal)
+        clock = WakingClock(time.monotonic)
+        now = clock.now()
+        if goes_on:
+            say(f"job {name} is taken up again")
+            state = restore(records, settings=settings, now=now)
+        else:
+            journal.write(Begun(name, contact.port, contact.log_dir))
+            state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
+            stores = [record.store for record in records if isinstance(record, StoreSeen)]
+            if resume and stores:
+                journal.write(StoreSeen(stores[-1]))
+                state = msgspec.structs.replace(state, store=stores[-1])
+        managed = ManagedJob(
+            name=name,
+            script=job.script,
+            arguments=job.arguments,
+            flags=job.flags,
+            code_dir=job.code_dir,
+            log_dir=contact.log_dir,
+            devices_per_machine=job.devices_per_machine,
+            environment=job.environment,
+            machine_list=machine_list,
+            port=contact.port,
+            secret=contact.secret,
+            slow_file=str(Path("slow_machines.out").absolute()),
+            leaves_slow=leaves_slow,
+            cloud=cloud,
+            cloud_url=cloud_url,
+        )
+        elsewhere = make_starter(starter, starter_options, managed, ssh=ssh, python=python)
+        here = LocalStarter(Path(managed.log_dir))
+
+        async def run() -> Verdict:
+            manager = Manager(
+                managed,
+                state,
+                planner=planner,
+                starter_of=lambda machine: here if is_loopback(machine) else elsewhere,
+                newest=newest_step,
+                address_for=address_for,
+                journal=journal,
+                clock=clock,
+                say=say,
+            )
+            return await manager.lead(listener)
+
+        verdict = asyncio.run(run())
+        return tell(verdict, contact.log_dir)
+    finally:
+        os.close(lock)
+
+
+def tell(verdict: Verdict, log_dir: str) -> int:
+    failed = verdict.how == "failed"
+    ending = "all workers are ended; logs in" if failed else "logs in"
+    say(f"{verdict.how}: {verdict.reason}{chr(10) * 2 if failed else '; '}{ending} {log_dir}", error=failed)
+    return verdict.exit_code
+
+
+def make_starter(
+    name: StarterName, options: Sequence[str], job: ManagedJob, *, ssh: Sequence[str], python: str
+) -> Starter:
+    """For machines that are not this one."""
+    logs = Path(job.log_dir)
+    if name == "slurm":
+        from varuna.morph.adapters.slurm import SlurmStarter
+
+        return SlurmStarter(shared_folder=logs, folder=job.code_dir, python=python, options=options)
+    if name == "ray":
+        from varuna.morph.adapters.ray import RayStarter
+
+        return RayStarter(folder=job.code_dir, python=python)
+    return SshStarter(log_folder=logs, folder=job.code_dir, python=python, ssh=ssh)
+
+
+def addresses(machines: tuple[str, ...], manager_ip: str | None) -> Callable[[str], str]:
+    """The address of this machine that another one dials; sends nothing."""
+
+    @cache
+    def facing(machine: str) -> str:
+        if manager_ip:
+            return manager_ip
+        if not is_loopback(machine):
+            return address_towards(machine)
+        # Beside real machines, this one must be known by an address that those can reach.
+        others = [other for other in machines if not is_loopback(other)]
+        return address_towards(others[0]) if others else "127.0.0.1"
+
+    return facing
+
+
+def address_towards(machine: str) -> str:
+    try:
+        return address_facing(machine)
+    except OSError:  # a name that only a scheduler or ssh knows: the address that faces the world
+        try:
+            return address_facing("192.0.2.1")
+        except OSError as error:
+            raise ValueError(
+                f"no address of this machine faces {machine} ({error.strerror}; name one: --manager_ip)"
+            ) from None
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """On the port of before, where agents look for a manager that was started again, if it is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for wanted in (port, 0):
+        try:
+            return socket.create_server((address, wanted), family=family, backlog=1024)
+        except OSError:
+            if not wanted:
+                raise ValueError(
+                    f"this machine cannot listen on {address} (name an address of its own: --manager_ip)"
+                ) from None
+    raise AssertionError("one of the two returns or raises")
+
+
+def newest_step(store: str) -> int | None:
+    return newest(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))
