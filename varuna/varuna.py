@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
+from varuna.capture.loss import with_joint_loss
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
@@ -38,6 +39,7 @@ from varuna.progress import Progress, open_progress
 from varuna.reporting import Reporter
 from varuna.schedule import held
 from varuna.types import (
+    ChannelName,
     Op,
     Plan,
     PrecisionName,
@@ -114,6 +116,7 @@ class Varuna(nn.Module):
         shard_optimizer: bool = False,
         offload_optimizer: bool = False,
         compile: bool = False,
+        channel: ChannelName | None = None,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
         link_delay: Callable[[int], float] | None = None,
@@ -125,6 +128,8 @@ class Varuna(nn.Module):
         check_sizes(batch_size, chunk_size)
         check_name("schedule", schedule or "varuna", get_args(ScheduleName))
         check_name("precision", precision, get_args(PrecisionName))
+        if channel is not None:
+            check_name("channel", channel, get_args(ChannelName))
         rank = join_job(stage_map)
         self.device = find_device(device, local_rank, rank)
         self.grad_norm: float | None = None
@@ -148,6 +153,7 @@ class Varuna(nn.Module):
             timeout_seconds=timeout_seconds,
             host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
             link_delay=link_delay,
+            channel=channel,
         )
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         with self._errors_reach_everyone("wrapping the model"):
@@ -629,7 +635,7 @@ class Varuna(nn.Module):
             else:
                 # Segments that nobody marked are too short to be compiled each alone.
                 program = captured.carve(*span).to(self.device)
-                self._programs[key] = program.compiled() if self._compiles else program
+                self._programs[key] = program.compiled() if self._compiles else with_joint_loss(program)
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
