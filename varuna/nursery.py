@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "varuna.varuna")
+LATER = ("torch.export._trace",)
+"""What wrapping a model would import, hundreds of modules: for when the machine may be counted on already."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -36,6 +38,7 @@ class Nursery:
         self.requests = requests
         self.answers = answers
         self.children: dict[str, int] = {}  # process ids, which are those of their groups too
+        self._later = list(LATER)
         self._buffer = b""
 
     def serve(self) -> dict[str, Any] | None:
@@ -45,7 +48,10 @@ class Nursery:
         signal.set_wakeup_fd(wakes)
         self.answer("ready", {})
         while True:
-            ready, _, _ = select.select([self.requests, woken], [], [])
+            idle = bool(self._later and self.children)  # the first store is there: its machine is warm
+            ready, _, _ = select.select([self.requests, woken], [], [], 0 if idle else None)
+            if not ready:
+                preload([self._later.pop(0)])
             if woken in ready:
                 os.read(woken, 4096)
                 self.reap()
