@@ -277,6 +277,22 @@ def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
     assert world.generations[1:] == [("a", "b", "e")]
 
 
+def test_machines_settle_while_they_warm_up_and_are_taken_in_together() -> None:
+    world = begun("a")
+    world.starts_agents = False
+    world.happens(ListRead(("a", "b", "c")))
+    for machine in ("b", "c"):
+        world.agents[machine] = machine
+        world.happens(AgentJoined(machine, machine, None, machine))
+    world.passes(3, steps=1)
+    world.happens(StoreReady("b", "b", 2001))
+    world.passes(0.5, steps=1)
+    assert world.generations == [("a",)], "another one is on its way"
+    world.happens(StoreReady("c", "c", 2002))
+    world.carry_out()
+    assert world.generations == [("a",), ("a", "b", "c")], "all are there, and have been for a while"
+
+
 def test_an_empty_list_changes_nothing() -> None:
     world = begun("a", "b")
     world.happens(ListRead(()))

@@ -387,6 +387,10 @@ class Thought:
         )
 
     def note_usable(self) -> None:
+        members = self.state.members.items()
+        present = tuple(name for name, m in members if m.listed and m.agent and not m.leaves)
+        if present != self.state.present:
+            self.set(present=present, present_at=self.now)
         usable = self.ready(patient=True)
         if usable != self.state.usable:
             self.set(usable=usable, changed_at=self.now)
@@ -509,7 +513,7 @@ class Thought:
         """Machines have come or gone by plan: is there a better layout, and must one be left?"""
         wanted = self.state.usable
         leaving = [name for name in self.generation.machines if name not in wanted]
-        settled = self.now - self.state.changed_at >= self.state.settings.settle_seconds
+        settled = self.settled()
         pressed = any(name in self.state.members and self.state.members[name].leaves for name in leaving)
         proposal = self.state.proposal
         if not wanted:
@@ -527,6 +531,13 @@ class Thought:
             parts = [f"{', '.join(joining)} joins"] if joining else []
             parts += [f"{', '.join(gone)} leaves"] if gone else []
             self.save("; ".join(parts) or f"a better plan: {proposal.layout}")
+
+    def settled(self) -> bool:
+        """Whether machines have been the same for a while; where others are on their way, the usable ones."""
+        members = self.state.members.items()
+        on_the_way = any(m.listed and not m.leaves and name not in self.state.usable for name, m in members)
+        last = self.state.changed_at if on_the_way else self.state.present_at
+        return self.now - last >= self.state.settings.settle_seconds
 
     def deadline_of(self, name: str) -> float | None:
         member = self.state.members.get(name)
