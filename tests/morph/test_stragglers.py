@@ -1,6 +1,11 @@
 """Slow machines are found by their computing, against those that do the same work."""
 
-from varuna.morph.stragglers import Rule, Watch, look
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.morph.stragglers import Rule, Watch, look, median_of_others
 
 RULE = Rule(factor=1.25, steps=3)
 
@@ -30,3 +35,9 @@ def test_a_step_that_is_reported_twice_counts_once_and_a_stage_of_one_has_no_pee
     for _ in range(9):
         watch, found = look(watch, {0: (7, 1.0), 1: (7, 3.0), 2: (7, 99.0)}, [[0, 1], [2]], RULE)
     assert found == frozenset()
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=9).map(sorted), st.data())
+def test_the_median_of_the_others_is_theirs(ordered: list[int], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(ordered) - 1))
+    assert median_of_others(ordered, place) == median(ordered[:place] + ordered[place + 1 :])

@@ -371,7 +371,7 @@ class Thought:
 
         With `patient` those that come and go too often stay out for a while.
         """
-        known = self.state.generation.machines if self.state.generation is not None else ()
+        known = dict.fromkeys(self.state.generation.machines if self.state.generation is not None else ())
         names = [*known, *(name for name in self.state.members if name not in known)]
         current = self.generation.number if self.state.active else None
         return tuple(
@@ -512,7 +512,8 @@ class Thought:
     def consider_change(self) -> None:
         """Machines have come or gone by plan: is there a better layout, and must one be left?"""
         wanted = self.state.usable
-        leaving = [name for name in self.generation.machines if name not in wanted]
+        usable = set(wanted)
+        leaving = [name for name in self.generation.machines if name not in usable]
         settled = self.settled()
         pressed = any(name in self.state.members and self.state.members[name].leaves for name in leaving)
         proposal = self.state.proposal
@@ -534,8 +535,8 @@ class Thought:
 
     def settled(self) -> bool:
         """Whether machines have been the same for a while; where others are on their way, the usable ones."""
-        members = self.state.members.items()
-        on_the_way = any(m.listed and not m.leaves and name not in self.state.usable for name, m in members)
+        members, usable = self.state.members.items(), set(self.state.usable)
+        on_the_way = any(m.listed and not m.leaves and name not in usable for name, m in members)
         last = self.state.changed_at if on_the_way else self.state.present_at
         return self.now - last >= self.state.settings.settle_seconds
 
