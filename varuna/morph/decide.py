@@ -560,7 +560,8 @@ class Thought:
         self.enter("ending", why, deadline=self.now + self.state.settings.end_seconds)
         self.tell("generation ended", f"{number}: {why}")
         for name in self.generation.machines:
-            if self.state.members[name].agent and self.state.members[name].workers == number:
+            member = self.state.members.get(name)  # one whose workers had ended may have left for good
+            if member is not None and member.agent and member.workers == number:
                 self.do(KillWorkers(name, number, why))
 
     def wait_for_end(self) -> None:
