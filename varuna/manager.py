@@ -22,7 +22,7 @@ import msgspec
 from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
 from varuna.morph.interval import failure_seconds, interval_seconds
-from varuna.morph.journal import Journal, Launched, Over, StoreSeen
+from varuna.morph.journal import Journal, Launched, Over, Saving, StoreSeen
 from varuna.morph.machines import is_loopback, read_machines
 from varuna.morph.messages import (
     Answer,
@@ -510,6 +510,7 @@ class Manager:
         elif isinstance(command, Launch):
             self.launch(command)
         elif isinstance(command, SaveAndEnd):
+            self.journal.write(Saving(command.generation))
             self.log("saving", command.why)
             self.tell_agents(command.machines, Save(command.generation))
         elif isinstance(command, KillWorkers):

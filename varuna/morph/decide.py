@@ -168,6 +168,8 @@ class Thought:
         if event.generation is not None and not goes_on:
             why = f"generation {event.generation} is not the one at work"
             self.do(KillWorkers(name, event.generation, why))
+        if goes_on and self.state.phase == "saving":  # it may not have heard that it is asked to
+            self.do(SaveAndEnd(self.generation.number, (name,), self.state.reason))
         if self.at_work(name) and not goes_on and self.state.phase != "ending":
             self.end(f"{name} came back without its workers")
 
