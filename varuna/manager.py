@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -628,7 +629,8 @@ class Manager:
     def log(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"at": now, "what": what, "why": why}
-        self.event_log.write(msgspec.json.encode(line) + b"\n")
+        with suppress(OSError):  # a full disk is no reason to leave the job alone
+            self.event_log.write(msgspec.json.encode(line) + b"\n")
         self.say(f"{what}: {why}")
 
 
