@@ -296,6 +296,8 @@ class Agent:
         while True:
             await asyncio.sleep(self.orders.heartbeat_seconds)
             alive = [worker for worker in self.workers.values() if worker.outcome is None]
+            if self.nursery is not None:
+                self.nursery.ask("beat")
             for worker in alive:
                 self.show(worker)
             generation = self.start.generation if self.start is not None and alive else None
