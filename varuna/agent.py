@@ -386,8 +386,13 @@ class Agent:
             self.open_store()
         self.start, self.told_end = start, False
         folder = Path(start.log_dir) / f"generation_{start.generation}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        except OSError as error:  # a full disk: the job can do without this machine, but not with half of it
+            print(f"no worker can be started: {error}", flush=True)
+            self.end("no worker can be started")
+            return
         for local_rank, (rank, worker) in enumerate(self.workers.items()):
             flags = worker_flags(
                 start.layout,
