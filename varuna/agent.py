@@ -296,6 +296,8 @@ class Agent:
         while True:
             await asyncio.sleep(self.orders.heartbeat_seconds)
             alive = [worker for worker in self.workers.values() if worker.outcome is None]
+            if self.nursery is not None:
+                self.nursery.ask("beat")
             for worker in alive:
                 self.show(worker)
             generation = self.start.generation if self.start is not None and alive else None
@@ -326,7 +328,7 @@ class Agent:
     # ------------------------------------------------------------ workers
 
     async def open_nursery(self, environment: dict[str, str]) -> None:
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "VARUNA_JOB_ID": self.orders.job}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -384,8 +386,13 @@ class Agent:
             self.open_store()
         self.start, self.told_end = start, False
         folder = Path(start.log_dir) / f"generation_{start.generation}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        except OSError as error:  # a full disk: the job can do without this machine, but not with half of it
+            print(f"no worker can be started: {error}", flush=True)
+            self.end("no worker can be started")
+            return
         for local_rank, (rank, worker) in enumerate(self.workers.items()):
             flags = worker_flags(
                 start.layout,

@@ -45,6 +45,8 @@ WAITING_PATIENCE = 15.0
 """Writing and reading may keep the other ranks waiting so many times longer than the timeout."""
 LAST_SECONDS = 20.0
 """How long a job that has failed waits at its end for a save that is under way."""
+EARLIER_RUN_SECONDS = 20.0
+"""How long an earlier run of the same job may keep its claim: one that is cut off ends within ten."""
 ROUND_SECONDS = 1.0
 """While an earlier save is under way, the ranks tell each other so often how it stands."""
 
@@ -311,7 +313,7 @@ class Checkpoints:
             self.held.claims[store.url].check()
             return
         owner = Owner(self._name_of_job(), uuid.uuid4().hex, socket.gethostname(), os.getpid())
-        self.held.claims[store.url] = store.claim(owner)
+        self.held.claims[store.url] = claim_after_own(store, owner)
 
     def _share(self, words: Sequence[Word], *, shard: bool, gradients: bool) -> Share:
         """What this rank writes: each tensor is written once, by the first stage that holds it.
@@ -541,6 +543,18 @@ class Checkpoints:
     def _writers(self, shard: bool) -> list[str]:
         replicas = self.session.width if shard or self.shards_optimizer else 1
         return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
+
+
+def claim_after_own(store: Store, owner: Owner) -> Claim:
+    """Waits for an earlier run of the same job, which may have been cut off and is about to end."""
+    deadline = time.monotonic() + EARLIER_RUN_SECONDS
+    while True:
+        try:
+            return store.claim(owner)
+        except StoreTaken as taken:
+            if not taken.by_this_job or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _check_alike(words: Sequence[Word]) -> None:

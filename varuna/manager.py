@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ import msgspec
 from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
 from varuna.morph.interval import failure_seconds, interval_seconds
-from varuna.morph.journal import Journal, Launched, Over, StoreSeen
+from varuna.morph.journal import Journal, Launched, Over, Saving, StoreSeen
 from varuna.morph.machines import is_loopback, read_machines
 from varuna.morph.messages import (
     Answer,
@@ -510,6 +511,7 @@ class Manager:
         elif isinstance(command, Launch):
             self.launch(command)
         elif isinstance(command, SaveAndEnd):
+            self.journal.write(Saving(command.generation))
             self.log("saving", command.why)
             self.tell_agents(command.machines, Save(command.generation))
         elif isinstance(command, KillWorkers):
@@ -627,7 +629,8 @@ class Manager:
     def log(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"at": now, "what": what, "why": why}
-        self.event_log.write(msgspec.json.encode(line) + b"\n")
+        with suppress(OSError):  # a full disk is no reason to leave the job alone
+            self.event_log.write(msgspec.json.encode(line) + b"\n")
         self.say(f"{what}: {why}")
 
 

@@ -426,6 +426,20 @@ def test_stopping_saves_first_and_a_second_word_kills() -> None:
     assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
 
 
+def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> None:
+    """V42: the one that has left is not known any more."""
+    world = begun("a", "b", "c")
+    world.happens(ListRead(("a", "b")))
+    world.passes(0.75, steps=1)
+    world.go_silent("b")
+    world.passes(0.75)
+    assert world.state.phase == "saving"
+    world.end_workers("c", SAVED)
+    assert "c" not in world.state.members
+    world.passes(2)
+    assert world.generations[1:] == [("a",)]
+
+
 # ---------------------------------------------------------------- any story
 
 NAMES = st.sampled_from("abcd")

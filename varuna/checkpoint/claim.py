@@ -43,8 +43,11 @@ def refusal(record: Record | None, owner: Owner, *, place: str, way_out: str) ->
     if record is None:
         return StoreTaken(f"{place} is claimed by a run that has not written its name yet; {way_out}")
     holder = record.owner
-    who = "another run of this job" if holder.job == owner.job else f"job {holder.job}"
-    return StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {way_out}")
+    own = holder.job == owner.job
+    who = "another run of this job" if own else f"job {holder.job}"
+    taken = StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {way_out}")
+    taken.by_this_job = own
+    return taken
 
 
 class RecordClaim:

@@ -168,6 +168,8 @@ class Thought:
         if event.generation is not None and not goes_on:
             why = f"generation {event.generation} is not the one at work"
             self.do(KillWorkers(name, event.generation, why))
+        if goes_on and self.state.phase == "saving":  # it may not have heard that it is asked to
+            self.do(SaveAndEnd(self.generation.number, (name,), self.state.reason))
         if self.at_work(name) and not goes_on and self.state.phase != "ending":
             self.end(f"{name} came back without its workers")
 
@@ -572,7 +574,8 @@ class Thought:
         self.enter("ending", why, deadline=self.now + self.state.settings.end_seconds)
         self.tell("generation ended", f"{number}: {why}")
         for name in self.generation.machines:
-            if self.state.members[name].agent and self.state.members[name].workers == number:
+            member = self.state.members.get(name)  # one whose workers had ended may have left for good
+            if member is not None and member.agent and member.workers == number:
                 self.do(KillWorkers(name, number, why))
 
     def wait_for_end(self) -> None:
