@@ -3,10 +3,12 @@
 Only computing counts. Who waits for a slow machine is as late as that, and not to blame.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 import msgspec
+
+from varuna.morph.placement import Layout
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -25,15 +27,16 @@ class Watch(msgspec.Struct, frozen=True):
 def look(
     watch: Watch,
     seconds: Mapping[int, tuple[int, float]],
-    stages: Collection[Collection[int]],
+    layout: Layout,
     rule: Rule,
 ) -> tuple[Watch, frozenset[int]]:
-    """From (iteration, compute seconds) of each rank, and each stage's ranks: the ranks that are too slow.
+    """From (iteration, compute seconds) of each rank: the ranks that are too slow.
 
-    A stage of two has no majority: the slower one is found if it is too slow for the faster one.
+    A replica with more samples may take as much longer. A stage of two has no majority: the slower one is
+    found if it is too slow for the faster one.
     """
     slow_for, iterations = dict(watch.slow_for), dict(watch.iterations)
-    for ranks in stages:
+    for ranks in layout.stage_map:
         known = {rank: seconds[rank] for rank in ranks if rank in seconds and seconds[rank][1] > 0}
         if len(known) < 2:
             continue
@@ -41,8 +44,19 @@ def look(
             if iteration == iterations.get(rank):
                 continue  # the same step as last time
             iterations[rank] = iteration
-            peers = [theirs for other, (_, theirs) in known.items() if other != rank]
-            limit = max(rule.factor * median(peers), median(peers) + rule.least_seconds)
+            fair = median(
+                theirs * more_work(layout, rank, other)
+                for other, (_, theirs) in known.items()
+                if other != rank
+            )
+            limit = max(rule.factor * fair, fair + rule.least_seconds)
             slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > limit else 0
     found = frozenset(rank for rank, count in slow_for.items() if count >= rule.steps)
     return Watch(slow_for, iterations), found
+
+
+def more_work(layout: Layout, rank: int, other: int) -> float:
+    """How many times another's work a rank's may be: by samples, or by micro-batches, of which any costs."""
+    own, theirs = layout.replica_batch(rank), layout.replica_batch(other)
+    size = layout.microbatch_size
+    return max(own / theirs, -(-own // size) / -(-theirs // size))
