@@ -145,6 +145,22 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
+    @property
+    def tempdir(self) -> str:
+        """Where the last copy for a save in the background was made."""
+        return self.held.tempdir or "memory"
+
+    def has_room(self, available_bytes: int | None, *, sharers: int) -> bool:
+        """Whether memory holds a copy of this rank's state beside those of the `sharers` of its machine."""
+        if self.held.background is not None or available_bytes is None:
+            return True
+        held: list[Tensor] = [self.state.tensor(name) for name in self.state.canonical]
+        if self.optimizer is not None:
+            states = self.optimizer.state.values()
+            held += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return 2 * num_bytes * sharers < available_bytes
+
     def save(
         self,
         global_store: PathLike,
@@ -154,10 +170,12 @@ class Checkpoints:
         shard: bool = False,
         keep_last: int | None = None,
         gradients: bool = False,
+        by_itself: bool = False,
     ) -> "Future[str]":
         """Complete on return or, with `tempdir`, in the background.
 
         With `gradients` those that are there go along: the save may come between accumulated steps.
+        What is saved `by_itself` is removed when newer ones are there.
         """
         step = self.trainer.iteration if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -168,7 +186,7 @@ class Checkpoints:
         store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
         with self._patience():
             self._settle_earlier_save()
-            words = self._agree(lambda: self._word(store, step), what)
+            words = self._agree(lambda: self._word(store, step, by_itself), what)
             _check_alike(words)
             facts = words[self._first_index].facts
             self._learn_who_holds_what()
@@ -278,7 +296,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------ who saves what
 
-    def _word(self, store: Store, step: int) -> Word:
+    def _word(self, store: Store, step: int, by_itself: bool) -> Word:
         if self._is_first:
             self._claim(store)
         tensors: dict[str, Tensor] = {}
@@ -287,9 +305,9 @@ class Checkpoints:
             for name, thing in self._registered.items()
         }
         groups = [] if self.optimizer is None else pack_groups(self.optimizer)
-        return Word(self._facts(step), groups, states)
+        return Word(self._facts(step, by_itself), groups, states)
 
-    def _facts(self, step: int) -> Facts:
+    def _facts(self, step: int, by_itself: bool) -> Facts:
         return Facts(
             step=step,
             iteration=self.trainer.iteration,
@@ -301,6 +319,7 @@ class Checkpoints:
             ties=tuple(self.ties),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             versions={"varuna": varuna.__version__, "torch": str(torch.__version__)},
+            by_itself=by_itself,
         )
 
     def _name_of_job(self) -> str:

@@ -100,6 +100,7 @@ def lead(
     resume: bool,
     manager_ip: str | None,
     leaves_slow: bool,
+    save_every_seconds: float | None,
     starter: StarterName,
     starter_options: Sequence[str],
     ssh: Sequence[str],
@@ -160,6 +161,7 @@ def lead(
             secret=contact.secret,
             slow_file=str(Path("slow_machines.out").absolute()),
             leaves_slow=leaves_slow,
+            save_every_seconds=save_every_seconds,
             cloud=cloud,
             cloud_url=cloud_url,
         )

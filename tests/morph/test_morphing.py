@@ -35,7 +35,7 @@ def test_machines_come_and_go_workers_and_agents_are_killed_and_the_losses_are_t
         os.kill(job.worker(1), signal.SIGKILL)
         job.wait_for("generation: 2: 1 stage x 2 replicas")
         assert "rank 0 (stage 0, replica 0) was killed by SIGKILL" in job.lines[-1]
-        assert re.search(r"from step [1-9]0 ", job.lines[-1])
+        assert re.search(r"from step [1-9]", job.lines[-1])
 
         job.wait_for_steps(3)
         job.write_list(1, 2, 3)

@@ -39,6 +39,7 @@ from varuna.morph.state import (
     Proposal,
     Pulse,
     Recalled,
+    ReleaseMachine,
     SaveAndEnd,
     StartAgent,
     StopAsked,
@@ -163,6 +164,7 @@ class Thought:
             warm=event.store_port > 0 or event.generation is not None,
             store_port=event.store_port,
             workers=event.generation,
+            released=False,
         )
         self.tell("agent joined", name + (f", with generation {event.generation}" if goes_on else ""))
         if event.generation is not None and not goes_on:
@@ -270,9 +272,9 @@ class Thought:
             self.tell("notice ignored", f"{event.machine} is not in the list: {event.why}")
             return
         if event.deadline is None:
-            self.set_member(event.machine, drained=True)
+            self.set_member(event.machine, drained=True, released=False)
         else:
-            self.set_member(event.machine, leave_by=event.deadline)
+            self.set_member(event.machine, leave_by=event.deadline, released=False)
         self.tell("notice", f"{event.machine}: {event.why}")
 
     def recalled(self, event: Recalled) -> None:
@@ -324,6 +326,8 @@ class Thought:
             store=next((pulse.store for pulse in pulses if pulse.store), self.state.store),
             saved_step=max(self.state.saved_step, saved.saved_step),
             save_seconds=saved.save_seconds or self.state.save_seconds,
+            save_every_seconds=max(pulse.save_every_seconds for pulse in pulses)
+            or self.state.save_every_seconds,
         )
 
     # ------------------------------------------------------------ what follows
@@ -342,6 +346,14 @@ class Thought:
                 self.wait_for_save()
             elif before == "ending":
                 self.wait_for_end()
+        self.release_machines()
+
+    def release_machines(self) -> None:
+        """Those that leave and have no part any more: whoever wants them need not wait for the deadline."""
+        for name, member in list(self.state.members.items()):
+            if member.agent and member.leaves and not member.released and not self.at_work(name):
+                self.set_member(name, released=True)
+                self.do(ReleaseMachine(name))
 
     def start_agents(self) -> None:
         for name, member in list(self.state.members.items()):
@@ -479,11 +491,18 @@ class Thought:
         elif set(self.state.ended) == set(self.generation.machines):
             self.ended_by_itself()
         elif self.hangs():
-            silence = self.now - self.state.progressed_at
-            self.do(DumpStacks(self.generation.number, self.generation.machines))
-            self.end(f"no progress for {silence:.0f} s (a step takes {self.state.step_seconds:.2g} s)")
+            self.end_hang()
         elif self.state.settings.morphs:
             self.consider_change()
+
+    def end_hang(self) -> None:
+        """Where each worker hangs goes to its log first, which takes a moment."""
+        if self.state.stacks_at < self.state.progressed_at:
+            self.set(stacks_at=self.now)
+            self.do(DumpStacks(self.generation.number, self.generation.machines))
+        elif self.now - self.state.stacks_at >= self.state.settings.stacks_seconds:
+            silence = self.state.stacks_at - self.state.progressed_at
+            self.end(f"no progress for {silence:.0f} s (a step takes {self.state.step_seconds:.2g} s)")
 
     def cause_is_known(self) -> bool:
         """One worker's failure takes the others down, and theirs may be told first."""
