@@ -60,6 +60,8 @@ DIAL_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """What a SIGTERM leaves, unless somebody says otherwise."""
 CLOSE_SECONDS = 5.0
+MOST_REFUSALS = 8
+"""One after the other, by a manager that answers: it leads another job, with another secret."""
 MAX_OUTPUT = 16 * 2**10
 
 
@@ -149,6 +151,7 @@ class Agent:
         self.writer: asyncio.StreamWriter | None = None
         self.heard = time.monotonic()  # of the manager, or at least of its machine
         self.connected_at = time.monotonic()  # or last was
+        self.num_refusals = 0  # since it was last welcome
         self.over = asyncio.Event()
         self.why_over = ""
         self.socket_name = f"varuna-{secrets.token_hex(8)}"
@@ -262,6 +265,8 @@ class Agent:
                 self.kill_workers()
             if now - self.connected_at > self.orders.patience_seconds:
                 self.end("no manager")
+            if self.num_refusals >= MOST_REFUSALS:
+                self.end("the manager there does not know this job")
             await asyncio.sleep(REDIAL_SECONDS)
             while self.over.is_set():  # who goes does not dial again
                 await asyncio.sleep(REDIAL_SECONDS)
@@ -300,9 +305,11 @@ class Agent:
                 self.show(worker)
             if self.told_end:
                 self.tell_end()
+            self.num_refusals += 1
             while data := await reader.read(65536):
                 self.heard = self.connected_at = time.monotonic()
                 for payload in wire.feed(data):
+                    self.num_refusals = 0
                     await self.obey(read_to_agent(payload))
             self.heard = time.monotonic()
         finally:

@@ -130,7 +130,7 @@ def lead(
             pid=os.getpid(),
             address=listener.getsockname()[0],
             port=listener.getsockname()[1],
-            secret=before.secret if before is not None else secrets.token_hex(32),
+            secret=before.secret if goes_on and before is not None else secrets.token_hex(32),
             log_dir=before.log_dir if goes_on and before is not None else job.log_dir,
         )
         folder.write_contact(contact)

@@ -117,7 +117,7 @@ class Attention:
         self,
         gather: Callable[[Word], Sequence[Word]],
         *,
-        save: Callable[[str], "Future[Any]"],
+        save: Callable[[str, bool], "Future[Any]"],
         keep: Callable[[str, bool], None],
         usual_store: str | None,
         due: str | None,
@@ -139,7 +139,7 @@ class Attention:
             log.error(verdict.complaint)
         if verdict.keep_in is not None:
             keep(verdict.keep_in, verdict.in_background)
-        saved = verdict.save_to is not None and _try_to_save(save, verdict.save_to)
+        saved = verdict.save_to is not None and _try_to_save(save, verdict.save_to, by_itself=verdict.leave)
         if verdict.call_handler:
             self._call_handler()
         if verdict.leave and saved:
@@ -162,9 +162,9 @@ class Attention:
         self._asks.extend(ask for ask in self._take() if ask is not None)
 
 
-def _try_to_save(save: Callable[[str], "Future[Any]"], store: str) -> bool:
+def _try_to_save(save: Callable[[str, bool], "Future[Any]"], store: str, *, by_itself: bool) -> bool:
     try:
-        save(store).result()
+        save(store, by_itself).result()
     except CheckpointError as error:  # the same on all ranks, and no reason to lose what is in memory
         log.error("no checkpoint on demand, training goes on: %s", error)
         return False

@@ -623,9 +623,9 @@ class Varuna(nn.Module):
             log.error("the job could not save by itself: %s", error)
             self._own_saves.failed()
 
-    def _save_on_demand(self, global_store: str) -> "Future[str]":
+    def _save_on_demand(self, global_store: str, by_itself: bool) -> "Future[str]":
         try:
-            done = self._save(global_store, gradients=True)
+            done = self._save(global_store, by_itself=by_itself, gradients=True)
         except CheckpointError as error:
             while self._asked_for:
                 self._asked_for.pop().set_exception(error)

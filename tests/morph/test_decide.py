@@ -30,6 +30,8 @@ from varuna.morph.state import (
     Planned,
     Proposal,
     Pulse,
+    Recalled,
+    ReleaseMachine,
     SaveAndEnd,
     Settings,
     StartAgent,
@@ -67,6 +69,7 @@ class World:
         self.pending: list[Command] = []
         self.launched: list[Launch] = []
         self.told: list[str] = []
+        self.released: list[str] = []
         self.iteration = 0
         self.num_agents = 0
         self.starts_agents = True
@@ -134,6 +137,8 @@ class World:
                     self.happens(
                         WorkersEnded(command.machine, self.agents[command.machine], command.generation, ())
                     )
+            elif isinstance(command, ReleaseMachine):
+                self.released.append(command.machine)
             elif isinstance(command, Tell):
                 self.told.append(f"{command.what}: {command.why}")
             elif isinstance(command, Finish):
@@ -405,6 +410,19 @@ def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_t
     world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
     world.carry_out()
     assert world.generations == [("a", "b"), ("a",)]
+
+
+def test_a_machine_that_leaves_is_released_when_it_has_no_part_any_more_and_once() -> None:
+    """V41: a cloud that waits for it need not wait for its deadline; one that stays after all is not."""
+    world = begun("a", "b")
+    world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
+    assert not any(isinstance(command, ReleaseMachine) for command in world.pending), "it is at work"
+    world.carry_out()
+    world.passes(1, steps=1)
+    assert world.released == ["b"]
+    world.happens(Recalled("b"))
+    world.passes(3, steps=1)
+    assert world.released == ["b"] and world.generations[-1] == ("a", "b")
 
 
 def test_workers_that_do_not_save_in_time_are_killed() -> None:

@@ -279,7 +279,7 @@ class Thought:
 
     def recalled(self, event: Recalled) -> None:
         if event.machine in self.state.members:
-            self.set_member(event.machine, leave_by=None, drained=False)
+            self.set_member(event.machine, leave_by=None, released=False)
             self.tell("notice withdrawn", event.machine)
 
     def stop_asked(self, event: StopAsked) -> None:
