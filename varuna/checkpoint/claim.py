@@ -102,6 +102,29 @@ def claim_by_record(store: Store, owner: Owner, now: Callable[[], float]) -> Cla
     return claim
 
 
+def disowned(data: bytes) -> bytes | None:
+    """The record as nobody's, though of the same job and as long as it was."""
+    try:
+        record = msgspec.json.decode(data, type=Record)
+    except msgspec.DecodeError:
+        return None
+    owner = msgspec.structs.replace(record.owner, token="-" * len(record.owner.token))  # that nobody has
+    return msgspec.json.encode(msgspec.structs.replace(record, owner=owner))
+
+
+def disown_by_record(store: Store) -> None:
+    with suppress(FileNotFoundError):
+        if (data := disowned(store.read(RECORD))) is not None:
+            store.replace(RECORD, data)
+
+
+def disown_folder(folder: str) -> None:
+    """In place: a holder takes a new file for a folder that was cleared, and claims it again."""
+    with suppress(FileNotFoundError), open(os.path.join(folder, RECORD), "r+b", buffering=0) as file:
+        if (data := disowned(file.readall())) is not None:
+            os.pwrite(file.fileno(), data, 0)
+
+
 class FolderClaim:
     """Holds a local folder through flock on the record.
 
