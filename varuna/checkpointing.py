@@ -216,6 +216,7 @@ class Checkpoints:
 
         def finish() -> None:
             if self._is_first:
+                self._claim(store)  # the job may go on without this run since it has begun to write
                 manifest = commit(store, [part for part in parts if part is not None])
                 try:
                     tidy(store, manifest, keep_last=keep_last)

@@ -18,7 +18,7 @@ import pytest
 
 from varuna.checkpoint import claim as claim_module
 from varuna.checkpoint import local
-from varuna.checkpoint.claim import RECORD
+from varuna.checkpoint.claim import RECORD, refuse_disowned
 from varuna.checkpoint.local import LocalStore
 from varuna.checkpoint.store import Owner
 from varuna.checkpointing import claim_after_own
@@ -325,6 +325,23 @@ def test_a_run_waits_for_an_earlier_one_of_its_job_that_is_about_to_end(tmp_path
         earlier.release()
         later.result().check()
     later.result().release()
+
+
+def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_over(tmp_path: Path) -> None:
+    """V42: a machine that was cut off may go on alone, and must not save beside the job."""
+    store = LocalStore(str(tmp_path))
+    store.disown()
+    earlier = store.claim(MINE)
+    earlier.check()
+    store.disown()
+    with pytest.raises(StoreTaken, match="writes nothing there any more"):
+        earlier.check()
+    with pytest.raises(StoreTaken, match="which writes no more"):
+        refuse_disowned(store)  # as what saves in the background asks
+    with pytest.raises(StoreTaken, match="another run of this job"):
+        store.claim(Owner(job="mine", token="2", host="there", pid=1))
+    earlier.release()
+    store.claim(Owner(job="mine", token="2", host="there", pid=1)).release()
 
 
 def test_a_claim_survives_a_cleared_folder_but_not_another_owner(tmp_path: Path) -> None:
