@@ -8,10 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from varuna.capture import Program, Source, loss
 from varuna.capture.loss import join_losses, loss_over_words, parts, with_joint_loss
+from varuna.execute.split import backward_inputs, backward_weights
 from varuna.types import PrecisionName, Work
 
 WORDS, WIDTH, TOKENS = 4099, 8, 6
@@ -86,6 +88,28 @@ def test_in_bf16_it_is_as_near_to_the_exact_one_as_the_plain_one_is() -> None:
         run(model, program, inputs), run(model, join_losses(program), inputs), exact, strict=True
     ):
         assert (joint - right).norm() <= 1.5 * (plain - right).norm() + 1e-4 * right.norm()
+
+
+def test_its_backward_can_be_taken_in_two_parts() -> None:
+    """V21: a zero-bubble schedule sends the inputs' gradients first."""
+    x, inner = torch.rand(3, WIDTH, requires_grad=True), torch.rand(WIDTH, WIDTH, requires_grad=True)
+    weight, labels = torch.rand(WORDS, WIDTH, requires_grad=True), torch.tensor([1, -100, 7])
+    hidden = (x @ inner).tanh()
+    found = loss_over_words(hidden, weight, None, labels, -100, True)
+    (of_x,), pending = backward_inputs([get_gradient_edge(found)], [torch.tensor(2.0)], [x])
+    assert inner.grad is weight.grad is None
+    backward_weights(pending)
+    plain = 2 * F.cross_entropy((x @ inner).tanh() @ weight.t(), labels)
+    torch.testing.assert_close(
+        [of_x, inner.grad, weight.grad], list(torch.autograd.grad(plain, [x, inner, weight]))
+    )
+
+
+def test_what_nobody_knows_the_shape_of_is_left_alone() -> None:
+    program, _ = captured(Language(as_hugging_face, bias=True))
+    for node in program.graph_module.graph.nodes:
+        node.meta.pop("val", None)
+    assert join_losses(program) is program
 
 
 def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:

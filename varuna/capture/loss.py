@@ -61,7 +61,8 @@ def _join(graph: fx.Graph, loss: fx.Node) -> bool:
     given = bound(CROSS_ENTROPY, loss.args, loss.kwargs)
     labels = given["target"]
     simple = given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in (MEAN, SUM)
-    if not simple or labels.meta["val"].is_floating_point() or labels.meta["val"].dim() != 1:
+    form = labels.meta.get("val")
+    if not simple or form is None or form.is_floating_point() or form.dim() != 1:
         return False
     path = _path_to_scores(given["self"])
     if path is None:
@@ -69,6 +70,8 @@ def _join(graph: fx.Graph, loss: fx.Node) -> bool:
     *steps, scores = path
     args: Any = scores.args
     hidden, weight, *bias = args
+    if "val" not in hidden.meta:
+        return False
     width = hidden.meta["val"].shape[-1]
     with graph.inserting_before(loss):
         for step in reversed(steps):
@@ -113,7 +116,8 @@ def _widens(node: fx.Node) -> bool:
     if node.target is not aten.to.dtype or node.args[1] is not torch.float32:
         return False
     (source,) = node.all_input_nodes
-    return torch.promote_types(source.meta["val"].dtype, torch.float32) is torch.float32
+    form = source.meta.get("val")
+    return form is not None and torch.promote_types(form.dtype, torch.float32) is torch.float32
 
 
 def _is_of_rows(node: fx.Node) -> bool:

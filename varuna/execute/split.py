@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,16 @@ def backward_weights(pending: Pending) -> None:
     """Part W: adds each weight's gradient to its `.grad`."""
     for fork in pending.forks:
         for caught in fork.caught:  # empty where no gradient came this way
-            edges = [
-                GradientEdge(fork.node, index) for index, tensor in enumerate(caught) if tensor is not None
-            ]
-            torch.autograd.backward(
-                edges, [tensor for tensor in caught if tensor is not None], inputs=list(fork.weights)
+            there = [(index, tensor) for index, tensor in enumerate(caught) if tensor is not None]
+            # As `torch.autograd.backward`, which asks for shapes that a function of Python does not tell.
+            _engine_run_backward(
+                tuple(GradientEdge(fork.node, index) for index, _ in there),
+                tuple(tensor for _, tensor in there),
+                False,  # the graph is not kept
+                False,  # and none made
+                fork.weights,
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
         fork.caught.clear()
 
