@@ -358,7 +358,12 @@ class Agent:
     # ------------------------------------------------------------ workers
 
     async def open_nursery(self, environment: dict[str, str]) -> None:
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "VARUNA_JOB_ID": self.orders.job}
+        defaults = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "VARUNA_JOB_ID": self.orders.job,
+        }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
+from varuna.capture.loss import with_joint_loss
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
@@ -40,6 +41,7 @@ from varuna.reporting import Reporter
 from varuna.saving import OwnSaves, told_rhythm
 from varuna.schedule import held
 from varuna.types import (
+    ChannelName,
     Op,
     Plan,
     PrecisionName,
@@ -118,6 +120,7 @@ class Varuna(nn.Module):
         shard_optimizer: bool = False,
         offload_optimizer: bool = False,
         compile: bool = False,
+        channel: ChannelName | None = None,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
         link_delay: Callable[[int], float] | None = None,
@@ -129,6 +132,8 @@ class Varuna(nn.Module):
         check_sizes(batch_size, chunk_size)
         check_name("schedule", schedule or "varuna", get_args(ScheduleName))
         check_name("precision", precision, get_args(PrecisionName))
+        if channel is not None:
+            check_name("channel", channel, get_args(ChannelName))
         rank = join_job(stage_map)
         self.device = find_device(device, local_rank, rank)
         self.grad_norm: float | None = None
@@ -152,6 +157,7 @@ class Varuna(nn.Module):
             timeout_seconds=timeout_seconds,
             host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
             link_delay=link_delay,
+            channel=channel,
         )
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         is_first = (self._session.stage, self._session.replica) == (0, 0)
@@ -665,7 +671,7 @@ class Varuna(nn.Module):
             else:
                 # Segments that nobody marked are too short to be compiled each alone.
                 program = captured.carve(*span).to(self.device)
-                self._programs[key] = program.compiled() if self._compiles else program
+                self._programs[key] = program.compiled() if self._compiles else with_joint_loss(program)
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
@@ -708,15 +714,11 @@ class Varuna(nn.Module):
         for segment in captured.graph.segments:
             for name in segment.parameters:
                 holders.setdefault(name, []).append(segment.index)
-        shared = {
-            name: stages
-            for name, stages in stages_of_ties(self.plan, holders).items()
-            if session.stage in stages and self._state.tensor(name).requires_grad
-        }
+        ties = stages_of_ties(self.plan, holders)
+        groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
         program = captured.carve(self._own.first, self._own.stop)
         # A weight that the model never uses has no gradient, here as in one process.
         used = {self._state.tensor(name) for name in program.state}
-        groups = tie_groups(session, list(shared.values()), timeout_seconds=timeout_seconds)
         reducer = Reducer(
             parameters=[p for _, p in self._state.named_parameters() if p.requires_grad and p in used],
             replicas=session.replicas,
@@ -724,9 +726,9 @@ class Varuna(nn.Module):
             counts_norm=session.replica == 0,
             waiter=session.waiter,
             ties=[
-                Tie(self._state.tensor(name), group, counts_here=session.stage == stages[0])
-                for (name, stages), group in zip(shared.items(), groups, strict=True)
-                if group is not None
+                Tie(self._state.tensor(name), groups[stages], counts_here=session.stage == stages[0])
+                for name, stages in ties.items()
+                if session.stage in stages and self._state.tensor(name).requires_grad
             ],
             may_skip_parameters=bool(program.leaves),
             asks=self._asks,
