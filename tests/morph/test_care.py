@@ -56,9 +56,11 @@ def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_th
         Job(tmp_path, machines=2, script=SAVES_NOTHING + TRAIN, options=options) as job,
     ):
         job.wait_for_steps(20)
-        status = job.status()
+        status = json.loads(job.varuna("status", "--json").stdout)
         assert status["saved_step"] > 1 and status["save_every_seconds"] == 0.3
         assert "; by itself every 0.3 s" in job.varuna("status").stdout
+        said = json.loads(job.varuna("logs", "0", "--lines", "1", "--json").stdout)
+        assert said["ok"] and "loss" in said["text"]
         check_what_others_can_see(job)
 
         aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}
