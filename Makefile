@@ -20,7 +20,7 @@ demo: $(READY)
 test: lint types $(MOTO) $(RAY) $(HOSTS)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-bench: $(READY)
+bench: $(READY) $(HOSTS)
 	$(PY) -m benchmarks
 
 lint: $(READY)

@@ -1,7 +1,7 @@
 """Starts a job from its list of machines: `python -m varuna.run_varuna ... script.py ARGS`.
 
-On one machine, this one, it is the launcher with a memory: what a job was started with is kept, so
-that `--resume` needs no more than the folder of the code.
+What a job was started with is kept, so that `--resume` needs no more than the folder of the code. With
+`--no_morphing` on one machine, this one, it is the launcher with that memory.
 """
 
 import argparse
@@ -112,14 +112,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m varuna.run_varuna",
         usage="python -m varuna.run_varuna [options] script.py [its arguments]",
-        description="Starts a job on the machines of a list (for now: on this one, 127.0.0.1).",
+        description="Starts a job on the machines of a list, and leads it while they come and go.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--machine_list", help="file with an address a line (default: available_machines.out)"
     )
     parser.add_argument("--gpus_per_node", type=int, help="workers on each machine (default: 4)")
-    parser.add_argument("--manager_ip", help="handed to the workers as VARUNA_MANAGER_IP")
+    parser.add_argument(
+        "--manager_ip", help="where agents find this machine (default: the address that faces them)"
+    )
     parser.add_argument(
         "--no_morphing",
         action="store_true",

@@ -103,6 +103,7 @@ class Job:
         self.stages = stages
         self.lines: list[str] = []
         self.losses: dict[int, float] = {}
+        self.last_step = -1
         self.start()
 
     def start(self, *more: str) -> None:
@@ -151,7 +152,7 @@ class Job:
     def wait_for_change(self, wanted: str) -> None:
         """To a generation that begins where the one before ended: no step is done twice."""
         line = self.wait_for(wanted)
-        assert f", from step {max(self.losses) + 1} (" in line, self.text
+        assert f", from step {self.last_step + 1} (" in line, self.text
 
     def finish(self) -> int:
         (self.folder / "hurry").touch()
@@ -165,7 +166,8 @@ class Job:
     def _hear(self, line: str) -> None:
         self.lines.append(line)
         if found := STEP.match(line):
-            self.losses[int(found[1])] = float(found[2])
+            self.last_step = int(found[1])
+            self.losses[self.last_step] = float(found[2])
 
     @property
     def text(self) -> str:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,11 @@ def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_th
         Job(tmp_path, machines=2, script=SAVES_NOTHING + TRAIN, options=options) as job,
     ):
         job.wait_for_steps(20)
-        status = job.status()
+        status = json.loads(job.varuna("status", "--json").stdout)
         assert status["saved_step"] > 1 and status["save_every_seconds"] == 0.3
         assert "; by itself every 0.3 s" in job.varuna("status").stdout
+        said = json.loads(job.varuna("logs", "0", "--lines", "1", "--json").stdout)
+        assert said["ok"] and "loss" in said["text"]
         check_what_others_can_see(job)
 
         aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}
@@ -76,6 +80,7 @@ def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_th
         assert len(list((tmp_path / "store").glob("varuna_ckpt_*"))) <= 3  # one of them under way
         check(job, peace)
         assert f"machine lost: {other}" in job.text, "its agent did not end"
+        assert "a stranger says so" not in job.text
 
 
 def check_what_others_can_see(job: Job) -> None:
@@ -93,21 +98,49 @@ def check_what_others_can_see(job: Job) -> None:
     found = {address for pid in processes for address in listening(pid)}
     assert f"{contact.address}:{contact.port}" in found
     assert not [address for address in found if not address.startswith("127.0.0.")]
+    assert call_as_another_user(job.agent(1)) == ""
+
+
+CALL = """
+import contextlib, os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(chr(0) + sys.argv[1])
+    connection.sendall(b'{"type": "Noticed", "seconds": 1, "why": "a stranger says so"}\\n')
+    sys.stdout.write(connection.makefile().read())
+"""
+
+
+def call_as_another_user(agent: int) -> str:
+    """What an agent answers to a notice of one who is not its user."""
+    own = sockets(agent)
+    for line in Path(f"/proc/{agent}/net/unix").read_text().splitlines():
+        inode, name = line.split()[-2:]
+        if name.startswith("@varuna-") and f"socket:[{inode}]" in own:
+            command = [sys.executable, "-c", CALL, name[1:]]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    raise AssertionError("the agent listens to nobody on its machine")
+
+
+def sockets(pid: int) -> set[str]:
+    found = set()
+    for place in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.add(os.readlink(place))
+        except OSError:
+            continue  # closed meanwhile
+    return found
 
 
 def listening(pid: int) -> list[str]:
     """The addresses on which a process waits for callers."""
-    sockets = set()
-    for place in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            sockets.add(os.readlink(place))
-        except OSError:
-            continue  # closed meanwhile
+    own = sockets(pid)
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if state == "0A" and f"socket:[{rest[5]}]" in sockets:
+            if state == "0A" and f"socket:[{rest[5]}]" in own:
                 address, port = local.split(":")
                 if table == "tcp":
                     address = ".".join(str(byte) for byte in reversed(bytes.fromhex(address)))

@@ -448,7 +448,7 @@ def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> No
     """V42: the one that has left is not known any more."""
     world = begun("a", "b", "c")
     world.happens(ListRead(("a", "b")))
-    world.passes(0.75, steps=1)
+    world.passes(0.5, steps=1)
     world.go_silent("b")
     world.passes(0.75)
     assert world.state.phase == "saving"

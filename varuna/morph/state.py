@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How patient the manager is."""
 
     morphs: bool = True  # else it keeps to the machines of the start, and ends with the first that fails
-    settle_seconds: float = 1.0  # machines must have been the same for so long before a change is planned
+    settle_seconds: float = 0.75  # machines must have been the same for so long before a change is planned
     gather_seconds: float = 30.0  # how long those that are there wait for the others when a job starts
     start_seconds: float = 60.0  # from the start of an agent until it dials in
     lost_seconds: float = 1.5  # without a heartbeat

@@ -19,9 +19,15 @@ class Box:
         within: Sequence[str] = (),
         environment: Mapping[str, str] = os.environ,
         output: int | IO[bytes] = subprocess.PIPE,
+        uptime_seconds: int = 0,
     ) -> None:
-        """`within` is a command that runs another: `ip netns exec NAME`."""
+        """`within` is a command that runs another: `ip netns exec NAME`.
+
+        `uptime_seconds`: how much longer than the real machine this one seems to be up.
+        """
         unshare = [tool("unshare"), "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        if uptime_seconds:
+            unshare += ["--time", f"--monotonic={uptime_seconds}", f"--boottime={uptime_seconds}"]
         self.outer = subprocess.Popen(
             [*within, *unshare, *argv],
             env=environment,
@@ -30,11 +36,16 @@ class Box:
             stderr=subprocess.STDOUT,
         )
 
+    @property
+    def first(self) -> int:
+        """The process that it stands and falls with."""
+        pid = self.outer.pid
+        (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(first)
+
     def kill(self) -> None:
         if self.outer.poll() is None:
-            pid = self.outer.pid
-            (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            os.kill(int(first), signal.SIGKILL)
+            os.kill(self.first, signal.SIGKILL)
         self.outer.wait()  # the kernel has ended and reaped all of them by then
         if self.outer.stdout is not None:
             self.outer.stdout.close()

@@ -1,8 +1,8 @@
 """Real machines on one box, to be killed, cut off and slowed down.
 
-Each host is a network namespace with its own address, its own processes, its own name and its own sshd;
-a bridge joins them, and the tests stand on it as the manager's machine does. The file system is shared.
-It takes root and Debian's iproute2 and openssh-server, which `make test` installs.
+Each host is a network namespace with its own address, its own processes, its own name, its own clocks
+and its own sshd; a bridge joins them, and the tests stand on it as the manager's machine does. The file
+system is shared. It takes root and Debian's iproute2 and openssh-server, which `make test` installs.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ from typing import Self
 from tests.morph.hosts.box import Box, missing_tools, tool
 
 ROOT = Path(__file__).parents[3]
+CLOCK = Path(__file__).parent / "clock"
 OWNED = "varuna test hosts of process "  # the alias of a lab's bridge tells who made it
 MOST_LABS = 250
-TOOLS = ("ip", "tc", "unshare", "ssh", "ssh-keygen", "sshd")
+TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 
 
 class Host:
@@ -36,11 +37,21 @@ class Host:
         self._namespace = f"{lab.name}-{self.name}"
         self._link = f"{lab.name}-{number}"
         self._key = lab.folder / f"{self.name}.key"
+        self._clock = lab.folder / f"{self.name}.clock"
+        self._boots = 0
         self._box: Box | None = None
 
     def boot(self) -> None:
         """Returns once sshd listens."""
         assert self._box is None, f"{self.name} is up already"
+        told = {
+            **self._lab.environment,
+            "PYTHONPATH": f"{CLOCK}:{ROOT}",
+            "LAB_CLOCK": str(self._clock),
+            "OMP_NUM_THREADS": "1",
+            # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
+            "SHLVL": "1",
+        }
         options = {
             "HostKey": self._key,
             "AuthorizedKeysFile": self._lab.folder / "authorized_keys",
@@ -50,12 +61,17 @@ class Host:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
-            "SetEnv": " ".join(f'"{name}={value}"' for name, value in self._lab.environment.items()),
+            "SetEnv": " ".join(f'"{name}={value}"' for name, value in told.items()),
         }
         sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
         sshd += [f"-o{name}={value}" for name, value in options.items()]
         named = ["sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", self.name]
-        self._box = Box([*named, *sshd], within=[tool("ip"), "netns", "exec", self._namespace])
+        self._boots += 1
+        self._box = Box(
+            [*named, *sshd],
+            within=[tool("ip"), "netns", "exec", self._namespace],
+            uptime_seconds=100_000 * int(self.name[1:]) + 1000 * self._boots,
+        )
         output = self._box.outer.stdout
         assert output is not None
         said = []
@@ -85,6 +101,39 @@ class Host:
         limit = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
         command([tool("tc"), "qdisc", "replace", "dev", self._link, *limit])
         command([tool("tc"), "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *limit])
+
+    def unslow(self) -> None:
+        command([tool("tc"), "qdisc", "delete", "dev", self._link, "root"])
+        command([tool("tc"), "-n", self._namespace, "qdisc", "delete", "dev", "eth0", "root"])
+
+    def set_clock(self, seconds: float) -> None:
+        """The wall clock is wrong by so much from now on."""
+        self._clock.write_text(str(seconds))
+
+    def mount(self, folder: Path, num_bytes: int) -> None:
+        """A small disk of the machine's own, in place of a folder that all share."""
+        self._inside("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "lab", str(folder))
+
+    def unmount(self, folder: Path) -> None:
+        self._inside("umount", "--lazy", str(folder))
+
+    def path(self, folder: Path) -> Path:
+        """A folder as the machine itself sees it."""
+        assert self._box is not None, f"{self.name} is down"
+        return Path(f"/proc/{self._box.first}/root{folder}")
+
+    def _inside(self, *argv: str) -> None:
+        assert self._box is not None, f"{self.name} is down"
+        command([tool("nsenter"), "-t", str(self._box.first), "-m", "-p", *argv])
+
+    def outer_pid(self, pid: int) -> int:
+        """A process of the host, as it is known outside of it."""
+        for outer in processes_of(self._namespace):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{outer}/status").read_text()
+                if status.split("NSpid:")[1].splitlines()[0].split()[1:] == [str(pid)]:
+                    return outer
+        raise ProcessLookupError(f"no process {pid} on {self.name}")
 
     def command(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """The same command, to be run on this host."""
@@ -133,9 +182,7 @@ class Lab:
         """The environment is for all that is started over ssh."""
         require_tools()
         remove_orphans()
-        # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
-        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHLVL": "1"}
-        self.environment = {**(environment or {}), **ours}
+        self.environment = dict(environment or {})
         self.name, self.network = claim_network()
         self.address = f"{self.network}.1"  # of the manager's side
         self.folder = folder_of(self.name)
