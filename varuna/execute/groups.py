@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from varuna.types import Plan
+from varuna.types import Plan, StageMap
 
 GLOO_PATIENCE = 20
 """How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
@@ -42,6 +42,16 @@ def make_group(
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def stand_in(rank: int) -> None:
+    """For a group that others make and this rank has no part in: torch names a group by how many a rank has
+    made before, so that ranks of unequal counts would wait for each other for ever."""
+    dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+
+
+def have_equal_widths(stage_map: StageMap, stages: Sequence[int]) -> bool:
+    return len({len(stage_map[stage]) for stage in stages}) == 1
 
 
 def stages_of_ties(plan: Plan, holders: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
