@@ -4,8 +4,8 @@ One rank alone has none of these, and needs no torch.distributed.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -16,11 +16,20 @@ from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.board import Board
 from varuna.execute.crowd import Crowd
 from varuna.execute.division import linked_ranks
-from varuna.execute.groups import device_identity, have_equal_widths, make_group, reduce_backend, stand_in
+from varuna.execute.groups import (
+    GLOO_PATIENCE,
+    choose_channel,
+    have_equal_widths,
+    make_group,
+    reduce_backend,
+    seat_at,
+    stand_in,
+)
+from varuna.execute.lanes import open_lanes
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
 from varuna.execute.wait import Waiter
-from varuna.types import StageMap, place_in_map
+from varuna.types import ChannelName, StageMap, place_in_map
 
 Anything = TypeVar("Anything")
 
@@ -39,6 +48,7 @@ class Session:
     everyone: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     backend: str = "gloo"  # of the groups that reduce gradients
+    channels: Mapping[int, ChannelName] = field(default_factory=dict)  # to the stages before and after
     network: Network | None = None
     waiter: Waiter | None = None
     closed: bool = False
@@ -130,24 +140,30 @@ def open_session(
     timeout_seconds: float,
     host: str = "127.0.0.1",
     link_delay: Callable[[int], float] | None = None,
+    channel: ChannelName | None = None,
 ) -> Session:
-    """Joins this rank to the others of the map; all of them call it."""
+    """Joins this rank to the others of the map; all of them call it.
+
+    `channel`, the same on all, is how tensors go between stages; None: the best that there is for each two.
+    """
     stage, replica = place_in_map(stage_map, rank)
     session = Session(stage_map, rank, stage, replica)
     ranks = sorted(r for row in stage_map for r in row)
     if len(ranks) == 1:
         return session
-    global _num_sessions
-    _num_sessions += 1
 
     def describe(other: int) -> str:
         its_stage, its_replica = place_in_map(stage_map, other)
         return f"rank {other} (stage {its_stage}, replica {its_replica})"
 
+    session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
+    global _num_sessions
+    told = session.gather((_num_sessions, seat_at(device)))
+    _num_sessions = 1 + max(number for number, _ in told)  # ranks may have been in unequally many
+    seats = {other: seat for other, (_, seat) in zip(ranks, told, strict=True)}
     store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
     session.board = Board(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
-    session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
-    session.backend = reduce_backend(session.gather(device_identity(device)))
+    session.backend = reduce_backend([seat.gpu for seat in seats.values()])
     session.replicas = (
         session.everyone
         if len(stage_map) == 1 and session.backend == "gloo"
@@ -157,6 +173,10 @@ def open_session(
         stand_in(rank)
     others = {
         other for s in (stage - 1, stage + 1) for other in linked_ranks(stage_map, stage, replica, s).values()
+    }
+    nccl = session.backend != "gloo"
+    session.channels = {
+        other: channel or choose_channel(seats[rank], seats[other], nccl=nccl) for other in sorted(others)
     }
     # Between replicas nothing is sent; but a link tells at once who is gone, where a reduction only breaks.
     width = len(stage_map[stage])
@@ -169,6 +189,15 @@ def open_session(
         device=device,
         delay=link_delay,
     )
+    # In the order of the ranks: whoever waits for a neighbour here waits for one that comes to it in the end.
+    for other, chosen in session.channels.items():
+        link = session.network.links[other]
+        if chosen == "group":
+            patience = timeout_seconds * GLOO_PATIENCE
+            lanes = open_lanes(rank, other, store, device=device, nccl=nccl, timeout_seconds=patience)
+            link.use_lanes(*lanes)
+        elif chosen == "host":
+            link.use_host()
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.board.watch(session.waiter.fail)
     return session
