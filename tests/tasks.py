@@ -77,13 +77,15 @@ def train(
     device: str = "cpu",
     timeout_seconds: float = 30,
     seed: int = SEED,
+    mapping: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains a toy over depth × width ranks; what it returns is the same on every rank."""
-    mapping = stage_map(depth, width)
+    """Trains a toy over depth × width ranks, or a map's; what it returns is the same on every rank."""
+    if not mapping:
+        mapping = stage_map(depth, width)
+        assert get_varuna_config(mapping) == (depth, width)
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica = get_this_rank_config_varuna(mapping, rank)[1]
-    assert get_varuna_config(mapping) == (depth, width)
     model = make_model(name, dtype=dtype, **(model_options or {}))
     varuna.varuna.Source = RememberingSource  # type: ignore[misc]
     RememberingSource.toy = (name, dtype, str(model_options))
@@ -106,7 +108,7 @@ def train(
         size = batches[step % len(batches)] if batches else batch
         inputs = global_batch(name, step, size, dtype)
         order = SampleOrder(size, batch_size=size, shuffle=False)
-        own = take(inputs, order.replica(step=0, replica=replica, num_replicas=width), size)
+        own = take(inputs, order.replica(step=0, replica=replica, num_replicas=wrapped.data_depth), size)
         loss, overflow = wrapped.step(own, clip_grad_max_norm=clip)
         assert not overflow
         result["losses"].append(loss)

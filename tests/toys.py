@@ -207,6 +207,24 @@ class Counting(nn.Module):
         return F.mse_loss(self.last(self.cut(torch.tanh(self.first(x)))), y)
 
 
+class Shared(nn.Module):
+    """A table that all samples share, made by a layer, crosses both cuts; or else a mean over samples."""
+
+    def __init__(self, width: int = 5, sums_up: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last, self.make = (nn.Linear(width, width) for _ in range(4))
+        self.base = nn.Parameter(torch.randn(3, width))
+        self.cut1, self.cut2 = CutPoint(), CutPoint()
+        self.sums_up = sums_up
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        table = x.square().mean() if self.sums_up else torch.tanh(self.make(self.base))
+        x = self.cut1(torch.tanh(x))
+        x = self.cut2(torch.tanh(self.middle(x) + table.sum()))
+        return F.mse_loss(self.last(x) * table.mean(), y)
+
+
 def make_inputs(
     name: str, batch: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, object]:
@@ -224,7 +242,7 @@ def make_inputs(
         return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
     if name == "Odd":
         return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
-    if name in ("Reused", "Paired", "Branching", "Counting"):
+    if name in ("Reused", "Paired", "Branching", "Counting", "Shared"):
         return {"x": rand(batch, 5), "y": rand(batch, 5)}
     raise KeyError(name)
 

@@ -8,7 +8,7 @@ import sys
 
 from varuna.plan.search import Ranking, search
 from varuna.profile_file import read_profile
-from varuna.types import Cluster, Machine
+from varuna.types import Cluster, Machine, in_few
 
 
 class AutoConfig:
@@ -44,7 +44,11 @@ class AutoConfig:
             print(self, file=sys.stderr)
 
     def get_min(self) -> tuple[int, int, float]:
-        """(pipeline depth, micro-batch size, seconds of a step) of the fastest layout."""
+        """(pipeline depth, micro-batch size, seconds of a step) of the fastest layout.
+
+        Where its stages differ in their number of replicas (`ranking.best.plan.uneven`), only the plan itself
+        says which: launch that.
+        """
         best = self.ranking.best
         return best.plan.depth, best.plan.microbatch_size, best.forecast.seconds
 
@@ -53,7 +57,8 @@ class AutoConfig:
         for proposal in self.ranking.proposals:
             plan = proposal.plan
             lines.append(
-                f"  {plan.depth} x {plan.width}, micro-batches of {plan.microbatch_size}, {plan.schedule}: "
+                f"  {plan.depth} x {in_few(plan.widths)}, "
+                f"micro-batches of {plan.microbatch_size}, {plan.schedule}: "
                 f"{proposal.forecast.seconds:.4g} s ({proposal.reason})"
             )
         lines += [f"  {refused}" for refused in self.ranking.refused]

@@ -561,8 +561,12 @@ class Checkpoints:
         return [place_in_map(self.session.stage_map, rank) for rank in self.plan.ranks]
 
     def _writers(self, shard: bool) -> list[str]:
-        replicas = self.session.width if shard or self.shards_optimizer else 1
-        return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
+        all_of_them = shard or self.shards_optimizer
+        return [
+            f"stage-{stage}-replica-{replica}"
+            for stage, replica in self._places()
+            if all_of_them or not replica
+        ]
 
 
 def claim_after_own(store: Store, owner: Owner) -> Claim:

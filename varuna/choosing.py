@@ -153,9 +153,9 @@ def _as_pinned(wanted: Wanted, pinned: Proposal, num_machines: int, devices_per_
             f"the plan needs {count(num_ranks, 'device')}, there are {num_devices} "
             f"(plan anew for {num_devices}, or add machines)"
         )
-    if plan.batch_size < plan.width:
+    if plan.batch_size < max(plan.widths):
         raise PlanError(
-            f"the plan's batch of {plan.batch_size} leaves some of its {plan.width} replicas idle"
+            f"the plan's batch of {plan.batch_size} leaves some of its {max(plan.widths)} replicas idle"
         )
     profile = wanted.profile
     if profile is not None and plan.fingerprint not in ("", profile.fingerprint):

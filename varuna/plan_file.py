@@ -73,8 +73,8 @@ def check_plan(plan: Plan, source: str) -> None:
                 f"begin with segment {first} and hold one at least",
                 f"{stage.first} to {stage.stop - 1}",
             )
-        if len(stage.ranks) != plan.width or not stage.ranks:
-            refuse(f"stages[{index}].ranks", "hold as many as every other stage, one at least", stage.ranks)
+        if not stage.ranks:
+            refuse(f"stages[{index}].ranks", "hold one at least", stage.ranks)
         first = stage.stop
     ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
     if ranks != list(range(len(ranks))):

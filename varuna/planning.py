@@ -19,7 +19,7 @@ from varuna.plan.search import HEADROOM, Ranking, search, why_slower
 from varuna.plan.simulate import Simulation
 from varuna.plan_file import Network, PinnedPlan, read_plan, write_plan
 from varuna.profile_file import read_profile, write_whole
-from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline
+from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, in_few
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
 
 MOST_BATCH = 1 << 20
@@ -326,7 +326,7 @@ def _tell_gains(points: Sequence[Point], as_json: bool) -> None:
         layout = point.best.plan
         made.add_row(
             *size,
-            *(str(layout.depth), str(layout.width), str(layout.microbatch_size), layout.schedule),
+            *(str(layout.depth), in_few(layout.widths), str(layout.microbatch_size), layout.schedule),
             duration(point.best.forecast.seconds),
             f"{point.samples_per_second:.4g}",
             gain,

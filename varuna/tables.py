@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.plan_file import PinnedPlan
-from varuna.types import LinkCost, Plan, Profile, Proposal, ReduceCost
+from varuna.types import LinkCost, Plan, Profile, Proposal, ReduceCost, format_widths, in_few
 from varuna.units import count, duration, memory
 
 
@@ -29,7 +29,7 @@ def table(*columns: str) -> Table:
 
 
 def headline(plan: Plan) -> str:
-    stages, replicas = count(plan.depth, "stage"), count(plan.width, "replica")
+    stages, replicas = count(plan.depth, "stage"), format_widths(plan.widths)
     return f"{stages} x {replicas}, micro-batches of {plan.microbatch_size}, {plan.schedule}"
 
 
@@ -79,7 +79,7 @@ def layouts(proposals: Sequence[Proposal]) -> Table:
         plan = proposal.plan
         made.add_row(
             str(plan.depth),
-            str(plan.width),
+            in_few(plan.widths),
             str(plan.microbatch_size),
             plan.schedule,
             recomputing(plan),
@@ -131,7 +131,7 @@ def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str
         plan = pinned.plan
         return {
             "stages": str(plan.depth),
-            "replicas": str(plan.width),
+            "replicas": in_few(plan.widths),
             "batch": str(plan.batch_size),
             "micro-batch": str(plan.microbatch_size),
             "schedule": plan.schedule,

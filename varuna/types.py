@@ -123,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     stages: tuple[StagePlan, ...]
     batch_size: int  # the whole job's, per step
-    microbatch_size: int
+    microbatch_size: int  # the most samples that any rank runs at once
     schedule: ScheduleName = "varuna"
     precision: PrecisionName = "fp32"
     fingerprint: str = ""
@@ -133,8 +133,18 @@ class Plan(msgspec.Struct, frozen=True):
         return len(self.stages)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        return tuple(len(stage.ranks) for stage in self.stages)
+
+    @property
     def width(self) -> int:
-        return len(self.stages[0].ranks)
+        """The replicas of every stage; where stages differ, of that with fewest."""
+        return min(self.widths)
+
+    @property
+    def uneven(self) -> bool:
+        return len(set(self.widths)) > 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -145,7 +155,7 @@ StageMap = tuple[tuple[int, ...], ...]
 
 
 def parse_stage_map(text: str) -> StageMap:
-    """Reads "0,1;2,3;": stages parted by `;`, the ranks of each by `,`."""
+    """Reads "0,1;2,3;": stages parted by `;`, the ranks of each by `,`, as many as it has replicas."""
     form = 'the map is written "0,1;2,3;": stages parted by ";", the ranks of each by ","'
     rows = [row for row in text.strip().split(";") if row.strip()]
     if not rows:
@@ -155,8 +165,8 @@ def parse_stage_map(text: str) -> StageMap:
     except ValueError:
         raise ValueError(f"stage_to_rank_map {text!r} holds something that is no rank ({form})") from None
     ranks = [rank for row in stage_map for rank in row]
-    if not all(stage_map) or len({len(row) for row in stage_map}) != 1:
-        raise ValueError(f"stage_to_rank_map {text!r} gives its stages unequal numbers of replicas ({form})")
+    if not all(stage_map):
+        raise ValueError(f"stage_to_rank_map {text!r} has a stage without a rank ({form})")
     if len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise ValueError(f"stage_to_rank_map {text!r} names a rank twice, or a negative one ({form})")
     return stage_map
@@ -164,6 +174,16 @@ def parse_stage_map(text: str) -> StageMap:
 
 def format_stage_map(stage_map: Iterable[Iterable[int]]) -> str:
     return "".join(",".join(map(str, ranks)) + ";" for ranks in stage_map)
+
+
+def in_few(widths: Sequence[int]) -> str:
+    """ "2", or "3+1" where stages differ in their number of replicas."""
+    return str(widths[0]) if len(set(widths)) == 1 else "+".join(map(str, widths))
+
+
+def format_widths(widths: Sequence[int]) -> str:
+    """ "2 replicas", or "3+1 replicas"."""
+    return f"{in_few(widths)} {'replica' if set(widths) == {1} else 'replicas'}"
 
 
 def place_in_map(stage_map: StageMap, rank: int) -> tuple[int, int]:
@@ -495,6 +515,13 @@ class Work(msgspec.Struct, frozen=True):
     step: int
     first_sample: int
     first_ordinal: int = 0
+    spans: tuple[tuple[int, int], ...] = ()  # first, stop of each, where the samples are not one span
+
+    def samples(self, count: int) -> Sequence[int]:
+        """The first so many, within the global batch."""
+        if not self.spans:
+            return range(self.first_sample, self.first_sample + count)
+        return [sample for span in self.spans for sample in range(*span)][:count]
 
 
 class Interval(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.engine import Engine
-from varuna.execute.groups import stages_of_ties
+from varuna.execute.groups import have_equal_widths, stages_of_ties
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
 from varuna.execute.reduce import Reducer, Tie
@@ -62,6 +62,7 @@ from varuna.wrapping import (
     find_device,
     join_job,
     plan_stages,
+    refuse_inseparable,
 )
 
 log = logging.getLogger("varuna")
@@ -72,8 +73,13 @@ COMPILING_PATIENCE = 15.0
 
 def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
     """(pipeline depth, number of replicas) of a map."""
-    stage_map = parse_stage_map(stage_to_rank_map)
-    return len(stage_map), len(stage_map[0])
+    widths = [len(ranks) for ranks in parse_stage_map(stage_to_rank_map)]
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"the stages of stage_to_rank_map {stage_to_rank_map!r} have {widths} replicas, not all as many "
+            "(ask the wrapped model: model.partitions, and model.data_depth for this rank's own stage)"
+        )
+    return len(widths), widths[0]
 
 
 def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
@@ -93,7 +99,9 @@ class Varuna(nn.Module):
         model.zero_grad()
 
     `batch_size` is the whole job's, `chunk_size` the micro-batch's; `step` takes this replica's share
-    of the batch, the same on all stages of the replica. The parameters keep their names.
+    of the batch, the same on all stages of the replica. Where the map gives stages unequal numbers of
+    replicas, each rank takes its share by its place in its own stage, in order, as `SampleOrder` deals it
+    out. The parameters keep their names.
     """
 
     def __init__(
@@ -207,6 +215,7 @@ class Varuna(nn.Module):
                 precision=precision,
                 fingerprint=captured.graph.fingerprint,
             )
+            refuse_inseparable(self.plan, captured)
             outlook = look_ahead(self.plan, profile, told, subject) if first else None
             if rank == self.plan.ranks[0]:
                 check_once(model, captured, inputs, self.plan, from_cache=from_cache)
@@ -230,7 +239,7 @@ class Varuna(nn.Module):
                 self._names,
                 self._trainer,
                 timeout_seconds,
-                shards_optimizer=shard_optimizer and self._session.replicas is not None,
+                shards_optimizer=shard_optimizer,
             )
             weakref.finalize(self, self._checkpoints.held.close)
             self._reporter = Reporter(
@@ -296,8 +305,8 @@ class Varuna(nn.Module):
             batch = self._batch(inputs)
             if batch.size > self.batch_size:
                 raise ValueError(
-                    f"step was given {batch.size} samples, but replica {self._session.replica} of "
-                    f"{self.plan.width} takes {self.batch_size} of the global batch's {self.plan.batch_size} "
+                    f"step was given {batch.size} samples, but replica {self.rank_within_stage} of "
+                    f"{self.data_depth} takes {self.batch_size} of the global batch's {self.plan.batch_size} "
                     "(give each replica its own share, e.g. by varuna.SampleOrder)"
                 )
             if self._session.waiter is not None:
@@ -448,7 +457,8 @@ class Varuna(nn.Module):
 
     @property
     def data_depth(self) -> int:
-        return self.plan.width
+        """The replicas of this rank's stage."""
+        return self._session.width
 
     @property
     def rank_within_stage(self) -> int:
@@ -457,7 +467,7 @@ class Varuna(nn.Module):
     @property
     def batch_size(self) -> int:
         """This replica's samples of a full global batch."""
-        return spread_evenly(self.plan.batch_size, parts=self.plan.width)[self._session.replica]
+        return spread_evenly(self.plan.batch_size, parts=self._session.width)[self._session.replica]
 
     @property
     def micro_batch_size(self) -> int:
@@ -726,7 +736,12 @@ class Varuna(nn.Module):
             counts_norm=session.replica == 0,
             waiter=session.waiter,
             ties=[
-                Tie(self._state.tensor(name), groups[stages], counts_here=session.stage == stages[0])
+                Tie(
+                    self._state.tensor(name),
+                    groups[stages],
+                    counts_here=session.stage == stages[0],
+                    is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
+                )
                 for name, stages in ties.items()
                 if session.stage in stages and self._state.tensor(name).requires_grad
             ],

@@ -12,7 +12,8 @@ from torch import nn
 
 from varuna.cache import read_spans, write_spans
 from varuna.capture import Captured, check_capture
-from varuna.plan import balance
+from varuna.errors import CaptureError, some
+from varuna.plan import balance, balance_over
 from varuna.types import Plan, StageMap, StagePlan, format_stage_map
 
 log = logging.getLogger("varuna")
@@ -105,6 +106,18 @@ def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.d
     return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)
 
 
+def refuse_inseparable(plan: Plan, captured: Captured) -> None:
+    """Between stages that differ in their number of replicas all values are parted by sample."""
+    for one, (stage, following) in enumerate(pairwise(plan.stages)):
+        reasons = captured.inseparable(stage.stop) if plan.uneven else []
+        if reasons:
+            raise CaptureError(
+                f"stages {one} and {one + 1} have {len(stage.ranks)} and {len(following.ranks)} replicas, "
+                f"but what crosses the cut between them cannot be parted by sample: {some(reasons)} "
+                "(give all stages as many replicas, or cut elsewhere: spans=..., CutPoints)"
+            )
+
+
 def plan_stages(
     stage_map: StageMap,
     captured: Captured,
@@ -115,8 +128,12 @@ def plan_stages(
 ) -> tuple[StagePlan, ...]:
     depth = len(stage_map)
     if spans is None:
-        cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
-        spans = cached or estimated_spans(captured, depth)
+        widths = [len(ranks) for ranks in stage_map]
+        if len(set(widths)) > 1:
+            spans = balance_over([segment.flops_per_sample for segment in captured.graph.segments], widths)
+        else:
+            cached = read_spans(captured.graph.fingerprint, depth) if from_cache else None
+            spans = cached or estimated_spans(captured, depth)
     bounds = [first for first, _ in spans] + [captured.num_segments]
     if [tuple(span) for span in spans] != list(pairwise(bounds)) or bounds[0] != 0:
         raise ValueError(

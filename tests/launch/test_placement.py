@@ -57,7 +57,7 @@ def test_devices_that_do_not_divide_are_named_by_machine() -> None:
 
 def test_fewer_replicas_may_be_asked_for() -> None:
     layout = lay_out(8, 2, batch_size=6, microbatch_size=2, num_replicas=3)
-    assert (layout.depth, layout.width, layout.idle) == (2, 3, (6, 7))
+    assert (layout.depth, layout.widths, layout.idle) == (2, (3, 3), (6, 7))
 
 
 @pytest.mark.parametrize(

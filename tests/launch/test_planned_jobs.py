@@ -5,17 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.launch import planned_net
 from tests.launch.jobs import environment, log
 from varuna.codec import decode
-from varuna.plan_file import read_plan
+from varuna.plan_file import read_plan, write_plan
 from varuna.types import StepReport
 
 
-def job(folder: Path, *arguments: str) -> str:
+def job(folder: Path, *arguments: str, devices: int = 2) -> str:
     (folder / "machines").write_text("127.0.0.1\n")
-    common = ["--machine_list", "machines", "--gpus_per_node", "2", "--log_dir", "logs"]
+    common = ["--machine_list", "machines", "--gpus_per_node", str(devices), "--log_dir", "logs"]
     ran = subprocess.run(
         [sys.executable, "-m", "varuna.run_varuna", *common, *arguments, planned_net.__file__],
         cwd=folder,
@@ -52,7 +53,7 @@ def test_a_job_without_stages_and_micro_batch_is_planned_and_trains_as_one_proce
 
 
 def test_a_pinned_plan_is_run_as_it_is(tmp_path: Path, profile_folder: Path) -> None:
-    """V27, B3: what `varuna plan` wrote is what the workers do."""
+    """V27, B3: what `varuna plan` wrote is what the workers do; here with one more replica of a stage."""
     asked = [
         "--devices",
         "2",
@@ -67,8 +68,12 @@ def test_a_pinned_plan_is_run_as_it_is(tmp_path: Path, profile_folder: Path) -> 
     ]
     plan = [sys.executable, "-m", "varuna", "plan", str(profile_folder), *asked, "--out", "plan.json"]
     subprocess.run(plan, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
-    told = job(tmp_path, "--plan", "plan.json")
-    stops = [stage.stop for stage in read_plan(tmp_path / "plan.json").plan.stages]
+    pinned = read_plan(tmp_path / "plan.json")
+    stages = (replace(pinned.plan.stages[0], ranks=(0, 1)), replace(pinned.plan.stages[1], ranks=(2,)))
+    write_plan(tmp_path / "plan.json", replace(pinned, plan=replace(pinned.plan, stages=stages)))
+    told = job(tmp_path, "--plan", "plan.json", devices=3)
+    assert "pinned: 2 stages x 2+1 replicas, " in told
+    stops = [stage.stop for stage in stages]
     assert f"[rank 0] ran 2 1 1 gpipe {stops}" in told
     assert losses(told) == pytest.approx(planned_net.train_plainly(), rel=1e-5)
     report = decode(log(tmp_path, "report.json"), StepReport)

@@ -40,7 +40,10 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
             {"stages": (StagePlan(0, 2, (0,)), StagePlan(3, 4, (1,)))},
             r"`plan.stages\[1\]` must begin with segment 2",
         ),
-        ({"stages": (StagePlan(0, 2, (0, 1)), StagePlan(2, 4, (2,)))}, r"`plan.stages\[1\].ranks` must hold"),
+        (
+            {"stages": (StagePlan(0, 2, (0, 1)), StagePlan(2, 4, ()))},
+            r"`plan.stages\[1\].ranks` must hold one",
+        ),
         ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (0,)))}, "each of the ranks 0 to 1 once"),
         ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (7,)))}, "each of the ranks 0 to 1 once"),
         ({"stages": (StagePlan(0, 4, (0, 1)),)}, "has 1 stages and a forecast of 2"),

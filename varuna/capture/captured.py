@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from varuna.capture import automatic, tidy
+from varuna.capture.apart import Apart
 from varuna.capture.batch import Batch
 from varuna.capture.carve import Carver
 from varuna.capture.flatten import Whole
@@ -61,6 +62,7 @@ class Captured:
         self.num_segments = whole.num_segments
         self.cut_by_itself = partition is not None
         self._whole = whole
+        self._symbol = symbol
         self.random = whole.work is not None and bool(whole.work.users)
         self.momentum = momentum
         self.precision: PrecisionName = precision
@@ -68,6 +70,15 @@ class Captured:
         self.batch_dims = dict(batch.dims)
         self._carver = Carver(whole, flow, symbol=symbol, precision=precision, device=device)
         self._programs: dict[tuple[int, int], Program] = {}
+
+    def inseparable(self, cut: int) -> list[str]:
+        """What crosses the cut before a segment and cannot be parted by sample, in words."""
+        reasons = (self._apart.why_not(value) for value in self._carver.crossing(cut))
+        return [reason for reason in reasons if reason]
+
+    @cached_property
+    def _apart(self) -> Apart:
+        return Apart(self._whole, self.batch_dims, self._symbol)
 
     @property
     def changes_buffers(self) -> bool:

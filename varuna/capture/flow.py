@@ -67,7 +67,7 @@ class Flow:
             return node in state and isinstance(value, Tensor) and value.requires_grad
         if node.op != "call_function" and node.op != "call_module":
             return False
-        if node.meta.get("no_grad") or _base_name(node) in _WITHOUT_GRADIENT:
+        if node.meta.get("no_grad") or base_name(node) in _WITHOUT_GRADIENT:
             return False
         if not any(arg in self.needs_grad for arg in _made_of(node)):
             return False
@@ -127,7 +127,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _base_name(node: fx.Node) -> str:
+def base_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -51,6 +52,7 @@ class plain_randomness(TorchFunctionMode):
     @classmethod
     def of(cls, work: Work, *, batch_size: int, first_ordinal: int) -> plain_randomness:
         mode = cls(seed=work.seed, step=work.step, batch_size=batch_size, first_sample=work.first_sample)
+        mode._work = msgspec.structs.replace(mode._work, spans=work.spans)
         mode._ordinals = [first_ordinal]
         return mode
 

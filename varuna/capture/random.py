@@ -4,7 +4,7 @@ nothing else. Not on the depth, the width, the rank, nor the micro-batch size.
 The operations of a model that draw are numbered in the order in which they run: the `ordinal`. Each
 sample of a micro-batch draws on its own, from a generator that is seeded for it:
 
-    seed_of(work, first_sample + i, ordinal)        what belongs to sample i
+    seed_of(work, samples[i], ordinal)              what belongs to sample i
     seed_of(work, SHARED, ordinal)                  what all samples share
     seed_of(work, first_sample, ordinal)            what cannot be taken apart by sample
 """
@@ -53,7 +53,7 @@ def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per
         return _kept([seed_of(work, SHARED, ordinal)], x.numel(), keep, x.device).view(x.shape)
     samples = x.shape[dim] // per_sample
     inner = (*x.shape[:dim], per_sample, *x.shape[dim + 1 :])
-    seeds = [seed_of(work, work.first_sample + i, ordinal) for i in range(samples)]
+    seeds = [seed_of(work, sample, ordinal) for sample in work.samples(samples)]
     kept = _kept(seeds, math.prod(inner), keep, x.device)
     return kept.view(samples, *inner).movedim(0, dim).reshape(x.shape)
 
@@ -102,10 +102,10 @@ def draw(
             return operation(*args, **kwargs)
     outputs: list[list[Any]] = []
     shape = None
-    for i in range(num_samples):
+    for i, sample in enumerate(work.samples(num_samples)):
         own = [_own(leaf, part, i) for leaf, part in zip(leaves, parts, strict=True)]
         own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-        with seeded(seed_of(work, work.first_sample + i, ordinal), device):
+        with seeded(seed_of(work, sample, ordinal), device):
             result = operation(*own_args, **own_kwargs)
         flat, shape = pytree.tree_flatten(result)
         outputs.append(flat)

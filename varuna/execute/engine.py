@@ -37,10 +37,10 @@ VERBS: dict[Op, str] = {
 
 
 class Neighbour(Protocol):
-    """The link to the stage before or after this one, in the same replica."""
+    """The stage before or after this one: a link to one of its ranks, or a crowd of them."""
 
-    peer: int
-
+    @property
+    def peer(self) -> int: ...
     @property
     def ready(self) -> int: ...
     @property
@@ -106,7 +106,7 @@ class Engine:
         cursor = Cursor(row, stage=self.index, stages=self.stages, limit=limit, opportunistic=opportunistic)
         recomputed = {i.microbatch for i in row if i.op == "R"}
         last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
-        last = (last_op, len(jobs) - 1)
+        last = (last_op, max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1))
         activations = gradients = 0  # taken so far
         losses: list[Tensor] = []
         seeds: dict[float, Tensor] = {}  # micro-batches of one weight share theirs

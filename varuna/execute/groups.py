@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from varuna.execute.address import machine_identity
 from varuna.execute.slots import device_uuid, gpus_in_reach
-from varuna.types import ChannelName, Plan
+from varuna.types import ChannelName, Plan, StageMap
 
 GLOO_PATIENCE = 20
 """How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
@@ -51,22 +51,30 @@ def reduce_backend(devices: Sequence[str | None]) -> str:
 
 
 def make_group(
-    ranks: Sequence[int],
-    *,
-    timeout_seconds: float,
-    backend: str | None = None,
-    by_members_alone: bool = True,
+    ranks: Sequence[int], *, timeout_seconds: float, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """None where one rank is all: nothing to reduce. Called by its members, or by all ranks of the job."""
+    """None where one rank is all: nothing to reduce."""
     if len(ranks) < 2:
         return None
+    # Only members take part, so idle ranks of the job need not know of the group.
     group = dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=timeout_seconds * GLOO_PATIENCE),
         backend=backend,
-        use_local_synchronization=by_members_alone,
+        use_local_synchronization=True,
     )
-    return group if isinstance(group, dist.ProcessGroup) else None
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def stand_in(rank: int) -> None:
+    """For a group that others make and this rank has no part in: torch names a group by how many a rank has
+    made before, so that ranks of unequal counts would wait for each other for ever."""
+    dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+
+
+def have_equal_widths(stage_map: StageMap, stages: Sequence[int]) -> bool:
+    return len({len(stage_map[stage]) for stage in stages}) == 1
 
 
 def stages_of_ties(plan: Plan, holders: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

@@ -59,6 +59,7 @@ class Tie:
     parameter: Tensor
     group: dist.ProcessGroup
     counts_here: bool  # in the norm: exactly one of its stages counts it
+    is_summed: bool = True  # of ranks that hold the same sum, one gives it to the group
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ class Reducer:
         for tie in self.ties:
             if tie.parameter.grad is None:
                 tie.parameter.grad = torch.zeros_like(tie.parameter)
+            elif not tie.is_summed:
+                tie.parameter.grad.zero_()
             works.append(dist.all_reduce(tie.parameter.grad, group=tie.group, async_op=True))
         for work in works:
             assert self.waiter is not None and work is not None

@@ -1,10 +1,12 @@
 """Cuts one replica's batch into micro-batches, each with its exact weight in the global loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from varuna.execute.shares import Runs, size
 
 WeightFunction = Callable[[Mapping[str, object]], float]
 """How much a micro-batch counts in the loss: its samples, or the user's own measure (tokens, say)."""
@@ -16,6 +18,7 @@ class MicroBatch:
     size: int
     weight: float
     inputs: Mapping[str, object]
+    runs: Runs = ()  # where its samples do not follow each other: all of them, within this replica's batch
 
 
 def scatter(
@@ -39,6 +42,39 @@ def scatter(
         if weight:  # what counts for nothing need not be computed (and may have no finite loss)
             microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
+
+
+def scatter_runs(
+    inputs: Mapping[str, object],
+    *,
+    dims: Mapping[str, int],
+    microbatches: Sequence[Runs],  # within this replica's batch
+    device: torch.device,
+    weigh: WeightFunction | None = None,
+) -> list[MicroBatch]:
+    """The same for chosen samples; micro-batches without any stay, so that all ranks count alike."""
+    moved = move_inputs(inputs, device)
+    found = []
+    for runs in microbatches:
+        count = size(runs)
+        if not count:
+            found.append(MicroBatch(0, 0, 0.0, {}))
+            continue
+        weight = float(count) if weigh is None else _weight(weigh, _choose(inputs, dims, runs))
+        several = runs if len(runs) > 1 else ()
+        found.append(MicroBatch(runs[0][0], count, weight, _choose(moved, dims, runs), several))
+    return found
+
+
+def _choose(inputs: Mapping[str, object], dims: Mapping[str, int], runs: Runs) -> dict[str, object]:
+    def chosen(value: Tensor, dim: int) -> Tensor:
+        parts = [value.narrow(dim, first, stop - first) for first, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    return {
+        name: chosen(value, dims[name]) if name in dims and isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 def _cut(

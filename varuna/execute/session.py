@@ -14,7 +14,17 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.board import Board
-from varuna.execute.groups import GLOO_PATIENCE, choose_channel, make_group, reduce_backend, seat_at
+from varuna.execute.crowd import Crowd
+from varuna.execute.division import linked_ranks
+from varuna.execute.groups import (
+    GLOO_PATIENCE,
+    choose_channel,
+    have_equal_widths,
+    make_group,
+    reduce_backend,
+    seat_at,
+    stand_in,
+)
 from varuna.execute.lanes import open_lanes
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
@@ -49,7 +59,13 @@ class Session:
 
     @property
     def width(self) -> int:
-        return len(self.stage_map[0])
+        """The replicas of this rank's stage."""
+        return len(self.stage_map[self.stage])
+
+    @property
+    def uneven(self) -> bool:
+        """Whether stages differ in their number of replicas."""
+        return len({len(row) for row in self.stage_map}) > 1
 
     def gather(self, value: Anything) -> list[Anything]:
         """Every rank's value, by rank in the order of the map's ranks."""
@@ -62,6 +78,13 @@ class Session:
         parts = [torch.empty_like(padded) for _ in sizes]
         self._wait(dist.all_gather(parts, padded, group=self.everyone, async_op=True))
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[list[float]]]:
+        """Every rank's numbers, by stage and replica: one small message."""
+        assert self.everyone is not None, "a rank alone is a stage alone"
+        ranks = sorted(rank for row in self.stage_map for rank in row)
+        found = dict(zip(ranks, self._all_gather(numbers, self.everyone), strict=True))
+        return [[found[rank] for rank in row] for row in self.stage_map]
 
     def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every replica's numbers, by replica: one small message."""
@@ -80,12 +103,13 @@ class Session:
         else:
             self.waiter.for_work(work, lambda: "a word from all ranks")
 
-    def neighbour(self, step: int) -> Link | None:
-        """The link to the stage before (-1) or after (+1) this one."""
-        other = self.stage + step
-        if self.network is None or not 0 <= other < self.depth:
+    def neighbour(self, step: int) -> Link | Crowd | None:
+        """The way to the stage before (-1) or after (+1) this one."""
+        linked = linked_ranks(self.stage_map, self.stage, self.replica, self.stage + step)
+        if self.network is None or not linked:
             return None
-        return self.network.links[self.stage_map[other][self.replica]]
+        links = {replica: self.network.links[rank] for replica, rank in linked.items()}
+        return Crowd(links, sends_gradients=step < 0) if self.uneven else links[self.replica]
 
     def explain(self, error: Exception, where: str) -> None:
         """Tells the other ranks of an error of this one, and the error where it happened."""
@@ -145,7 +169,11 @@ def open_session(
         if len(stage_map) == 1 and session.backend == "gloo"
         else make_group(stage_map[stage], timeout_seconds=timeout_seconds, backend=session.backend)
     )
-    others = {stage_map[s][replica] for s in (stage - 1, stage + 1) if 0 <= s < len(stage_map)}
+    if session.uneven and session.replicas is None:
+        stand_in(rank)
+    others = {
+        other for s in (stage - 1, stage + 1) for other in linked_ranks(stage_map, stage, replica, s).values()
+    }
     nccl = session.backend != "gloo"
     session.channels = {
         other: channel or choose_channel(seats[rank], seats[other], nccl=nccl) for other in sorted(others)
@@ -178,24 +206,18 @@ def open_session(
 def tie_groups(
     session: Session, ties: Iterable[tuple[int, ...]], *, timeout_seconds: float
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """For each tie (the stages that share a tensor) that this stage has part in, the group of this replica's
-    ranks. All ranks call it, with all ties of the model.
-
-    torch names a group that its members alone make by how many groups they are in. Ranks with unequal ties
-    would not find each other: so where ties differ, all ranks make all groups.
-    """
-    distinct = sorted(set(ties))
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for stages in distinct:
-        for replica in range(session.width):
-            ranks = [session.stage_map[stage][replica] for stage in stages]
-            if session.rank in ranks or len(distinct) > 1:
-                group = make_group(
-                    ranks,
-                    timeout_seconds=timeout_seconds,
-                    backend=session.backend,
-                    by_members_alone=len(distinct) == 1,
-                )
-                if session.rank in ranks and group is not None:
-                    made[stages] = group
+    """For each tie (the stages that share a tensor) the group of this replica's ranks among them; of all
+    their ranks, where not every stage has such a replica. All ranks are given the ties of all stages."""
+    made = {}
+    for stages in sorted(set(ties)):
+        if session.stage not in stages:
+            stand_in(session.rank)
+            continue
+        if have_equal_widths(session.stage_map, stages):
+            ranks = [session.stage_map[stage][session.replica] for stage in stages]
+        else:
+            ranks = [rank for stage in stages for rank in session.stage_map[stage]]
+        group = make_group(ranks, timeout_seconds=timeout_seconds, backend=session.backend)
+        assert group is not None, "a tie has two stages at least"
+        made[stages] = group
     return made

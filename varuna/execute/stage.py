@@ -34,6 +34,22 @@ class Program(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True)
+class Idle:
+    """The program of a micro-batch of which a rank has no samples, or none that count in the loss."""
+
+    received: tuple[TensorSpec, ...]
+    loss_on: torch.device | None  # where the last stage tells its loss; None: this is another stage
+    state: tuple[str, ...] = ()
+    sent: tuple[TensorSpec, ...] = ()
+    mutated: tuple[str, ...] = ()
+
+    def __call__(
+        self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
+    ) -> tuple[Tensor, ...]:
+        return () if self.loss_on is None else (torch.zeros((), device=self.loss_on),)
+
+
 class State(Protocol):
     """The parameters and buffers of this stage by name."""
 
@@ -143,7 +159,8 @@ class Stage:
                 named = zip(held.program.state, state, strict=True)
                 state = [held.buffers.get(name, tensor) for name, tensor in named]
             outputs = list(held.program(state, held.received, held.inputs, held.work))
-        wanted = [spec.needs_grad for spec in held.program.sent] or [True]  # the last stage: its loss
+        # The last stage sends nothing on: its loss.
+        wanted = [spec.needs_grad for spec in held.program.sent] or [True] * len(outputs)
         # An edge, unlike the tensor, does not keep the output's own memory alive.
         held.edges = [
             get_gradient_edge(output) if output.requires_grad else None

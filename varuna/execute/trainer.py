@@ -6,18 +6,21 @@ program that fits a micro-batch's inputs, and so knows nothing of how models are
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from varuna.execute.aligned import hash_samples, refuse_misaligned
+from varuna.execute.crowd import Crowd
+from varuna.execute.division import divide_batch, refuse_other_batches
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
-from varuna.execute.scatter import MicroBatch, WeightFunction, scatter
+from varuna.execute.scatter import MicroBatch, WeightFunction, scatter, scatter_runs
 from varuna.execute.session import Session
-from varuna.execute.stage import Program, State
+from varuna.execute.stage import Idle, Program, State
 from varuna.schedule import limit, opportunistic, row
 from varuna.types import Plan, Work
 
@@ -63,6 +66,7 @@ class Trainer:
     seed: int
     weigh: WeightFunction | None = None
     iteration: int = 0
+    _aligned: set[bool] = field(default_factory=set)  # a batch was looked at: of training, of evaluation
 
     def step(
         self,
@@ -74,10 +78,13 @@ class Trainer:
         loss_scale: LossScale,
         max_norm: float | None,
     ) -> Totals:
-        microbatches = self._scatter(inputs, num_samples, dims)
-        shares = self._exchange_shares(microbatches, num_samples)
-        jobs = self._jobs(microbatches, dims, training, shares.first_sample)
-        buffers = {name: self.state.tensor(name) for name in self.mutated} if self.plan.width > 1 else {}
+        if self.session.uneven:
+            jobs, shares = self._divide(inputs, num_samples, dims, training)
+        else:
+            microbatches = self._scatter(inputs, num_samples, dims)
+            shares = self._exchange_shares(microbatches, num_samples)
+            jobs = self._jobs(microbatches, dims, training, shares.first_sample)
+        buffers = {name: self.state.tensor(name) for name in self.mutated} if self.session.width > 1 else {}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
@@ -96,7 +103,10 @@ class Trainer:
         return totals
 
     def evaluate(self, inputs: Mapping[str, object], *, num_samples: int, dims: Mapping[str, int]) -> float:
-        jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
+        if self.session.uneven:
+            jobs, _ = self._divide(inputs, num_samples, dims, False)
+        else:
+            jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
         loss = self.engine.evaluate(jobs)
         self.reducer.announce(loss, self._weight_of_losses(jobs))
         return self.reducer.announced_loss()
@@ -118,14 +128,15 @@ class Trainer:
     def _jobs(
         self, microbatches: Sequence[MicroBatch], dims: Mapping[str, int], training: bool, first_sample: int
     ) -> list[Job]:
-        programs: dict[int, Program] = {}
+        programs: dict[int, Program] = {0: Idle((), self.engine.device if self._is_last else None)}
         for microbatch in microbatches:
             if microbatch.size not in programs:
                 programs[microbatch.size] = self.programs(microbatch.inputs, microbatch.size, dims, training)
-        return [
-            Job(mb, programs[mb.size], Work(self.seed, self.iteration, first_sample + mb.first_sample))
-            for mb in microbatches
-        ]
+        return [Job(mb, programs[mb.size], self._work(mb, first_sample)) for mb in microbatches]
+
+    def _work(self, microbatch: MicroBatch, first_sample: int) -> Work:
+        spans = tuple((first_sample + first, first_sample + stop) for first, stop in microbatch.runs)
+        return Work(self.seed, self.iteration, first_sample + microbatch.first_sample, spans=spans)
 
     def _exchange_shares(self, microbatches: Sequence[MicroBatch], num_samples: int) -> Shares:
         """One small gather over the replicas, where anything depends on what it tells."""
@@ -140,6 +151,57 @@ class Trainer:
             sum(theirs for theirs, _, _ in everyone) or 1.0,
             [int(count) for _, _, count in everyone],
         )
+
+    def _divide(
+        self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int], training: bool
+    ) -> tuple[list[Job], Shares]:
+        """Where stages differ in their number of replicas: this rank's part of every micro-batch."""
+        session = self.session
+        counts = session.gather_numbers([num_samples])
+        given = tuple(tuple(int(count) for (count,) in row) for row in counts)
+        refuse_other_batches(given, session.stage_map)
+        if training not in self._aligned:
+            self._check_alignment(inputs, dims)
+            self._aligned.add(training)
+        division = divide_batch(
+            given, stage=session.stage, replica=session.replica, microbatch_size=self.plan.microbatch_size
+        )
+        first = division.own[0]
+        microbatches = scatter_runs(
+            inputs,
+            dims=dims,
+            microbatches=[tuple((a - first, b - first) for a, b in runs) for runs in division.runs],
+            device=self.engine.device,
+            weigh=self.weigh,
+        )
+        jobs = self._jobs(microbatches, dims, training, first)
+        total, ran = float(division.num_samples), division.num_microbatches
+        if self.weigh is not None:
+            if self._is_last:  # what counts for nothing may have no finite loss
+                jobs = [
+                    job
+                    if job.microbatch.weight
+                    else replace(job, program=Idle(job.program.received, self.engine.device))
+                    for job in jobs
+                ]
+            own = self._weight_of_losses(jobs), sum(not isinstance(job.program, Idle) for job in jobs)
+            everyone = session.gather_numbers(own)
+            total = sum(weight for weight, _ in everyone[-1])
+            ran = tuple(int(number) for _, number in everyone[session.stage])
+        for crowd, pieces, specs in (
+            (self.engine.upstream, division.before, [job.program.received for job in jobs]),
+            (self.engine.downstream, division.after, [job.program.sent for job in jobs]),
+        ):
+            if crowd is not None:
+                assert isinstance(crowd, Crowd)
+                crowd.begin(pieces, specs)
+        return jobs, Shares(first, total or 1.0, ran)
+
+    def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int]) -> None:
+        """Once, for a script that gives its data wrongly does so from the first batch on."""
+        ranks = self.plan.ranks
+        found = dict(zip(ranks, self.session.gather(hash_samples(inputs, dims)), strict=True))
+        refuse_misaligned([[found[rank] for rank in row] for row in self.session.stage_map])
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
         if not jobs:  # a replica without samples takes part in the reductions alone
@@ -160,8 +222,11 @@ class Trainer:
 
     def _weight_of_losses(self, jobs: Sequence[Job]) -> float:
         """Zero where this stage has no loss, so that each sample is counted by one rank."""
-        is_last = self.session.stage == self.plan.depth - 1
-        return sum(job.microbatch.weight for job in jobs) if is_last else 0.0
+        return sum(job.microbatch.weight for job in jobs) if self._is_last else 0.0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.session.stage == self.plan.depth - 1
 
     @torch.no_grad()
     def _even_out(self, before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], shares: Shares) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from varuna.types import StageMap, format_stage_map, place_in_map, spread_evenly
+from varuna.types import StageMap, format_stage_map, format_widths, place_in_map, spread_evenly
 
 WORKER_FLAGS = (
     "--rank",
@@ -31,24 +31,26 @@ class Layout(msgspec.Struct, frozen=True):
         return len(self.stage_map)
 
     @property
-    def width(self) -> int:
-        return len(self.stage_map[0])
+    def widths(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        return tuple(map(len, self.stage_map))
 
     @property
     def num_ranks(self) -> int:
-        return self.depth * self.width
+        return sum(self.widths)
 
     def place(self, rank: int) -> tuple[int, int]:
         """The (stage, replica) of a rank."""
         return place_in_map(self.stage_map, rank)
 
     def replica_batch(self, rank: int) -> int:
-        """How many of the global batch's samples this rank's replica takes."""
-        return spread_evenly(self.batch_size, parts=self.width)[self.place(rank)[1]]
+        """How many of the global batch's samples this rank takes, by its place in its stage."""
+        stage, replica = self.place(rank)
+        return spread_evenly(self.batch_size, parts=self.widths[stage])[replica]
 
     def __str__(self) -> str:
         return (
-            f"{_count(self.depth, 'stage')} x {_count(self.width, 'replica')}, "
+            f"{_count(self.depth, 'stage')} x {format_widths(self.widths)}, "
             f"batch {self.batch_size} in micro-batches of {self.microbatch_size}"
         )
 

@@ -37,9 +37,8 @@ def look(
     found if it is too slow for the faster one.
     """
     slow_for, iterations = dict(watch.slow_for), dict(watch.iterations)
-    shares = spread_evenly(layout.batch_size, parts=layout.width)
     for ranks in layout.stage_map:
-        share = dict(zip(ranks, shares, strict=True))
+        share = dict(zip(ranks, spread_evenly(layout.batch_size, parts=len(ranks)), strict=True))
         known = {rank: seconds[rank] for rank in ranks if rank in seconds and seconds[rank][1] > 0}
         if len(known) < 2:
             continue

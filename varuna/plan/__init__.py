@@ -7,8 +7,9 @@ simulate         what a step looks like
 bounds           what it takes at least
 forecast         what a plan will cost
 search           the best plan
+stages, uneven   the same where stages may differ in their number of replicas
 """
 
-from varuna.plan.partition import balance
+from varuna.plan.partition import balance, balance_over
 
-__all__ = ["balance"]
+__all__ = ["balance", "balance_over"]

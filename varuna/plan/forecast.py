@@ -9,6 +9,7 @@ from varuna.plan.costs import Costs, Message, Sizes
 from varuna.plan.memory import Room, keeps, stage_memory
 from varuna.plan.place import Ground, Placement, ReplicaKind
 from varuna.plan.simulate import Orders, Pipeline, Simulation, StageTimes, Tie, Way, name_orders, simulate
+from varuna.plan.uneven import forecast_uneven
 from varuna.types import (
     Cluster,
     Forecast,
@@ -95,6 +96,8 @@ def forecast_plan(
             f"({cluster}, {len(left_out)} of them to be idle)"
         )
     costs = Costs(profile)
+    if plan.uneven:
+        return forecast_uneven(costs, ground, plan, devices, shard_optimizer=shard_optimizer)
     draft = Draft(
         tuple((stage.first, stage.stop) for stage in plan.stages),
         tuple(stage.recompute for stage in plan.stages),

@@ -124,6 +124,24 @@ def cut_for_least(
     return best
 
 
+def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
+    """The same for stages that share their work among so many replicas each."""
+    count = len(costs)
+    if len(widths) > count:
+        return _balance(costs, len(widths))  # which says what is wrong
+    before = [0.0, *accumulate(float(cost) for cost in costs)]
+    best = [(0.0, (0,))] + [(inf, ())] * count  # of the first n segments: the largest cost, the bounds
+    for width in widths:
+        best = [(inf, ())] + [
+            min(
+                (max(best[first][0], (before[stop] - before[first]) / width), (*best[first][1], stop))
+                for first in range(stop)
+            )
+            for stop in range(1, count + 1)
+        ]
+    return tuple(pairwise(best[count][1]))
+
+
 def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
     for inner in combinations(range(1, segments), stages - 1):
         yield tuple(pairwise([0, *inner, segments]))

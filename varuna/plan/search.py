@@ -34,6 +34,7 @@ from varuna.plan.memory import Needs, Room
 from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
+from varuna.plan.uneven import best_uneven, cut_uneven
 from varuna.schedule import splits
 from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
 from varuna.units import count, duration, memory
@@ -46,6 +47,8 @@ FEW_DEVICES = 64
 """On up to so many devices, all numbers of replicas are looked at."""
 PROBES = 6
 """Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
+UNEVEN_GAIN = 1.02
+"""An even layout needs no redistribution, and its forecast is the surer one: it must be beaten by so much."""
 EQUAL = 1e-9
 """Steps whose times differ by less than this share take equally long."""
 PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
@@ -94,8 +97,11 @@ def search(
         ("where needed", "everywhere") if recompute is None else ("everywhere",) if recompute else ("never",),
         shard_optimizer,
         headroom,
+        microbatch_sizes is None,
     )
-    return Search(costs, Ground(cluster), asked, every_depth=every_depth).run()
+    ground = Ground(cluster)
+    ranking = Search(costs, ground, asked, every_depth=every_depth).run()
+    return _with_uneven(ranking, costs, ground, asked, modes_open=recompute is None)
 
 
 def cut_layout(
@@ -123,7 +129,53 @@ def cut_layout(
         headroom,
     )
     ground = Ground(cluster)
+    if len({len(ranks) for ranks in stage_map}) > 1:
+        found = cut_uneven(
+            costs,
+            ground,
+            stage_map,
+            batch_size=batch_size,
+            microbatch_size=microbatch_size,
+            schedule=schedule,
+            recompute=recompute,
+            shard_optimizer=shard_optimizer,
+            headroom=headroom,
+        )
+        return Proposal(found.plan, found.forecast, (), "the shortest step of all cuts")
     return Search(costs, ground, asked).cut(ground.look_at(stage_map))
+
+
+def _with_uneven(
+    ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked", *, modes_open: bool
+) -> Ranking:
+    """With the best layout whose stages differ in their replicas, where it is faster than all others."""
+    found = None
+    if modes_open and asked.open_sizes:
+        found = best_uneven(
+            costs,
+            ground,
+            batch_size=asked.batch_size,
+            depths=asked.depths,
+            schedules=asked.schedules,
+            shard_optimizer=asked.shard_optimizer,
+            headroom=asked.headroom,
+        )
+    before = ranking.best
+    if found is None or found.forecast.seconds * UNEVEN_GAIN >= before.forecast.seconds:
+        return ranking
+    used = set(found.devices)
+    idle = tuple(ground.name(device) for device in range(ground.num_devices) if device not in used)
+    widths = "+".join(map(str, found.plan.widths))
+    gain = 1 - found.forecast.seconds / before.forecast.seconds
+    reason = f"the shortest step of all layouts: {widths} replicas, {gain:.1%} less than the best even one"
+    others = [
+        msgspec.structs.replace(other, reason=why_slower(other.forecast, found.forecast))
+        for other in ranking.proposals
+        if other.plan.depth != found.plan.depth
+    ]
+    return msgspec.structs.replace(
+        ranking, proposals=(Proposal(found.plan, found.forecast, idle, reason), *others)
+    )
 
 
 class Asked(NamedTuple):
@@ -136,6 +188,7 @@ class Asked(NamedTuple):
     modes: tuple[Mode, ...]
     shard_optimizer: bool
     headroom: float
+    open_sizes: bool = False  # any micro-batch may be chosen
 
 
 class Node(NamedTuple):

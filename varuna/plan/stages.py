@@ -45,7 +45,7 @@ class Share(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """The best layout: its ranks by stage may differ in number. Sizes in the plan are the whole job's."""
+    """The best layout: its ranks by stage may differ in number."""
 
     plan: Plan
     microbatches: int
@@ -309,6 +309,7 @@ class Table:
         return simulate(orders, [Pipeline(tuple(stages), tuple(there), tuple(here))]).seconds
 
     def plan(self, shares: Sequence[Share]) -> Plan:
+        fewest = min(share.devices for share in shares)
         return Plan(
             stages=tuple(
                 StagePlan(
@@ -320,7 +321,7 @@ class Table:
                 for share, after in zip(shares, _afters(shares), strict=True)
             ),
             batch_size=self.batch_size,
-            microbatch_size=self.size,
+            microbatch_size=ceil(ceil(self.batch_size / fewest) / self.microbatches),
             schedule=SCHEDULE,
             precision=self.costs.profile.precision,
             fingerprint=self.costs.profile.fingerprint,

@@ -1,0 +1,54 @@
+"""What crosses a cut can be parted by sample, or is refused where stages have unequal numbers of replicas."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna import CutPoint
+from varuna.capture import Source
+
+
+class Crossing(nn.Module):
+    """Sends over its cut what `way` makes of [b, 4, 3]."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.cut = CutPoint()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        x = torch.tanh(self.first(x))
+        if self.way == "as it is":
+            return self.last(self.cut(x)).mean()
+        if self.way == "flat":  # as linear layers of many models have it
+            return self.last(self.cut(x.reshape(b * s, h))).view(b, s, h).mean()
+        if self.way == "sequence first":
+            return self.last(self.cut(x.transpose(0, 1).contiguous())).mean()
+        if self.way == "windows":
+            return self.last(self.cut(x.view(b, 2, 2, h).permute(0, 2, 1, 3).reshape(2 * b, 2, h))).mean()
+        if self.way == "sequence first, flat":
+            return self.last(self.cut(x.transpose(0, 1).reshape(s * b, h))).mean()
+        if self.way == "two views":
+            return self.last(self.cut(torch.cat([x, 2 * x]))).mean()
+        return self.last(self.cut(x.mean((0, 1), keepdim=True))).mean()
+
+
+def told(way: str) -> list[str]:
+    inputs = {"x": torch.randn(2, 4, 3)}
+    return Source(Crossing(way)).capture(inputs, training=True).inseparable(1)
+
+
+@pytest.mark.parametrize("way", ["as it is", "flat", "sequence first", "windows"])
+def test_samples_in_order_can_be_parted(way: str) -> None:
+    assert told(way) == []
+
+
+@pytest.mark.parametrize("way", ["sequence first, flat", "two views"])
+def test_samples_in_disorder_cannot(way: str) -> None:
+    assert len(told(way)) == 1 and "does not hold the samples one after the other" in told(way)[0]
+
+
+def test_what_sums_up_samples_cannot() -> None:
+    assert len(told("mean")) == 1 and "sums up all samples" in told("mean")[0]
