@@ -1,0 +1,71 @@
+"""Every sample goes where it is wanted, once and in order, whatever the shares on both sides."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.execute.shares import Piece, divide, even_spans, pieces, size, spans, within
+
+counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, int], ...]]]:
+    """A batch, and several sides that each hold it in shares of any size, empty ones too."""
+    num_samples = draw(st.integers(0, 30))
+    sides = []
+    for _ in range(draw(st.integers(1, 4))):
+        bounds = sorted(draw(st.lists(st.integers(0, num_samples), max_size=5)))
+        sides.append(tuple(zip([0, *bounds], [*bounds, num_samples], strict=True)))
+    return num_samples, sides
+
+
+def listed(runs):
+    return [sample for first, stop in runs for sample in range(first, stop)]
+
+
+def test_the_second_of_three_has_samples_for_both_of_two():
+    three, two = even_spans(12, parts=3), even_spans(12, parts=2)
+    assert pieces(((0, 12),), three[1], two) == (Piece(0, 0, 2), Piece(1, 2, 4))
+    assert pieces(((0, 12),), two[0], three) == (Piece(0, 0, 4), Piece(1, 4, 6))
+
+
+def test_equal_shares_have_one_peer_who_takes_all():
+    side = even_spans(11, parts=4)
+    assert [pieces(((0, 11),), own, side) for own in side] == [
+        (Piece(peer, 0, stop - first),) for peer, (first, stop) in enumerate(side)
+    ]
+
+
+@given(batches(), st.integers(1, 7))
+def test_every_sample_reaches_the_member_that_holds_it_there_once_and_in_order(batch, microbatches):
+    num_samples, sides = batch
+    one, other = sides[0], sides[-1]
+    for runs in (((0, num_samples),), *divide(tuple(sides), microbatches)):
+        for receiver, span in enumerate(other):
+            arrived = []
+            for sender, theirs in enumerate(one):
+                own = listed(within(runs, theirs))
+                sent = [own[p.first : p.stop] for p in pieces(runs, theirs, other) if p.peer == receiver]
+                expected = [p.stop - p.first for p in pieces(runs, span, one) if p.peer == sender]
+                assert [len(samples) for samples in sent] == expected
+                arrived += [sample for samples in sent for sample in samples]
+            assert arrived == listed(within(runs, span))
+
+
+@given(batches(), st.integers(1, 7))
+def test_microbatches_share_out_the_batch_and_all_members_have_equally_many_of_each(batch, microbatches):
+    num_samples, sides = batch
+    divided = divide(tuple(sides), microbatches)
+    assert sorted(sample for runs in divided for sample in listed(runs)) == list(range(num_samples))
+    for side in sides:
+        for span in side:
+            sizes = [size(within(runs, span)) for runs in divided]
+            assert max(sizes) - min(sizes) <= 1
+    for runs in divided:
+        assert listed(runs) == sorted(listed(runs))
+
+
+@given(counts)
+def test_spans_follow_each_other(sizes):
+    assert [stop - first for first, stop in spans(sizes)] == sizes
+    assert listed(spans(sizes)) == list(range(sum(sizes)))
