@@ -167,8 +167,10 @@ def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Sym
         return str(arg) if not callable(arg) else _callable_text(arg)
 
     named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
-    lines = [f"ties {ties}", f"loss %{index[whole.loss]}"]
+    lines = [f"ties {ties}", f"results {[index[node] for node in whole.results]}"]
     for node in whole.graph.nodes:
+        if node.op == "output":
+            continue
         what = named.get(node) or (
             _constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target)
         )
