@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -28,7 +27,7 @@ class Calling:
     gradients: frozenset[str] = frozenset()  # inputs that a gradient goes back to
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
-        """The inputs are the forward's keyword arguments: all that it needs, and none that it does not know."""
+        """The inputs are the forward's keyword arguments: all that it needs, none that it does not know."""
         try:
             inspect.signature(model.forward).bind(**inputs)
         except TypeError as error:
@@ -78,9 +77,15 @@ class Structured(Calling):
         self._spec = spec
         self._structure: Structure | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nested as the arguments are: torch's own descriptions of nesting do not travel well.
+        return _nested, (self.names, pytree.tree_unflatten(list(self.names), self._spec), self.gradients)
+
     @classmethod
-    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Structured, dict[str, Any]]:
-        """How this call is made, and its leaves by name."""
+    def of(
+        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool
+    ) -> tuple[Structured, dict[str, Any]]:
+        """How this call is made, and its leaves by name. `keeps`: whether there may be a backward."""
         try:
             bound = inspect.signature(model.forward).bind(*args, **kwargs)
         except TypeError as error:
@@ -96,7 +101,7 @@ class Structured(Calling):
                 name += "_"
             leaves[name] = leaf
         tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        back_to = {name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad}
+        back_to = {name for name, tensor in tensors.items() if tensor.requires_grad} if keeps else set()
         return cls(tuple(leaves), spec, frozenset(back_to)), leaves
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
@@ -143,13 +148,17 @@ class Structured(Calling):
             else:
                 raise CaptureError(
                     f"the model's forward returned a {type(leaf).__name__}; expected tensors and constants "
-                    "(None, bool, int, float, str) in tuples, lists, dicts, or types that torch's pytree knows "
-                    "(return a tensor in its place, or register the type with torch.utils._pytree)"
+                    "(None, bool, int, float, str) in tuples, lists, dicts, or types that torch's pytree "
+                    "knows (return a tensor in its place, or register the type with torch.utils._pytree)"
                 )
         if not tensors:
             raise CaptureError(f"the model's forward returned no tensor, but {in_words(output)}")
         self._structure = Structure(spec, tuple(places), tuple(constants))
         return tuple(tensors)
+
+
+def _nested(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> Structured:
+    return Structured(names, pytree.tree_structure(nesting), gradients)
 
 
 def _identifier(path: Sequence[Any]) -> str:

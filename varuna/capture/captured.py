@@ -15,7 +15,7 @@ from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.mask import name_masks
 from varuna.capture.program import Program
-from varuna.capture.summary import summarize
+from varuna.capture.summary import listing, summarize
 from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 
@@ -63,6 +63,7 @@ class Captured:
         self.num_segments = whole.num_segments
         self.cut_by_itself = partition is not None
         self._whole = whole
+        self._symbol = symbol
         self.random = whole.work is not None and bool(whole.work.users)
         self.momentum = momentum
         self.precision: PrecisionName = precision
@@ -98,6 +99,11 @@ class Captured:
     def results(self) -> tuple[TensorSpec, ...]:
         """What the last stage gives: the loss, or all tensors of the `structure`."""
         return tuple(map(self._carver.spec, self._whole.results))
+
+    @property
+    def listing(self) -> list[str]:
+        """The model line by line: where two fingerprints differ, these tell why."""
+        return listing(self._whole, self.graph.ties, self._symbol)
 
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""

@@ -82,7 +82,15 @@ def trace(
         stack.enter_context(autocast(precision, device))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
-    return Trace(exported, faked, recorder.num_cuts, tuple(recorder.leaf_calls), batch, calling.structure(), calling.gradients)
+    return Trace(
+        exported,
+        faked,
+        recorder.num_cuts,
+        tuple(recorder.leaf_calls),
+        batch,
+        calling.structure(),
+        calling.gradients,
+    )
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:

@@ -234,9 +234,7 @@ class Engine:
             if self.downstream is None:
                 incoming = gradients[number]
             else:
-                incoming = self._take(
-                    self.downstream, [spec for spec in job.program.sent if spec.needs_grad]
-                )
+                incoming = self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
             stop = before_last() if number == len(jobs) - 1 else None
             outgoing = self.stage.backward(number, incoming, again=again)
             if self.upstream is not None:

@@ -145,6 +145,15 @@ class Reducer:
         self._reduce_ties()
         self._take_back()
 
+    def share_out(self) -> None:
+        """Leaves each rank its part of gradients that are reduced already: `settle` sums them up again."""
+        copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
+        for tie in self.ties:
+            copies[tie.parameter] *= tie.group.size()
+        for parameter, count in copies.items():
+            if parameter.grad is not None and count > 1:
+                parameter.grad.div_(count)
+
     def clip(self, max_norm: float) -> float:
         """The norm of the whole model's gradient, which is then clipped; infinity: only measured."""
         norm = self._norm()

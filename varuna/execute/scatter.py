@@ -1,7 +1,7 @@
 """Cuts one replica's batch into micro-batches, each with its exact weight in the global loss."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ def scatter(
         if weight:  # what counts for nothing need not be computed (and may have no finite loss)
             microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
+
+
+def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
+    """The same micro-batch with inputs of its own to which gradients go back."""
+    leaves = {name: microbatch.inputs[name] for name in names if name in microbatch.inputs}
+    own = {
+        name: value.detach().requires_grad_() for name, value in leaves.items() if isinstance(value, Tensor)
+    }
+    return replace(microbatch, inputs={**microbatch.inputs, **own})
 
 
 def _cut(

@@ -15,9 +15,9 @@ from torch import Tensor
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
-from varuna.execute.scatter import MicroBatch, WeightFunction, scatter
+from varuna.execute.scatter import MicroBatch, WeightFunction, scatter, with_leaves
 from varuna.execute.session import Session
-from varuna.execute.stage import Program, State
+from varuna.execute.stage import Held, Program, State
 from varuna.schedule import limit, opportunistic, row
 from varuna.types import Plan, Work
 
@@ -51,6 +51,15 @@ class Shares:
 
 
 @dataclass
+class Flight:
+    """A batch between its forwards and its backwards, as one stage of one replica sees it."""
+
+    jobs: Sequence[Job]
+    results: Sequence[Sequence[Tensor]]  # of each micro-batch, on the last stage
+    held: dict[int, Held]
+
+
+@dataclass
 class Trainer:
     plan: Plan
     session: Session
@@ -77,7 +86,7 @@ class Trainer:
         microbatches = self._scatter(inputs, num_samples, dims)
         shares = self._exchange_shares(microbatches, num_samples)
         jobs = self._jobs(microbatches, dims, training, shares.first_sample)
-        buffers = {name: self.state.tensor(name) for name in self.mutated} if self.plan.width > 1 else {}
+        buffers = self._changing_buffers()
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
@@ -101,16 +110,73 @@ class Trainer:
         self.reducer.announce(loss, self._weight_of_losses(jobs))
         return self.reducer.announced_loss()
 
+    # ------------------------------------------------------------ a step in two halves
+
+    def forwards(
+        self,
+        inputs: Mapping[str, object],
+        *,
+        num_samples: int,
+        dims: Mapping[str, int],
+        shares: Shares,
+        microbatch_size: int,
+        training: bool,
+        gradients: Sequence[str],  # inputs that a gradient goes back to
+        keeps: bool,  # what a backward needs
+    ) -> Flight:
+        microbatches = self._scatter(inputs, num_samples, dims, microbatch_size)
+        if keeps:
+            microbatches = [with_leaves(microbatch, gradients) for microbatch in microbatches]
+        jobs = self._jobs(microbatches, dims, training, shares.first_sample)
+        buffers = self._changing_buffers() if training else {}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        recompute = self.plan.stages[self.session.stage].recompute
+        results = self.engine.forwards(
+            jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
+        )
+        self._even_out(before, buffers, shares)
+        self.iteration += training
+        return Flight(jobs, results, self.engine.stage.take_held())
+
+    def backwards(
+        self,
+        flight: Flight,
+        gradients: Sequence[Sequence[Tensor | None]],  # of the results, on the last stage
+        *,
+        again: bool,
+        reduces: bool,  # what is in `.grad` too, but for what `begin` has set aside
+    ) -> None:
+        self.engine.recorder.clear()
+        self.engine.stage.held = flight.held
+        self.engine.backwards(
+            flight.jobs,
+            gradients,
+            again=again,
+            before_last=self.reducer.expect_last_backward if reduces else lambda: lambda: None,
+        )
+        flight.held = self.engine.stage.take_held()
+        if reduces:
+            self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+            self.reducer.settle()
+
     # ------------------------------------------------------------ parts of a step
 
+    def _changing_buffers(self) -> dict[str, Tensor]:
+        """Those that replicas must make equal again."""
+        return {name: self.state.tensor(name) for name in self.mutated} if self.plan.width > 1 else {}
+
     def _scatter(
-        self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
+        self,
+        inputs: Mapping[str, object],
+        num_samples: int,
+        dims: Mapping[str, int],
+        microbatch_size: int | None = None,  # None: the plan's
     ) -> list[MicroBatch]:
         return scatter(
             inputs,
             num_samples=num_samples,
             dims=dims,
-            microbatch_size=self.plan.microbatch_size,
+            microbatch_size=microbatch_size or self.plan.microbatch_size,
             device=self.engine.device,
             weigh=self.weigh,
         )
