@@ -24,13 +24,13 @@ from varuna.plan.search import cut_layout
 from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
 from varuna.planned import cluster_of
 from varuna.profiling import device_memory_bytes
-from varuna.types import OptimizerCost, Plan, Profile, Proposal, StageMap
+from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap
 from varuna.units import duration
 from varuna.wrapping import plan_stages
 
 log = logging.getLogger("pyrannc.plan")
 
-SCHEDULE = "gpipe"
+SCHEDULE: ScheduleName = "gpipe"
 """All forwards, then all backwards: in between, the script makes its loss of the outputs."""
 # What devices of a kind reach, about: enough to weigh computing against sending.
 SPEEDS = {"cpu": (3e10, 8e9, 4e-6), "cuda": (4e13, 1e12, 6e-6)}  # flops, bytes, seconds per operation

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,9 @@ class RaNNCModule(nn.Module):
     (`gather_inputs=False`: rank 0 has them all) and gets the outputs of these; gradients are of the mean
     over all samples. All ranks make the same calls in the same order.
     """
+
+    _model: nn.Module
+    _state: StageState  # what this rank holds, once the model is spread
 
     def __init__(
         self,
@@ -169,11 +173,13 @@ class RaNNCModule(nn.Module):
         if any(theirs[0] != speaking[0][0] or theirs[0] < 0 for theirs in speaking):
             everyone = self._session.gather((draft, sizes, None if self._gathers else calling))
             told = everyone if self._gathers else everyone[:1]
-            drafts = [theirs[0] for theirs in told if theirs[0] is not None]
-            self._agreed.append(agree(drafts, [theirs[1] for theirs in told], self._batch_dims))
-            self._callings.append(calling or everyone[0][2])
-            agreed = self._agreed[-1]
-            counts = [agreed.num_samples(theirs[0], theirs[1]) or 0 for theirs in told]
+            calls = [(theirs, sizes) for theirs, sizes, _ in told if theirs is not None]
+            agreed = agree([theirs for theirs, _ in calls], [sizes for _, sizes in calls], self._batch_dims)
+            calling = calling or everyone[0][2]
+            assert calling is not None
+            self._agreed.append(agreed)
+            self._callings.append(calling)
+            counts = [agreed.num_samples(theirs, sizes) or 0 for theirs, sizes in calls]
             number = len(self._agreed) - 1
         else:
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
@@ -241,7 +247,8 @@ class RaNNCModule(nn.Module):
             session = self._session
         own = plan.stages[session.stage]
         names = _names(model)
-        self._state: StageState = adopted_state(
+        # Past nn.Module, which would take it for a part of the model.
+        self.__dict__["_state"] = adopted_state(
             self._source, captured, own.first, own.stop, model=model, device=self.device, seed=seed
         )
         holders = session.gather(tuple(self._state.canonical))
@@ -380,8 +387,8 @@ class RaNNCModule(nn.Module):
             if self._pipeline is None or not buffer.is_meta:
                 yield name, buffer
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The whole model's, on every rank; all ranks call it. It fits the unwrapped model."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's as it is now, on every rank; all call it. It fits the unwrapped model."""
         for option in ("no_hook", "amp_master_params", "rank0_only", "sync_all_ranks", "sync_grad"):
             kwargs.pop(option, None)
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -389,7 +396,7 @@ class RaNNCModule(nn.Module):
             return found
         prefix = str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         with self._errors_reach_everyone("state_dict"):
-            own = {name: self._state.tensor(name).detach().cpu() for name in self._state.canonical}
+            own = {name: self._state.tensor(name).detach().cpu().clone() for name in self._state.canonical}
             everyone = self._gather_named(own)
         canonical = self._source.canonical
         for key in list(found):
@@ -406,7 +413,10 @@ class RaNNCModule(nn.Module):
         """A whole model's, before or after the model is spread; each rank keeps its part."""
         if assign:
             raise ValueError("assign=True would part the optimizer from its parameters (load without it)")
-        return super().load_state_dict(state_dict, strict)
+        with warnings.catch_warnings():
+            # What other ranks hold is a shell here, and stays one.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            return super().load_state_dict(state_dict, strict)
 
     def get_param(self, name: str) -> Tensor:
         """One parameter or buffer, whole, on every rank; all ranks call it."""

@@ -105,4 +105,4 @@ class Patched:
 
 
 def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

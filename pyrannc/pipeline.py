@@ -554,7 +554,7 @@ class Passage(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         found = ctx.back(ctx.passing, gradients)
         return (None, None, None, None, *(found.get(name) for name in ctx.names))
