@@ -37,6 +37,8 @@ from varuna.wrapping import check_name, find_device
 
 log = logging.getLogger("pyrannc")
 
+DEPLOYING_PATIENCE = 30.0
+"""While rank 0 plans, the others wait so many times longer than the timeout."""
 SYNC_BYTES = 64 << 20
 """Of the values that rank 0 tells the others as one."""
 
@@ -63,7 +65,7 @@ class RaNNCModule(nn.Module):
         optimizer: torch.optim.Optimizer | None = None,
         gather_inputs: bool = True,
         use_amp_master_params: bool = False,
-        load_deployment: str | os.PathLike[str] | None = None,
+        load_deployment: str | os.PathLike[str] | bool | None = None,
         *,
         precision: PrecisionName | None = None,
         device: int | str | torch.device = -1,
@@ -77,6 +79,9 @@ class RaNNCModule(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__name__}")
+        if isinstance(load_deployment, bool):  # the option of that name: from the deployment_file
+            options["load_deployment"] = load_deployment
+            load_deployment = None
         home = Path.home()
         configure_logging(folder_of(os.environ, home))
         self._configuration = read_configuration(os.environ, home, options)
@@ -116,6 +121,11 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._errors_reach_everyone("forward"):
+            if torch.is_autocast_enabled(self.device.type):
+                raise RuntimeError(
+                    "the model is called under torch.autocast, but was wrapped to run in "
+                    f"{self._precision} by itself (call it outside, and pass precision='bf16' or 'fp16')"
+                )
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
                 self._deploy(number, sum(counts))
@@ -219,6 +229,8 @@ class RaNNCModule(nn.Module):
 
     def _deploy(self, number: int, batch_size: int) -> None:
         model, session = self._model, self._session
+        if session.waiter is not None:
+            session.waiter.patience = DEPLOYING_PATIENCE
         self._source = Source(
             model, precision=self._precision, device_type=self.device.type, partition=partition
         )
@@ -240,6 +252,8 @@ class RaNNCModule(nn.Module):
         self._pinned, plan = pinned, pinned.plan
         if self._configuration.sync_params_on_init and switches.syncs_parameters:
             self._take_over_values()
+        if session.waiter is not None:
+            session.waiter.patience = 1.0
         stage_map = tuple(stage.ranks for stage in plan.stages)
         if stage_map != session.stage_map:
             self._session = self._open(stage_map, session.rank)
@@ -278,6 +292,7 @@ class RaNNCModule(nn.Module):
             self._patched.spread(held, names, self._gather_named)
             if self._shards_optimizer and session.replicas is not None:
                 shard(self._optimizer, replica=session.replica, group=session.replicas)
+                self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)
 
     def _plan(self, subject: deployment.Subject) -> PinnedPlan:
@@ -459,6 +474,10 @@ class RaNNCModule(nn.Module):
             found.update(self._session.tell(mine if rank == self._session.rank else {}, rank))
         return found
 
+    def _gather_shares(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The same, where each replica has a share of its own."""
+        return {name: value for theirs in self._session.gather(own) for name, value in theirs.items()}
+
     # ------------------------------------------------------------ the deployment
 
     @property
@@ -495,6 +514,11 @@ class RaNNCModule(nn.Module):
             if model is None or name.startswith("_"):
                 raise
             return getattr(model, name)
+
+    def train(self, mode: bool = True) -> "RaNNCModule":
+        super().train(mode)
+        self._model.training = mode  # the one module of the model that is not among this one's
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "RaNNCModule":
         log.warning("to(), cuda(), half() and their like have no effect: the model is on %s", self.device)

@@ -56,6 +56,13 @@ class Patched:
                             self._optimizer.state[now][key] = value.to(now.device)
             group["params"] = kept
 
+    def share(self, gather: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """The optimizer has been left a share of what this rank holds."""
+        assert self._held is not None
+        here = {p for group in self._optimizer.param_groups for p in group["params"]}
+        self._held = {name: p for name, p in self._held.items() if p in here}
+        self._gather = gather
+
     def state_dict(self, from_global: bool = True, **_options: Any) -> dict[str, Any]:
         """Of the whole model, the same on all ranks, who all call it; `from_global=False`: of this rank."""
         own = self._plain_state_dict()

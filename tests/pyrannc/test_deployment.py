@@ -59,7 +59,7 @@ def deploy(file: str, forced: str) -> tuple[Any, Any, Any, list[str]]:
             model.save_deployment(target)
         pyrannc.barrier()
         model.undeploy()
-    with pytest.raises(Exception) as other:  # noqa: PT011
+    with pytest.raises(Exception) as other:
         wrapped(make("Shared"), load_deployment=forced)(x)
     early.undeploy()
     return (*stages, [str(other.value), str(too_early.value)])  # type: ignore[return-value]
@@ -119,7 +119,7 @@ def refusal(what: str) -> str:
         x = torch.randn(4, WIDTH + rank)
     elif what in ("Looking", "Fixed", "Custom"):
         model = {"Looking": Looking, "Fixed": Fixed, "Custom": Custom}[what]()
-    with pytest.raises(Exception) as refused:  # noqa: PT011
+    with pytest.raises(Exception) as refused:
         wrapper = wrapped(model, **options)
         if what == "one rank" and rank == 1:
             x = x.int().float() * float("nan")
@@ -147,7 +147,8 @@ def raise_in(wrapper: RaNNCModule) -> None:
         ("shape", ["'x'", "rank 1", "rank 0"]),
         ("one rank", ["something of this rank's own"]),
         ("Looking", ["test_deployment.py", "x.sum() > 0"]),
-        ("Fixed", ["batch"]),
+        ("Fixed", ["test_deployment.py", "x.view(4, -1)", "batch size"]),
+        ("Custom", ["test_deployment.py", "Triple", "lose its own backward"]),
     ],
 )
 def test_a_refusal_reaches_every_rank_and_says_why(pool: Pool, what: str, expected: list[str]) -> None:
