@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import MEDIUM, SEED, Size, make_batch, make_model
+from benchmarks.models import SEED, Size, make_batch, make_model
 from varuna import CutPoint, Profiler, Varuna, cut_after
 from varuna.capture import Source
 from varuna.capture.alike import find_kinds
@@ -36,14 +37,15 @@ from varuna.plan.search import search
 from varuna.profiling import Parts
 from varuna.types import Cluster, Machine, Plan, Profile, ScheduleName, StagePlan, format_stage_map
 
+LARGE = Size("large", blocks=8, width=256, tokens=128, vocab=512)
 MEMORY_BYTES = 1 << 40
 MESSAGE_BYTES = tuple(1 << power for power in range(12, 23, 2))
 QUICK = 0.2
 """Of the runs of a segment that computes, the one at this place counts: undisturbed, and no freak."""
 ROUNDS = 4
 """Of a yardstick."""
-STEPS = 2
-"""In a turn, after one that finds its caches."""
+STEADIEST = 0.5
+"""Of the turns, so many count: those with the least change of speed in them."""
 
 
 # ---------------------------------------------------------------- the layouts
@@ -128,9 +130,9 @@ class Llama(Subject):
     """A model of Hugging Face as it comes, cut after each layer."""
 
     layers: int = 4
-    width: int = 64
-    vocab: int = 256
-    tokens: int = 16
+    width: int = 256
+    vocab: int = 512
+    tokens: int = 128
 
     def make(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -174,8 +176,8 @@ class Convolutions(nn.Module):
 
 @dataclass(frozen=True)
 class Pictures(Subject):
-    channels: tuple[int, ...] = (16, 16, 32, 32, 64, 64)
-    side: int = 32
+    channels: tuple[int, ...] = (64, 64, 128, 128, 256, 256)
+    side: int = 64
 
     def make(self) -> nn.Module:
         return Convolutions(self.channels)
@@ -327,7 +329,7 @@ class Trial:
 
     @property
     def turns(self) -> int:
-        return 1 if self.waits else 6
+        return 2 if self.waits else 10
 
     @property
     def effort(self) -> Effort:
@@ -343,21 +345,29 @@ class Trial:
         return Cluster((Machine("here", self.devices, MEMORY_BYTES),))
 
 
-def _computing(segments: int, sizes: tuple[int, int]) -> tuple[Layout, ...]:
-    """As many workers as cores: two."""
-    small, large = sizes
-    whole, halves = evenly(segments, 1), evenly(segments, 2)
+WORKERS = 2 if len(os.sched_getaffinity(0)) < 8 else 4
+"""That compute, each on a core of its own; where cores abound, others are left to the system."""
+
+
+def _computing(segments: int, small: int, large: int) -> tuple[Layout, ...]:
+    whole, deep, halves = evenly(segments, 1), evenly(segments, WORKERS), evenly(segments, 2)
+    mixed = (
+        Layout(halves, small, width=2),
+        Layout(halves, large, width=2, schedule="zero-bubble-2x"),
+        Layout(halves, large, width=2, recompute=True, shard=True),
+    )
     return (
         Layout(whole, small),
         Layout(whole, large, recompute=True),
-        Layout(halves, small),
-        Layout(halves, large, schedule="1f1b"),
-        Layout(halves, small, schedule="gpipe"),
-        Layout(halves, small, schedule="zero-bubble"),
-        Layout(halves, large, schedule="zero-bubble-2x"),
-        Layout(halves, large, recompute=True),
-        Layout(whole, small, width=2),
-        Layout(whole, large, width=2, shard=True),
+        Layout(deep, small),
+        Layout(deep, large, schedule="1f1b"),
+        Layout(deep, small, schedule="gpipe"),
+        Layout(deep, small, schedule="zero-bubble"),
+        Layout(deep, large, schedule="zero-bubble-2x"),
+        Layout(deep, large, recompute=True),
+        Layout(whole, small, width=WORKERS),
+        Layout(whole, large, width=WORKERS, shard=True),
+        *(mixed if WORKERS > 2 else ()),
     )
 
 
@@ -413,9 +423,9 @@ TRIALS = (
         _four_workers(8),
         waits=True,
     ),
-    Trial("transformer", Small(MEDIUM), 8, (1, 2), 2, _computing(4, (1, 2))),
-    Trial("llama", Llama(), 8, (1, 2), 2, _computing(5, (1, 2))),
-    Trial("convolutions", Pictures(), 8, (1, 2), 2, _computing(6, (1, 2))),
+    Trial("transformer", Small(LARGE), 4 * WORKERS, (1, 2), WORKERS, _computing(8, 1, 2)),
+    Trial("llama", Llama(), 4 * WORKERS, (1, 2), WORKERS, _computing(5, 1, 2)),
+    Trial("convolutions", Pictures(), 4 * WORKERS, (1, 2), WORKERS, _computing(6, 1, 2)),
 )
 
 
@@ -488,8 +498,9 @@ def choose(trial: Trial, found: Profile) -> Layout:
 class Turn(NamedTuple):
     """On one rank."""
 
-    ends: list[float]  # of its steps, that before the first included
-    yardstick: float  # seconds, before and after them; zero where there is none
+    started: float
+    ended: float
+    yardsticks: tuple[float, ...]  # before and after
 
 
 def train(trial: Trial, layouts: Sequence[Layout]) -> list[list[Turn]]:
@@ -500,7 +511,7 @@ def train(trial: Trial, layouts: Sequence[Layout]) -> list[list[Turn]]:
         run.step()  # the first of all finds nothing ready
     for _ in range(trial.turns):
         for run in runs:
-            run.take_turn(STEPS)
+            run.take_turn()
     for run in runs:
         dist.barrier()
         run.model.close()
@@ -510,8 +521,9 @@ def train(trial: Trial, layouts: Sequence[Layout]) -> list[list[Turn]]:
 class Yardstick:
     """One micro-batch through one segment of each kind, forward and back, as the profiler runs them.
 
-    Cores that are lent to others are now faster and now slower, by a third and within a second. What steps
-    take is therefore told in this measure, which the profile holds too, and which feels the same.
+    Cores that are lent to others are now faster and now slower, by a half and within a second. So what steps
+    take is told in this measure, which the profile holds too. It is taken before and after each turn, on all
+    ranks at once: where these differ, nobody knows how fast the machine was in between.
     """
 
     def __init__(self, subject: Subject, microbatch: int) -> None:
@@ -573,32 +585,32 @@ class _Run:
         self.optimizer.step()
         self.model.zero_grad()
 
-    def take_turn(self, count: int) -> None:
+    def take_turn(self) -> None:
+        """One step, after one that finds its caches."""
         dist.barrier()
-        before = self.yardstick.take() if self.yardstick else 0.0
+        before = [self.yardstick.take()] if self.yardstick else []
+        self.step()
+        started = time.perf_counter()
+        self.step()
+        ended = time.perf_counter()
         dist.barrier()
-        ends = []
-        for _ in range(1 + count):
-            self.step()
-            ends.append(time.perf_counter())
-        after = self.yardstick.take() if self.yardstick else 0.0
-        self.turns.append(Turn(ends, (before + after) / 2))
+        after = [self.yardstick.take()] if self.yardstick else []
+        self.turns.append(Turn(started, ended, (*before, *after)))
 
 
 def step_seconds(of_ranks: Sequence[Sequence[Turn]], yardstick: float) -> list[float]:
-    """The mean step of each turn, at the speed of the machine at which the yardstick takes so long.
+    """The steps of the steadiest turns, at the speed of the machine at which the yardstick takes so long.
 
     A step has ended when its last rank has, and takes as long as that is after the one before.
     """
     found = []
     for ranks in zip(*of_ranks, strict=True):
-        ends = [max(stamps) for stamps in zip(*(turn.ends for turn in ranks), strict=True)]
-        if not yardstick:
-            found += [stop - start for start, stop in pairwise(ends)]
-            continue
-        speed = yardstick / fmean(turn.yardstick for turn in ranks)
-        found.append((ends[-1] - ends[0]) / (len(ends) - 1) * speed)
-    return found
+        seconds = max(turn.ended for turn in ranks) - max(turn.started for turn in ranks)
+        taken = [one for turn in ranks for one in turn.yardsticks]
+        change = max(taken) / min(taken) if taken else 1.0
+        found.append((change, seconds * yardstick / fmean(taken) if taken else seconds))
+    steadiest = sorted(found)[: ceil(STEADIEST * len(found))] if yardstick else found
+    return [seconds for _, seconds in steadiest]
 
 
 def compare_in(trial: Trial, run: Callable[..., list[Any]], folder: Path) -> Compared:

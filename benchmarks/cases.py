@@ -15,6 +15,7 @@ from benchmarks.makespan import steps_and_makespans
 from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
 from benchmarks.memory import Held, held
 from benchmarks.models import MEDIUM, TINY, Size, chain
+from benchmarks.morphing import manager, morphing
 from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
 from tests.pool import Pool
@@ -378,4 +379,6 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "planning": lambda lab: planning(lab.run, lab.settings.repeats, quick=lab.quick),
     "planning-memory": lambda lab: planning_memory(quick=lab.quick),
     "accuracy": accuracy,
+    "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),
+    "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
 }

@@ -6,6 +6,7 @@ machine up, so its workers end; one that is only gone may come back, and they go
 """
 
 import asyncio
+import http.client
 import ipaddress
 import json
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 from varuna.codec import decode
 from varuna.launcher import last_lines, read_error
-from varuna.listening import listen
+from varuna.listening import listen, tell_done
 from varuna.morph.failures import WorkerFailure
 from varuna.morph.messages import (
     AskLog,
@@ -36,6 +37,7 @@ from varuna.morph.messages import (
     Message,
     Noticed,
     Output,
+    Release,
     Save,
     Stacks,
     Start,
@@ -45,7 +47,7 @@ from varuna.morph.messages import (
     read_to_agent,
     write,
 )
-from varuna.morph.notices import Notice, service
+from varuna.morph.notices import Notice, Service, service
 from varuna.morph.placement import worker_environment, worker_flags
 from varuna.morph.start import AgentOrders
 from varuna.morph.state import Outcome, Pulse
@@ -58,6 +60,8 @@ DIAL_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """What a SIGTERM leaves, unless somebody says otherwise."""
 CLOSE_SECONDS = 5.0
+MOST_REFUSALS = 8
+"""One after the other, by a manager that answers: it leads another job, with another secret."""
 MAX_OUTPUT = 16 * 2**10
 
 
@@ -147,10 +151,14 @@ class Agent:
         self.writer: asyncio.StreamWriter | None = None
         self.heard = time.monotonic()  # of the manager, or at least of its machine
         self.connected_at = time.monotonic()  # or last was
+        self.num_refusals = 0  # since it was last welcome
         self.over = asyncio.Event()
         self.why_over = ""
         self.socket_name = f"varuna-{secrets.token_hex(8)}"
-        self.noticed = False
+        self.noticed = False  # by SIGTERM
+        self.cloud = service(orders.cloud) if orders.cloud else None
+        self.cloud_notice: Notice | None = None
+        self.approved = ""  # the cloud's own name for what it need not wait for any more
 
     # ------------------------------------------------------------ its life
 
@@ -160,8 +168,8 @@ class Agent:
             loop.add_signal_handler(number, self.terminated)
         local = await self.listen_locally()
         tasks = [asyncio.create_task(job()) for job in (self.stay_in_touch, self.beat)]
-        if self.orders.cloud:
-            tasks.append(asyncio.create_task(self.listen_to_the_cloud()))
+        if self.cloud is not None:
+            tasks.append(asyncio.create_task(self.listen_to_the_cloud(self.cloud)))
         over = asyncio.create_task(self.over.wait())
         done, _ = await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
         crashed = [task.exception() for task in done if task is not over]
@@ -212,14 +220,30 @@ class Agent:
         listener.bind("\0" + self.socket_name)
         return await asyncio.start_unix_server(hear, sock=listener, limit=4096)
 
-    async def listen_to_the_cloud(self) -> None:
+    def released(self) -> None:
+        """All is saved, and nothing more is asked of this machine: whoever wants it may have it."""
+        if self.noticed:
+            self.end("SIGTERM")
+        elif self.cloud is not None and self.cloud_notice is not None:
+            self._approving = asyncio.create_task(self.approve(self.cloud, self.cloud_notice))
+
+    async def approve(self, cloud: Service, notice: Notice) -> None:
+        if notice.event == self.approved:
+            return
+        self.approved = notice.event
+        try:
+            await tell_done(cloud, notice, url=self.orders.cloud_url)
+        except (OSError, ValueError, http.client.HTTPException) as error:  # it will wait for its deadline
+            print(f"the cloud was not told that this machine may go: {error}", flush=True)
+
+    async def listen_to_the_cloud(self, cloud: Service) -> None:
         def tell(notice: Notice | None) -> None:
+            self.cloud_notice = notice
             if notice is None:
                 self.send(Unnoticed())
             else:
                 self.send(Noticed(notice.deadline - time.time(), notice.reason))
 
-        cloud = service(self.orders.cloud)
         await listen(cloud, tell, warn=lambda text: print(text, flush=True), url=self.orders.cloud_url)
 
     # ------------------------------------------------------------ the manager
@@ -241,6 +265,8 @@ class Agent:
                 self.kill_workers()
             if now - self.connected_at > self.orders.patience_seconds:
                 self.end("no manager")
+            if self.num_refusals >= MOST_REFUSALS:
+                self.end("the manager there does not know this job")
             await asyncio.sleep(REDIAL_SECONDS)
             while self.over.is_set():  # who goes does not dial again
                 await asyncio.sleep(REDIAL_SECONDS)
@@ -279,9 +305,11 @@ class Agent:
                 self.show(worker)
             if self.told_end:
                 self.tell_end()
+            self.num_refusals += 1
             while data := await reader.read(65536):
                 self.heard = self.connected_at = time.monotonic()
                 for payload in wire.feed(data):
+                    self.num_refusals = 0
                     await self.obey(read_to_agent(payload))
             self.heard = time.monotonic()
         finally:
@@ -296,6 +324,8 @@ class Agent:
         while True:
             await asyncio.sleep(self.orders.heartbeat_seconds)
             alive = [worker for worker in self.workers.values() if worker.outcome is None]
+            if self.nursery is not None:
+                self.nursery.ask("beat")
             for worker in alive:
                 self.show(worker)
             generation = self.start.generation if self.start is not None and alive else None
@@ -320,13 +350,20 @@ class Agent:
                 self.kill_workers()
         elif isinstance(message, AskLog):
             self.send(LogLines(message.question, self.read_log(message)))
+        elif isinstance(message, Release):
+            self.released()
         elif isinstance(message, Dismiss):
             self.end(message.why)
 
     # ------------------------------------------------------------ workers
 
     async def open_nursery(self, environment: dict[str, str]) -> None:
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "VARUNA_JOB_ID": self.orders.job,
+        }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -384,8 +421,13 @@ class Agent:
             self.open_store()
         self.start, self.told_end = start, False
         folder = Path(start.log_dir) / f"generation_{start.generation}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+        except OSError as error:  # a full disk: the job can do without this machine, but not with half of it
+            print(f"no worker can be started: {error}", flush=True)
+            self.end("no worker can be started")
+            return
         for local_rank, (rank, worker) in enumerate(self.workers.items()):
             flags = worker_flags(
                 start.layout,
@@ -430,8 +472,6 @@ class Agent:
         assert worker.outcome is not None
         if all(other.outcome is not None for other in self.workers.values()):
             self.tell_end()
-            if self.noticed:
-                asyncio.get_running_loop().call_later(1.0, self.end, "SIGTERM")
         elif worker.outcome.failure is not None:
             self.send(Failed(self.start.generation, worker.outcome))
 

@@ -45,6 +45,8 @@ WAITING_PATIENCE = 15.0
 """Writing and reading may keep the other ranks waiting so many times longer than the timeout."""
 LAST_SECONDS = 20.0
 """How long a job that has failed waits at its end for a save that is under way."""
+EARLIER_RUN_SECONDS = 20.0
+"""How long an earlier run of the same job may keep its claim: one that is cut off ends within ten."""
 ROUND_SECONDS = 1.0
 """While an earlier save is under way, the ranks tell each other so often how it stands."""
 
@@ -143,6 +145,22 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
+    @property
+    def tempdir(self) -> str:
+        """Where the last copy for a save in the background was made."""
+        return self.held.tempdir or "memory"
+
+    def has_room(self, available_bytes: int | None, *, sharers: int) -> bool:
+        """Whether memory holds a copy of this rank's state beside those of the `sharers` of its machine."""
+        if self.held.background is not None or available_bytes is None:
+            return True
+        held: list[Tensor] = [self.state.tensor(name) for name in self.state.canonical]
+        if self.optimizer is not None:
+            states = self.optimizer.state.values()
+            held += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return 2 * num_bytes * sharers < available_bytes
+
     def save(
         self,
         global_store: PathLike,
@@ -152,10 +170,12 @@ class Checkpoints:
         shard: bool = False,
         keep_last: int | None = None,
         gradients: bool = False,
+        by_itself: bool = False,
     ) -> "Future[str]":
         """Complete on return or, with `tempdir`, in the background.
 
         With `gradients` those that are there go along: the save may come between accumulated steps.
+        What is saved `by_itself` is removed when newer ones are there.
         """
         step = self.trainer.iteration if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -166,7 +186,7 @@ class Checkpoints:
         store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
         with self._patience():
             self._settle_earlier_save()
-            words = self._agree(lambda: self._word(store, step), what)
+            words = self._agree(lambda: self._word(store, step, by_itself), what)
             _check_alike(words)
             facts = words[self._first_index].facts
             self._learn_who_holds_what()
@@ -196,6 +216,7 @@ class Checkpoints:
 
         def finish() -> None:
             if self._is_first:
+                self._claim(store)  # the job may go on without this run since it has begun to write
                 manifest = commit(store, [part for part in parts if part is not None])
                 try:
                     tidy(store, manifest, keep_last=keep_last)
@@ -276,7 +297,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------ who saves what
 
-    def _word(self, store: Store, step: int) -> Word:
+    def _word(self, store: Store, step: int, by_itself: bool) -> Word:
         if self._is_first:
             self._claim(store)
         tensors: dict[str, Tensor] = {}
@@ -285,9 +306,9 @@ class Checkpoints:
             for name, thing in self._registered.items()
         }
         groups = [] if self.optimizer is None else pack_groups(self.optimizer)
-        return Word(self._facts(step), groups, states)
+        return Word(self._facts(step, by_itself), groups, states)
 
-    def _facts(self, step: int) -> Facts:
+    def _facts(self, step: int, by_itself: bool) -> Facts:
         return Facts(
             step=step,
             iteration=self.trainer.iteration,
@@ -299,6 +320,7 @@ class Checkpoints:
             ties=tuple(self.ties),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             versions={"varuna": varuna.__version__, "torch": str(torch.__version__)},
+            by_itself=by_itself,
         )
 
     def _name_of_job(self) -> str:
@@ -311,7 +333,7 @@ class Checkpoints:
             self.held.claims[store.url].check()
             return
         owner = Owner(self._name_of_job(), uuid.uuid4().hex, socket.gethostname(), os.getpid())
-        self.held.claims[store.url] = store.claim(owner)
+        self.held.claims[store.url] = claim_after_own(store, owner)
 
     def _share(self, words: Sequence[Word], *, shard: bool, gradients: bool) -> Share:
         """What this rank writes: each tensor is written once, by the first stage that holds it.
@@ -541,6 +563,18 @@ class Checkpoints:
     def _writers(self, shard: bool) -> list[str]:
         replicas = self.session.width if shard or self.shards_optimizer else 1
         return [f"stage-{stage}-replica-{replica}" for stage, replica in self._places() if replica < replicas]
+
+
+def claim_after_own(store: Store, owner: Owner) -> Claim:
+    """Waits for an earlier run of the same job, which may have been cut off and is about to end."""
+    deadline = time.monotonic() + EARLIER_RUN_SECONDS
+    while True:
+        try:
+            return store.claim(owner)
+        except StoreTaken as taken:
+            if not taken.by_this_job or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _check_alike(words: Sequence[Word]) -> None:

@@ -40,7 +40,9 @@ class CheckpointError(VarunaError, RuntimeError):
 
 
 class StoreTaken(CheckpointError):
-    """Another job writes its checkpoints to the same place."""
+    """Another job writes its checkpoints to the same place, or another run of this one does."""
+
+    by_this_job = False
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

@@ -132,7 +132,7 @@ def start_workers(job: Job) -> "SubprocessContext":
 
     # Its notes on signals sent to workers would stand between the user and the reason.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     runner = (str(Path(__file__).with_name("worker.py")), str(os.getpid()), job.code_dir, job.script)
     args: dict[int, tuple[str, ...]] = {}

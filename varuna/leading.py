@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -100,6 +101,7 @@ def lead(
     resume: bool,
     manager_ip: str | None,
     leaves_slow: bool,
+    save_every_seconds: float | None,
     starter: StarterName,
     starter_options: Sequence[str],
     ssh: Sequence[str],
@@ -129,7 +131,7 @@ def lead(
             pid=os.getpid(),
             address=listener.getsockname()[0],
             port=listener.getsockname()[1],
-            secret=before.secret if before is not None else secrets.token_hex(32),
+            secret=before.secret if goes_on and before is not None else secrets.token_hex(32),
             log_dir=before.log_dir if goes_on and before is not None else job.log_dir,
         )
         folder.write_contact(contact)
@@ -160,6 +162,7 @@ def lead(
             secret=contact.secret,
             slow_file=str(Path("slow_machines.out").absolute()),
             leaves_slow=leaves_slow,
+            save_every_seconds=save_every_seconds,
             cloud=cloud,
             cloud_url=cloud_url,
         )
@@ -252,4 +255,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def newest_step(store: str) -> int | None:
+    """And there will be no newer one: a machine that was cut off may not know yet that the job goes on."""
+    with suppress(OSError):  # a manager that may only read the store must trust in the machines' own end
+        open_store(store).disown()
     return newest(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +22,8 @@ import msgspec
 
 from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
-from varuna.morph.interval import failure_seconds, interval_seconds
-from varuna.morph.journal import Journal, Launched, Over, StoreSeen
+from varuna.morph.interval import SaveRhythm
+from varuna.morph.journal import Journal, Launched, Over, Saving, StoreSeen
 from varuna.morph.machines import is_loopback, read_machines
 from varuna.morph.messages import (
     Answer,
@@ -39,6 +40,7 @@ from varuna.morph.messages import (
     Message,
     Noticed,
     Output,
+    Release,
     Save,
     Stacks,
     Start,
@@ -74,6 +76,7 @@ from varuna.morph.state import (
     Proposal,
     Pulse,
     Recalled,
+    ReleaseMachine,
     SaveAndEnd,
     StartAgent,
     StopAsked,
@@ -86,6 +89,7 @@ from varuna.morph.state import (
 )
 from varuna.morph.stragglers import Rule, Watch, look
 from varuna.morph.wire import Refused, Wire
+from varuna.saving import VARIABLE as SAVES_VARIABLE
 
 TICK_SECONDS = 0.25
 HELLO_SECONDS = 5.0
@@ -112,6 +116,7 @@ class ManagedJob(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     slow_file: str  # where slow machines are listed
     leaves_slow: bool = False
+    save_every_seconds: float | None = None  # 0: never; None: what loses the least
     cloud: str = ""
     cloud_url: str = ""
 
@@ -331,7 +336,7 @@ class Manager:
             for pulse in pulses
             if number == generation.number
         }
-        self.stragglers, ranks = look(self.stragglers, times, generation.layout.stage_map, Rule())
+        self.stragglers, ranks = look(self.stragglers, times, generation.layout, Rule())
         for machine in (self.machine_of(generation, rank) for rank in sorted(ranks)):
             if machine is None or machine in self.slow:
                 continue
@@ -469,10 +474,7 @@ class Manager:
             saved_step=state.saved_step if state.saved_step >= 0 else None,
             losses=state.losses,
             save_seconds=state.save_seconds,
-            save_every_seconds=round(
-                interval_seconds(state.save_seconds, failure_seconds(state.losses, now - self.begun_at)),
-                1,
-            ),
+            save_every_seconds=round(state.save_every_seconds, 1),
             slow_machines=tuple(self.slow),
             log_dir=self.job.log_dir,
             machines=tuple(self.status_of(member, now) for member in state.members.values()),
@@ -510,12 +512,15 @@ class Manager:
         elif isinstance(command, Launch):
             self.launch(command)
         elif isinstance(command, SaveAndEnd):
+            self.journal.write(Saving(command.generation))
             self.log("saving", command.why)
             self.tell_agents(command.machines, Save(command.generation))
         elif isinstance(command, KillWorkers):
             self.tell_agents((command.machine,), Kill(command.generation))
         elif isinstance(command, DumpStacks):
             self.tell_agents(command.machines, Stacks(command.generation))
+        elif isinstance(command, ReleaseMachine):
+            self.tell_agents((command.machine,), Release())
         elif isinstance(command, Finish):
             self.finish(command.verdict)
         else:
@@ -591,6 +596,13 @@ class Manager:
             self.log(what, why)
         if generation.layout.idle:
             self.log("idle devices", self.name_idle(generation))
+        rhythm = SaveRhythm(
+            every_seconds=self.job.save_every_seconds,
+            failures=self.state.losses,
+            observed_seconds=self.clock.now() - self.begun_at,
+            save_seconds=self.state.save_seconds,
+        )
+        environment = {**generation.environment, SAVES_VARIABLE: msgspec.json.encode(rhythm).decode()}
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             start = Start(
                 generation=generation.number,
@@ -604,7 +616,7 @@ class Manager:
                 flags=self.job.flags,
                 code_dir=self.job.code_dir,
                 log_dir=self.job.log_dir,
-                environment=generation.environment,
+                environment=environment,
             )
             self.tell_agents((machine,), start)
 
@@ -627,7 +639,8 @@ class Manager:
     def log(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"at": now, "what": what, "why": why}
-        self.event_log.write(msgspec.json.encode(line) + b"\n")
+        with suppress(OSError):  # a full disk is no reason to leave the job alone
+            self.event_log.write(msgspec.json.encode(line) + b"\n")
         self.say(f"{what}: {why}")
 
 

@@ -49,9 +49,9 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
         typer.echo(f"generation {found.generation}: {found.layout}, iteration {found.iteration}")
     if found.store:
         saved = "nothing saved yet" if found.saved_step is None else f"saved step {found.saved_step}"
-        advice = f"; one every {found.save_every_seconds:.0f} s would lose the least time"
-        cost = f" in {found.save_seconds:.2g} s{advice}" if found.save_every_seconds else ""
-        typer.echo(f"checkpoints: {found.store}, {saved}{cost}")
+        cost = f" in {found.save_seconds:.2g} s" if found.save_seconds else ""
+        every = f"; by itself every {found.save_every_seconds:.1f} s" if found.save_every_seconds else ""
+        typer.echo(f"checkpoints: {found.store}, {saved}{cost}{every}")
     if found.slow_machines:
         typer.echo(f"slow: {', '.join(found.slow_machines)}")
     Console(width=None if sys.stdout.isatty() else 1000).print(table_of(found))

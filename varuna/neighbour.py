@@ -21,13 +21,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from varuna.capture import Source
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
+from varuna.execute.shard import share_values
 from varuna.measure.links import measure_link
-from varuna.measure.reductions import AllReduce, group_sizes, measure_reductions
+from varuna.measure.reductions import group_sizes, measure_reductions
 from varuna.measure.stopwatch import stopwatch_for
 from varuna.types import LinkCost, ReduceCost
 from varuna.worker import die_with
@@ -148,8 +149,10 @@ def _take_part(
     if device.type == "cpu":
         for size in group_sizes(count):
             if rank < size:
+                group = _gloo(PrefixStore(f"group/{size}", store), rank, size)
                 reductions += measure_reductions(
-                    _gloo(PrefixStore(f"group/{size}", store), rank, size),
+                    lambda tensor: group.allreduce([tensor]).wait(),  # noqa: B023 - called here
+                    lambda owned: share_values(owned, group),  # noqa: B023
                     group_size=size,
                     between_machines=False,
                     device=device,
@@ -163,14 +166,12 @@ def _take_part(
     return link, reductions
 
 
-def _gloo(store: Store, rank: int, size: int) -> AllReduce:
+def _gloo(store: Store, rank: int, size: int) -> Any:
     """A group of its own: torch.distributed of the user's process stays as it is."""
-    group: Any = ProcessGroupGloo(store, rank, size, PATIENCE)
-
-    def all_reduce(tensor: Tensor) -> None:
-        group.allreduce([tensor]).wait()
-
-    return all_reduce
+    group: Any = ProcessGroup(store, rank, size)
+    backend: Any = ProcessGroupGloo(store, rank, size, PATIENCE)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    return group
 
 
 @contextmanager

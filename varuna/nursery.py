@@ -2,12 +2,14 @@
 
 Started by an agent, as `python -P nursery.py`; it speaks JSON lines with it:
 
-    agent ──► {"fork": {"key": "2/0", ...}}, {"signal": {"key": "2/0", "number": 9}}, {"store": {...}}
+    agent ──► {"fork": {"key": "2/0", ...}}, {"signal": {"key": "2/0", "number": 9}}, {"store": {...}},
+              {"beat": {}}
     agent ◄── {"ready": {}}, {"forked": {"key": "2/0", "pid": 7}}, {"ended": {"key": "2/0", "code": -9}},
               {"store": {"key": "store 1", "port": 40001}}
 
 It forks, so it never starts a thread and never touches a GPU. It is also the workers' guard: when the
 agent goes, however it goes, the nursery's input ends, and with it end all workers and what they started.
+Where the agent lives but stands still, the manager has given this machine up, and they end too.
 """
 
 import atexit
@@ -28,6 +30,10 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "varuna.varuna")
+LATER = ("torch.export._trace",)
+"""What wrapping a model would import, hundreds of modules: for when the machine may be counted on already."""
+LEASE_SECONDS = 10
+"""An agent that is silent for so long stands still."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -36,6 +42,7 @@ class Nursery:
         self.requests = requests
         self.answers = answers
         self.children: dict[str, int] = {}  # process ids, which are those of their groups too
+        self._later = list(LATER)
         self._buffer = b""
 
     def serve(self) -> dict[str, Any] | None:
@@ -44,8 +51,16 @@ class Nursery:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wakes)
         self.answer("ready", {})
+        silent_seconds = 0  # counted one by one: those in which the whole machine stood still are none
         while True:
-            ready, _, _ = select.select([self.requests, woken], [], [])
+            warm = bool(self.children)  # the first store is there
+            ready, _, _ = select.select([self.requests, woken], [], [], 0 if self._later and warm else 1)
+            if self._later and warm and not ready:
+                preload([self._later.pop(0)])
+                continue
+            silent_seconds = 0 if self.requests in ready else silent_seconds + (not ready)
+            if silent_seconds == LEASE_SECONDS:
+                self.end_workers()
             if woken in ready:
                 os.read(woken, 4096)
                 self.reap()
@@ -63,7 +78,7 @@ class Nursery:
             self.signal(**request["signal"])
         elif "store" in request:
             return self.fork_store(**request["store"])
-        else:
+        elif "fork" in request:
             return self.fork(request["fork"])
         return None
 
@@ -127,6 +142,12 @@ class Nursery:
     def answer(self, what: str, facts: dict[str, Any]) -> None:
         with suppress(BrokenPipeError):
             os.write(self.answers, json.dumps({what: facts}).encode() + b"\n")
+
+    def end_workers(self) -> None:
+        """But not the store, which an agent that comes to life again takes for granted."""
+        for key in self.children:
+            if not key.startswith("store"):
+                self.signal(key, signal.SIGKILL)
 
     def end(self) -> None:
         for group in self.children.values():

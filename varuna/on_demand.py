@@ -54,6 +54,8 @@ class Word:
     has_handler: bool  # of the script's own
     store: str | None  # where it was asked to save
     usual_store: str | None  # where it saves unless told otherwise
+    due: str | None = None  # where to save though nobody has asked: it is time
+    has_room: bool = True  # for a copy of its state, so that it can be saved while training goes on
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,18 @@ class Verdict:
     save_to: str | None = None
     call_handler: bool = False
     leave: bool = False
+    keep_in: str | None = None  # a save that nobody asked for
+    in_background: bool = False
 
 
 def decide(words: Sequence[Word]) -> Verdict:
     """From the words of all ranks, in their order; so it is the same on each of them."""
     named = _first(word.store for word in words)
     if not any(word.signalled for word in words):
-        return Verdict(save_to=named)
+        due = _first(word.due for word in words)
+        if named is not None or due is None:
+            return Verdict(save_to=named)
+        return Verdict(keep_in=due, in_background=all(word.has_room for word in words))
     if all(word.has_handler for word in words):
         return Verdict(save_to=named, call_handler=True)
     store = named or _first(word.usual_store for word in words)
@@ -110,8 +117,11 @@ class Attention:
         self,
         gather: Callable[[Word], Sequence[Word]],
         *,
-        save: Callable[[str], "Future[Any]"],
+        save: Callable[[str, bool], "Future[Any]"],
+        keep: Callable[[str, bool], None],
         usual_store: str | None,
+        due: str | None,
+        has_room: bool,
         leave: Callable[[], None],
     ) -> None:
         """All ranks call it, between two steps. Raises SystemExit where the job is to end."""
@@ -121,11 +131,15 @@ class Attention:
             has_handler=usr1.script_has_handler,
             store=_first(asks),
             usual_store=usual_store or os.environ.get(STORE_VARIABLE) or None,
+            due=due,
+            has_room=has_room,
         )
         verdict = decide(gather(word))
         if verdict.complaint:
             log.error(verdict.complaint)
-        saved = verdict.save_to is not None and _try_to_save(save, verdict.save_to)
+        if verdict.keep_in is not None:
+            keep(verdict.keep_in, verdict.in_background)
+        saved = verdict.save_to is not None and _try_to_save(save, verdict.save_to, by_itself=verdict.leave)
         if verdict.call_handler:
             self._call_handler()
         if verdict.leave and saved:
@@ -148,9 +162,9 @@ class Attention:
         self._asks.extend(ask for ask in self._take() if ask is not None)
 
 
-def _try_to_save(save: Callable[[str], "Future[Any]"], store: str) -> bool:
+def _try_to_save(save: Callable[[str, bool], "Future[Any]"], store: str, *, by_itself: bool) -> bool:
     try:
-        save(store).result()
+        save(store, by_itself).result()
     except CheckpointError as error:  # the same on all ranks, and no reason to lose what is in memory
         log.error("no checkpoint on demand, training goes on: %s", error)
         return False

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Source
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.groups import make_group
+from varuna.execute.shard import share_values
 from varuna.measure.draft import Draft, Subject
 from varuna.measure.links import MESSAGE_BYTES
 from varuna.measure.memory import meter_for
 from varuna.measure.optimizer import NO_OPTIMIZER, Form, MakeOptimizer, measure_optimizer
+from varuna.measure.optimizer import merge as merge_optimizers
 from varuna.measure.overheads import MANY, measure_overheads
 from varuna.measure.reductions import measure_reductions
 from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
@@ -45,7 +47,15 @@ from varuna.profiling import (
     trained_forms,
 )
 from varuna.team import Place, Places, Team
-from varuna.types import Overheads, PrecisionName, Profile, ReduceCost, SizeCost, spread_by_size
+from varuna.types import (
+    OptimizerCost,
+    Overheads,
+    PrecisionName,
+    Profile,
+    ReduceCost,
+    SizeCost,
+    spread_by_size,
+)
 from varuna.wrapping import check_name, find_device
 
 CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
@@ -157,7 +167,7 @@ class Profiler:
         book = Book(folder, draft, writes=self._team.rank == 0)
         with reporting(self._team.rank == 0) as report:
             self._measure_processes(book, places, report)
-            self._measure_optimizer(book, captured, report)
+            self._measure_optimizer(book, captured, places, report)
             self._measure_sizes(book, batches, wanted, places, report)
         profile = book.draft.profile()
         assert profile is not None
@@ -247,12 +257,14 @@ class Profiler:
         if self._team.rank not in ranks:
             return []
         group = make_group(ranks, timeout_seconds=REDUCE_TIMEOUT_SECONDS)
+        assert group is not None
 
         def all_reduce(tensor: Tensor) -> None:
             dist.all_reduce(tensor, group=group)
 
         return measure_reductions(
             all_reduce,
+            lambda owned: share_values(owned, group),
             group_size=len(ranks),
             between_machines=between,
             device=self.device,
@@ -262,7 +274,8 @@ class Profiler:
 
     # ------------------------------------------------------------ what comes once a step
 
-    def _measure_optimizer(self, book: Book, captured: Captured, report: Report) -> None:
+    def _measure_optimizer(self, book: Book, captured: Captured, places: Places, report: Report) -> None:
+        """On the cores of a processor by all workers at once, for they share its memory when they train."""
         known = book.draft.optimizer
         if known is not None and self._make_optimizer is None:
             return
@@ -271,21 +284,27 @@ class Profiler:
         if known is not None and known.name in (name, NO_OPTIMIZER):
             return
         every = trained_forms(self._source, captured)
-        many = first_of(every, OPTIMIZER_ELEMENTS)
+        together = self.device.type == "cpu"
+        workers = places.workers() if together else [0]
+        many = first_of(every, OPTIMIZER_ELEMENTS // (places.beside(self._team.rank) if together else 1))
         few = first_of(every, sum(form.numel for form in many) // 4)
-        with report.item(f"the optimizer, {name}"):
-            found = self._team.on_first(
-                lambda: measure_optimizer(
-                    make,
-                    few,
-                    many,
-                    device=self.device,
-                    finish=finish_in(self._source.precision),
-                    stopwatch=stopwatch_for(self.device),
-                    effort=msgspec.structs.replace(OPTIMIZER_EFFORT, quantile=self._effort.quantile),
-                )
+
+        def measure() -> OptimizerCost | None:
+            if self._team.rank not in workers:
+                return None
+            return measure_optimizer(
+                make,
+                few,
+                many,
+                device=self.device,
+                finish=finish_in(self._source.precision),
+                stopwatch=stopwatch_for(self.device),
+                effort=msgspec.structs.replace(OPTIMIZER_EFFORT, quantile=self._effort.quantile),
             )
-            book.add(optimizer=found)
+
+        with report.item(f"the optimizer, {name}"):
+            found = self._team.together(measure)
+            book.add(optimizer=merge_optimizers([cost for cost in found if cost is not None]))
 
     # ------------------------------------------------------------ the segments
 

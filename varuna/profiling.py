@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Program, Source, stage_state
 from varuna.capture.alike import entry, find_kinds, relayed
 from varuna.capture.batch import Batch
+from varuna.capture.loss import with_joint_loss
 from varuna.execute.engine import Engine
 from varuna.execute.precision import LossScale, make_loss_scale
 from varuna.execute.reduce import Reducer
@@ -248,7 +249,7 @@ class Parts:
         program = captured.carve(first, first + 1)
         stage = self._stage(kind, captured)
         here = move_inputs(inputs, self._device)
-        part = Part(stage, program.to(self._device), here, relayed(captured, first))
+        part = Part(stage, with_joint_loss(program.to(self._device)), here, relayed(captured, first))
         again = entry(program, first)
         if again is not None:
             part.enter = self._enter(again.to(self._device), stage, here)

@@ -14,7 +14,7 @@ from varuna.morph.state import Pulse
 
 VARIABLE = "VARUNA_PROGRESS_FILE"
 PAGE = 4096
-_NUMBERS = struct.Struct("<qqqqqqddd")  # in the order of Progress._write
+_NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of Progress._write
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 128
 MAX_TEXT = 2048
@@ -43,6 +43,9 @@ class Progress:
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint is complete; `seconds` is how long it kept training waiting."""
 
+    def saves_every(self, seconds: float) -> None:
+        """By itself; 0: it does not."""
+
 
 class SharedProgress(Progress):
     """Writes to the page."""
@@ -54,7 +57,7 @@ class SharedProgress(Progress):
         self._steps = self._iteration = self._activity = 0
         self._in_step = self._answering = False
         self._saved_step = -1
-        self._compute_seconds = self._step_seconds = self._save_seconds = 0.0
+        self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
         self._entered = 0.0
         self._store = ""
         self._write()
@@ -96,6 +99,10 @@ class SharedProgress(Progress):
         self._save_seconds = seconds
         self.alive()
 
+    def saves_every(self, seconds: float) -> None:
+        self._save_every_seconds = seconds
+        self._write()
+
     def _write(self) -> None:
         _NUMBERS.pack_into(
             self._page,
@@ -109,6 +116,7 @@ class SharedProgress(Progress):
             self._compute_seconds,
             self._step_seconds,
             self._save_seconds,
+            self._save_every_seconds,
         )
 
 
@@ -138,7 +146,8 @@ class Reading:
             self._page = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
 
     def pulse(self, pid: int = 0) -> Pulse:
-        steps, iteration, activity, in_step, _, saved, compute, step, save = _NUMBERS.unpack_from(self._page)
+        numbers = _NUMBERS.unpack_from(self._page)
+        steps, iteration, activity, in_step, _, saved, compute, step, save, every = numbers
         (length,) = _TEXT.unpack_from(self._page, _TEXT_AT)
         start = _TEXT_AT + _TEXT.size
         return Pulse(
@@ -152,6 +161,7 @@ class Reading:
             step_seconds=step,
             saved_step=saved if activity else -1,
             save_seconds=save,
+            save_every_seconds=every,
             store=self._page[start : start + min(length, MAX_TEXT)].decode(errors="replace"),
         )
 

@@ -29,11 +29,13 @@ from varuna.launcher import (
     split_command,
 )
 from varuna.leading import JobFolder, StarterName, lead
+from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.placement import ranks_of_machine
 from varuna.morph.state import Proposal, Settings
 from varuna.plan_file import read_plan
 from varuna.profile_file import read_profile
+from varuna.saving import VARIABLE as SAVES_VARIABLE
 
 
 class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,8 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     manager_ip: str | None = None
     no_morphing: bool | None = None
     exclude_slow: bool | None = None
+    save_every: str | None = None
+    hang_seconds: float | None = None
     starter: StarterName | None = None
     starter_options: str | None = None
     ssh: str | None = None
@@ -139,6 +143,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="go on without machines that compute more slowly than others; all are in slow_machines.out",
     )
     parser.add_argument(
+        "--save_every",
+        help="seconds from one save to the next that the job makes by itself, or off (default: auto, from "
+        "what a save costs and how often something fails)",
+    )
+    parser.add_argument(
+        "--hang_seconds",
+        type=float,
+        help="so long without progress in a step, and ten step times, is a hang (default: 60)",
+    )
+    parser.add_argument(
         "--env_file", help="KEY=VALUE lines for the workers (default: varuna.env, if it is there)"
     )
     parser.add_argument(
@@ -184,6 +198,7 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
         for problem in problems:
             say(problem)
         require_machines(machines)
+        every = read_every(arguments.save_every)
         environment = user_environment(arguments)
         devices = 4 if arguments.gpus_per_node is None else arguments.gpus_per_node
         wanted = read_wanted(arguments)
@@ -204,7 +219,8 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
         parser.error(str(error))
     job = msgspec.structs.replace(
         job,
-        environment=environment,
+        environment=environment
+        | {SAVES_VARIABLE: msgspec.json.encode(SaveRhythm(every_seconds=every)).decode()},
         planned=tell_workers(choice, arguments.profile_folder),
         master_port=free_port(),
     )
@@ -220,6 +236,21 @@ def read_wanted(arguments: LaunchArguments) -> Wanted:
         profile=read_profile(arguments.profile_folder) if arguments.profile_folder else None,
         pinned=read_plan(arguments.plan) if arguments.plan else None,
     )
+
+
+def read_every(text: str | None) -> float | None:
+    """Seconds from one save to the next; 0: never; None: as it loses the least."""
+    if text in (None, "auto"):
+        return None
+    if text == "off":
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--save_every takes auto, off, or seconds, not {text!r}")
+    return seconds
 
 
 def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
@@ -273,14 +304,22 @@ def morph(typed: Typed) -> int:
         resume=typed.resume,
         manager_ip=arguments.manager_ip,
         leaves_slow=bool(arguments.exclude_slow),
+        save_every_seconds=read_every(arguments.save_every),
         starter=arguments.starter or "ssh",
         starter_options=shlex.split(arguments.starter_options or ""),
         ssh=shlex.split(arguments.ssh or "ssh"),
         python=arguments.python or sys.executable,
         cloud=arguments.cloud or "",
         cloud_url=arguments.cloud_url or "",
-        settings=Settings(morphs=not arguments.no_morphing),
+        settings=read_settings(arguments),
     )
+
+
+def read_settings(arguments: LaunchArguments) -> Settings:
+    settings = Settings(morphs=not arguments.no_morphing)
+    if arguments.hang_seconds is None:
+        return settings
+    return msgspec.structs.replace(settings, hang_seconds=arguments.hang_seconds)
 
 
 def make_plan(typed: Typed, machines: tuple[str, ...]) -> Proposal:

@@ -105,6 +105,8 @@ Partition = Callable[[OperationGraph], Sequence[int]]
 
 ScheduleName = Literal["varuna", "1f1b", "gpipe", "zero-bubble", "zero-bubble-2x"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+ChannelName = Literal["shared", "group", "host"]
+"""How tensors go between stages: GPU memory that both see, a library's group (NCCL), or the host's memory."""
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -293,6 +295,7 @@ class ReduceCost(msgspec.Struct, frozen=True):
     num_bytes: Bytes
     between_machines: bool
     duration: Duration
+    sharing: Duration | None = None  # as many bytes in equal shares, each sent to all by its owner
 
 
 class OptimizerCost(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """The door to training: class `Varuna`, which wraps a model and runs its steps over all ranks."""
 
+import logging
 import os
 import time
 import weakref
@@ -15,6 +16,7 @@ from varuna.assembling import assemble
 from varuna.capture import Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
+from varuna.capture.loss import with_joint_loss
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
@@ -26,14 +28,16 @@ from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe.record import merge, on_one_clock
-from varuna.on_demand import Attention, usr1
+from varuna.on_demand import STORE_VARIABLE, Attention, usr1
 from varuna.plan.blocks import partition
 from varuna.planned import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
-from varuna.profiling import device_name
+from varuna.profiling import available_bytes, device_name
 from varuna.progress import Progress, open_progress
 from varuna.reporting import Reporter
+from varuna.saving import OwnSaves, told_rhythm
 from varuna.schedule import held
 from varuna.types import (
+    ChannelName,
     Op,
     Plan,
     PrecisionName,
@@ -55,6 +59,8 @@ from varuna.wrapping import (
     join_job,
     plan_stages,
 )
+
+log = logging.getLogger("varuna")
 
 COMPILING_PATIENCE = 15.0
 """A step that compiles may keep its neighbours waiting so many times longer than the timeout."""
@@ -110,6 +116,7 @@ class Varuna(nn.Module):
         shard_optimizer: bool = False,
         offload_optimizer: bool = False,
         compile: bool = False,
+        channel: ChannelName | None = None,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
         link_delay: Callable[[int], float] | None = None,
@@ -121,6 +128,8 @@ class Varuna(nn.Module):
         check_sizes(batch_size, chunk_size)
         check_name("schedule", schedule or "varuna", get_args(ScheduleName))
         check_name("precision", precision, get_args(PrecisionName))
+        if channel is not None:
+            check_name("channel", channel, get_args(ChannelName))
         rank = join_job(stage_map)
         self.device = find_device(device, local_rank, rank)
         self.grad_norm: float | None = None
@@ -144,8 +153,14 @@ class Varuna(nn.Module):
             timeout_seconds=timeout_seconds,
             host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
             link_delay=link_delay,
+            channel=channel,
         )
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
+        is_first = (self._session.stage, self._session.replica) == (0, 0)
+        self._own_saves = OwnSaves(told_rhythm() if is_first else None)
+        self._saves_to = (
+            os.environ.get(STORE_VARIABLE) or None
+        )  # or where the script has saved, or goes on from
         with self._errors_reach_everyone("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             self._sample = self._batch(inputs)
@@ -214,7 +229,7 @@ class Varuna(nn.Module):
                 split_backward=not compile,
                 weigh=loss_weight,
                 delay=compute_delay,
-                asks=self._attention.asked,
+                asks=self._asks,
             )
             self._checkpoints = Checkpoints(
                 self._session,
@@ -389,6 +404,8 @@ class Varuna(nn.Module):
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
         self._progress.uses(self._checkpoints.store)
+        if step != self.iteration:
+            self._own_saves.give_up()
         return step
 
     def resume(self, global_store: str | os.PathLike[str]) -> int:
@@ -399,6 +416,7 @@ class Varuna(nn.Module):
             self._progress.uses(self._checkpoints.store)
         else:
             self.load_checkpoint(global_store, step)
+        self._saves_to = self._checkpoints.store
         return self.iteration
 
     def register(self, name: str, thing: Stateful) -> None:
@@ -574,20 +592,35 @@ class Varuna(nn.Module):
             self._trainer.reducer.attention = False
             self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
             self._progress.answering(True)
+            sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self._attention.act(
                 self._session.gather,
                 save=self._save_on_demand,
+                keep=self._save_by_itself,
                 usual_store=self._checkpoints.store,
+                due=self._saves_to if self._own_saves.due else None,
+                has_room=self._checkpoints.has_room(available_bytes(torch.device("cpu")), sharers=sharers),
                 leave=self.close,
             )
             self._progress.answering(False)
+            self._reporter.pace.enter(time.perf_counter())  # none of that was part of a step
 
-    def _save(self, global_store: str | os.PathLike[str], **options: Any) -> "Future[str]":
+    def _asks(self) -> bool:
+        return self._attention.asked() or (self._own_saves.due and self._saves_to is not None)
+
+    def _save(
+        self, global_store: str | os.PathLike[str], *, by_itself: bool = False, **options: Any
+    ) -> "Future[str]":
         started, step = time.monotonic(), options.get("step")
-        done = self._checkpoints.save(global_store, **options)
+        done = self._checkpoints.save(global_store, by_itself=by_itself, **options)
         waited = time.monotonic() - started
+        self._saves_to = self._checkpoints.store
         self._progress.uses(self._checkpoints.store)
         written = self.iteration if step is None else step
+        if written != self.iteration:
+            self._own_saves.give_up()
+        self._own_saves.saved(done, waited, own=by_itself)
+        self._progress.saves_every(self._own_saves.every_seconds)
 
         def tell(ended: "Future[str]", progress: Progress = self._progress) -> None:
             if ended.exception() is None:
@@ -596,9 +629,18 @@ class Varuna(nn.Module):
         done.add_done_callback(tell)
         return done
 
-    def _save_on_demand(self, global_store: str) -> "Future[str]":
+    def _save_by_itself(self, global_store: str, in_background: bool) -> None:
+        """It is time: what is lost with a machine would be more than a save costs."""
+        tempdir = self._checkpoints.tempdir if in_background else None
         try:
-            done = self._save(global_store, gradients=True)
+            self._save(global_store, by_itself=True, tempdir=tempdir, gradients=True)
+        except CheckpointError as error:  # on all ranks
+            log.error("the job could not save by itself: %s", error)
+            self._own_saves.failed()
+
+    def _save_on_demand(self, global_store: str, by_itself: bool) -> "Future[str]":
+        try:
+            done = self._save(global_store, by_itself=by_itself, gradients=True)
         except CheckpointError as error:
             while self._asked_for:
                 self._asked_for.pop().set_exception(error)
@@ -638,7 +680,7 @@ class Varuna(nn.Module):
             else:
                 # Segments that nobody marked are too short to be compiled each alone.
                 program = captured.carve(*span).to(self.device)
-                self._programs[key] = program.compiled() if self._compiles else program
+                self._programs[key] = program.compiled() if self._compiles else with_joint_loss(program)
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]

@@ -40,10 +40,11 @@ def write(
     writer: str = "w0",
     attempt: str = "a",
     trees: dict[str, Json] | None = None,
+    by_itself: bool = False,
 ) -> Any:
     plain = {key: as_plain(key, tensor) for key, tensor in (TENSORS if tensors is None else tensors).items()}
     specs = [spec_of(key, tensor) for key, tensor in plain.items()]
-    facts = Facts(step, step, attempt, "job")
+    facts = Facts(step, step, attempt, "job", by_itself=by_itself)
     layout = lay_out(specs, metadata={"format": "pt"})
     return write_part(store, facts, writer, specs, layout, lambda key: memory_of(plain[key]), trees or {})
 
@@ -209,6 +210,18 @@ def test_only_the_newest_are_kept_and_interrupted_ones_go(store: Store) -> None:
     assert tidy(store, manifest, keep_last=2) == [1, 2, 3, 5]
     assert [one.step for one in find(store)] == [4, 6]
     assert tidy(store, manifest, keep_last=None) == []
+
+
+def test_what_a_job_saved_by_itself_goes_for_newer_ones_and_never_for_the_scripts_own(store: Store) -> None:
+    for step in (1, 2, 3, 4):
+        commit(store, [write(store, step, by_itself=step != 2)])
+    manifest = commit(store, [write(store, 5, by_itself=True)])
+    assert tidy(store, manifest, keep_last=None) == [1, 3]
+    manifest = commit(store, [write(store, 6)])
+    assert tidy(store, manifest, keep_last=2) == [], "4 and 5 do not count"
+    manifest = commit(store, [write(store, 7)])
+    assert tidy(store, manifest, keep_last=1) == [2, 6]
+    assert [one.step for one in find(store)] == [4, 5, 7]
 
 
 def test_an_abandoned_part_leaves_nothing(store: Store) -> None:

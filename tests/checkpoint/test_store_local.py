@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 
 from varuna.checkpoint import claim as claim_module
 from varuna.checkpoint import local
-from varuna.checkpoint.claim import RECORD
+from varuna.checkpoint.claim import RECORD, refuse_disowned
 from varuna.checkpoint.local import LocalStore
 from varuna.checkpoint.store import Owner
+from varuna.checkpointing import claim_after_own
 from varuna.errors import StoreTaken
 
 ROOT = Path(__file__).parent.parent.parent
@@ -310,6 +312,36 @@ def test_an_earlier_run_of_the_same_job_that_still_lives_is_named_as_such(tmp_pa
     with pytest.raises(StoreTaken, match="another run of this job"):
         store.claim(Owner(job="mine", token="2", host="here", pid=1))
     mine.release()
+
+
+def test_a_run_waits_for_an_earlier_one_of_its_job_that_is_about_to_end(tmp_path: Path) -> None:
+    """V42: that of a machine which was cut off, and has not noticed yet."""
+    store = LocalStore(str(tmp_path))
+    earlier = store.claim(MINE)
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(claim_after_own, store, Owner(job="mine", token="2", host="there", pid=1))
+        with pytest.raises(StoreTaken, match="job mine"):
+            claim_after_own(store, Owner(job="other", token="3", host="here", pid=1))
+        earlier.release()
+        later.result().check()
+    later.result().release()
+
+
+def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_over(tmp_path: Path) -> None:
+    """V42: a machine that was cut off may go on alone, and must not save beside the job."""
+    store = LocalStore(str(tmp_path))
+    store.disown()
+    earlier = store.claim(MINE)
+    earlier.check()
+    store.disown()
+    with pytest.raises(StoreTaken, match="writes nothing there any more"):
+        earlier.check()
+    with pytest.raises(StoreTaken, match="which writes no more"):
+        refuse_disowned(store)  # as what saves in the background asks
+    with pytest.raises(StoreTaken, match="another run of this job"):
+        store.claim(Owner(job="mine", token="2", host="there", pid=1))
+    earlier.release()
+    store.claim(Owner(job="mine", token="2", host="there", pid=1)).release()
 
 
 def test_a_claim_survives_a_cleared_folder_but_not_another_owner(tmp_path: Path) -> None:

@@ -54,3 +54,19 @@ def test_work_takes_as_long_as_the_device_works_on_it() -> None:
 
 def test_nothing_recorded_is_nothing() -> None:
     assert LateRecorder(Device().mark).snapshot()() == []
+
+
+def test_compute_seconds_are_those_of_the_step_before_for_which_nobody_waits() -> None:
+    """V44: what the host took to queue a step is no measure of its machine."""
+    device = Device()
+    recorder = LateRecorder(device.mark)
+    found = []
+    for seconds in (1.0, 2.0, 3.0):
+        recorder.clear()
+        device.queue(seconds)
+        recorder.add("F", 0, device.host, device.host)
+        device.host += 5.0
+        recorder.add("reduce", -1, device.host - 5.0, device.host)
+        found.append(recorder.compute_seconds())
+        recorder.add("F", 0, device.host, device.host)  # an evaluation, of which no step is slower
+    assert found == pytest.approx([0.0, 1.0, 2.0])

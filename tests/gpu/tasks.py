@@ -3,19 +3,24 @@
 import os
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tests.tasks
 from tests.tasks import make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
 from varuna.execute.groups import reduce_backend
+from varuna.execute.lanes import GroupLane, Outlet, inlet_for, nccl_of
+from varuna.execute.link import dense
 from varuna.execute.reduce import Reducer
 
 DEVICE = "cuda:0"
@@ -144,6 +149,45 @@ class WaitsAtOnce:
 
     def for_device(self, done: Callable[[], bool]) -> None:
         torch.cuda.synchronize()
+
+
+def send_by_nccl(count: int) -> list[list[list[float]]]:
+    """What arrives over a lane whose two ends are one rank, which is all that NCCL takes of one GPU."""
+    store = distributed_c10d.PrefixStore("nccl", distributed_c10d._get_default_store())
+    device = torch.device(DEVICE)
+    with torch.cuda.device(device):
+        backend = nccl_of(store, 0, 1, timedelta(seconds=60))
+        lane = GroupLane("NCCL", backend, sends=True, device=device)
+    outlet, inlet = Outlet(lane), inlet_for(lane, device)
+    found = []
+    for number in range(count):
+        sent = [torch.full((3, 2), float(number), device=device).t(), torch.ones(0, device=device)]
+        with nothing_waits_for_the_device():
+            outlet.put([dense(tensor) for tensor in sent])
+            inlet.expect([(torch.float32, (2, 3), 24), (torch.float32, (0,), 0)])
+            arrived = inlet.tensors()
+            outlet.let_go()
+            inlet.take_back()
+        found.append([list(tensor.shape) for tensor in arrived])
+    outlet.finish(60)
+    return found
+
+
+def train_by_lane(**options: Any) -> tuple[dict[str, Any], set[str]]:
+    """Lanes between stages of one GPU, carried by gloo; and what they are called."""
+    ways: set[str] = set()
+
+    class Telling(Varuna):
+        def step(self, *args: Any, **kwargs: Any) -> tuple[float, bool]:
+            ways.update(self.channels.values())
+            return super().step(*args, **kwargs)
+
+    before = tests.tasks.Varuna
+    tests.tasks.Varuna = Telling  # type: ignore[misc]
+    try:
+        return tests.tasks.train(**options, channel="group"), ways
+    finally:
+        tests.tasks.Varuna = before  # type: ignore[misc]
 
 
 def reduce_by_nccl() -> tuple[float, list[list[float]]]:

@@ -13,11 +13,13 @@ from tests.gpu.tasks import (
     lose_a_neighbour,
     reduce_by_nccl,
     run_out_of_memory,
+    send_by_nccl,
     step_without_waiting,
+    train_by_lane,
     train_gpt2_with_flash_attention_alone,
 )
 from tests.pool import Pool, TaskFailed
-from tests.tasks import compare, train
+from tests.tasks import compare, train, train_plainly
 
 pytestmark = pytest.mark.gpu
 
@@ -90,3 +92,18 @@ def test_gradients_are_reduced_by_nccl(pool: Pool) -> None:
     """V21: in the group that ranks with a GPU of their own get, numbers of the host and all."""
     loss, gradients = pool.run(reduce_by_nccl, 1)[0]
     assert loss == 2.0 and gradients == [[1.0, 2.0], [3.0]]
+
+
+def test_messages_go_over_a_lane_of_nccl(pool: Pool) -> None:
+    """V21: on streams of its own; neither end waits for the device."""
+    assert pool.run(send_by_nccl, 1, 5)[0] == [[[2, 3], [0]]] * 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_with_lanes_between_them_train_the_same(pool: Pool, schedule: str) -> None:
+    """V21: with the streams and the memory that NCCL's lanes have, though gloo carries them on one GPU."""
+    shared: dict[str, Any] = {"batch": 8, "dtype": torch.float64}
+    options: dict[str, Any] = {"name": "GPT", "depth": 3, "width": 1, "chunk": 1, "schedule": schedule}
+    found, ways = pool.run(train_by_lane, 3, device="cuda:0", **options, **shared)[0]
+    compare(found, train_plainly("GPT", **shared), **F64)
+    assert ways == {"gloo"}

@@ -55,6 +55,7 @@ def test_everything_is_there_and_takes_time(make_profiler: MakeProfiler, tmp_pat
         assert message.both_ways.seconds >= message.one_way.seconds > 0
         assert message.sender_seconds > 0 and message.receiver_seconds > 0
     assert {(cost.group_size, cost.between_machines) for cost in profile.reductions} == {(2, False)}
+    assert all(cost.sharing is not None and cost.sharing.seconds > 0 for cost in profile.reductions)
     assert profile.between is None and any(note.startswith("between: ") for note in profile.notes)
     assert profile.fixed_bytes > 0 and profile.device_memory_bytes > 0
     assert profile.device.startswith("cpu (") and profile.precision == "fp32"

@@ -33,6 +33,7 @@ def test_two_processes_get_one_profile_and_the_first_writes_it(pool: Pool, tmp_p
     assert not (tmp_path / "1").exists()
     assert {(cost.group_size, cost.between_machines) for cost in first.reductions} == {(2, False)}
     assert {cost.num_bytes for cost in first.reductions} == {64, *MESSAGES}
+    assert all(cost.sharing is not None and cost.sharing.seconds > 0 for cost in first.reductions)
     (extended, _) = pool.run(profiled, 2, tmp_path, [4])
     assert [size.microbatch_size for size in extended.kinds[1].sizes] == [1, 2, 4]
     assert extended.kinds[1].sizes[:2] == first.kinds[1].sizes

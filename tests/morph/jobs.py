@@ -1,7 +1,9 @@
 """Real jobs on loopback machines, led by a real manager; what it says is read line by line.
 
 The script trains slowly until a file `hurry` is there, so that a test has all the time it needs to
-break something, and none is spent on waiting after that.
+break something, and none is spent on waiting after that. What a test puts before it may set how often it
+saves (EVERY, 0 for never), how much longer an instruction takes (`delay`), and what it does after a step
+(`misbehave`).
 """
 
 import json
@@ -16,6 +18,8 @@ from pathlib import Path
 from queue import Queue
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
 
 from tests.launch.jobs import environment
 from varuna.codec import decode
@@ -32,7 +36,7 @@ import torch
 from torch import nn
 from varuna import CutPoint, SampleOrder, Varuna
 
-STEPS, EVERY = {STEPS}, 10
+STEPS, EVERY = {STEPS}, globals().get("EVERY", 10)
 
 
 class Net(nn.Module):
@@ -49,7 +53,8 @@ torch.manual_seed(1)
 x = torch.randn(64, 4)
 y = x.sum(1, keepdim=True)
 stage_map = os.environ.get("VARUNA_STAGE_TO_RANK_MAP", "0;")
-model = Varuna(Net(), stage_map, {{"x": x[:2], "y": y[:2]}}, 12, 2, device="cpu", seed=3)
+model = Varuna(Net(), stage_map, {{"x": x[:2], "y": y[:2]}}, 12, 2, device="cpu", seed=3,
+    compute_delay=globals().get("delay"))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 model.set_optimizer(optimizer)
 model.resume("store")
@@ -65,7 +70,7 @@ while model.iteration < STEPS:
     if "misbehave" in globals():
         misbehave(step)
     print("step", step, "loss", loss)
-    if model.iteration % EVERY == 0 and "VARUNA_GENERATION" in os.environ:
+    if EVERY and model.iteration % EVERY == 0 and "VARUNA_GENERATION" in os.environ:
         model.checkpoint("store", keep_last=2)
     if not Path("hurry").exists():
         time.sleep(0.05 if step < 40 else 0.2 if step < 150 else 1.0)
@@ -87,8 +92,10 @@ class Job:
         script: str = TRAIN,
         addresses: Sequence[str] = (),
         options: Sequence[str] = (),
+        manager: Sequence[str] = (sys.executable, "-m", "varuna.run_varuna"),
     ) -> None:
         self.folder = folder
+        self.manager = manager
         self.addresses = tuple(addresses) or tuple(f"127.0.0.{number}" for number in range(1, 10))
         self.options = options
         (folder / "script.py").write_text(script)
@@ -101,7 +108,7 @@ class Job:
     def start(self, *more: str) -> None:
         self.process = subprocess.Popen(
             [
-                *[sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"],
+                *[*self.manager, "--machine_list", "machines"],
                 *["--gpus_per_node", "1", "--batch_size", "12", "--chunk_size", "2"],
                 *["--nstages", str(self.stages), *self.options, *more, "script.py"],
             ],
@@ -140,6 +147,11 @@ class Job:
         """So many more of them."""
         for _ in range(count):
             self.wait_for(lambda line: STEP.match(line) is not None)
+
+    def wait_for_change(self, wanted: str) -> None:
+        """To a generation that begins where the one before ended: no step is done twice."""
+        line = self.wait_for(wanted)
+        assert f", from step {max(self.losses) + 1} (" in line, self.text
 
     def finish(self) -> int:
         (self.folder / "hurry").touch()
@@ -181,12 +193,15 @@ class Job:
         return found
 
     def status(self) -> Any:
-        (place,) = (self.folder / "home").glob("jobs/*/manager.json")
-        contact = decode(place.read_bytes(), Contact)
+        contact = self.contact()
         answer = talk(
             contact.address, contact.port, bytes.fromhex(contact.secret), Ask(contact.job, "status")
         )
         return json.loads(bytes(answer.status))
+
+    def contact(self) -> Contact:
+        (place,) = (self.folder / "home").glob("jobs/*/manager.json")
+        return decode(place.read_bytes(), Contact)
 
     def varuna(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -197,17 +212,21 @@ class Job:
             text=True,
         )
 
-    def processes_left(self) -> list[str]:
-        """Processes of any kind that still know this folder."""
-        found = []
+    def processes(self) -> dict[int, str]:
+        """All that know this folder, of any kind, with their command lines."""
+        found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     if f"{self.folder}/".encode() in (entry / "environ").read_bytes():
-                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                        line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                        found[int(entry.name)] = line
                 except OSError:
                     pass
         return found
+
+    def processes_left(self) -> list[str]:
+        return list(self.processes().values())
 
     def __enter__(self) -> Self:
         return self
@@ -238,3 +257,12 @@ def losses_without_trouble(folder: Path) -> dict[int, float]:
         check=True,
     )
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", done.stdout)}
+
+
+def check(job: Job, peace: dict[int, float]) -> None:
+    """V47, V34: the job has finished, as if nothing had happened, and left nothing behind."""
+    assert job.finish() == 0, job.text
+    assert "finished: every worker ended normally" in job.text
+    assert sorted(job.losses) == list(range(STEPS))
+    assert job.losses == pytest.approx(peace, rel=1e-4, abs=1e-6)
+    assert job.processes_left() == []

@@ -30,6 +30,8 @@ from varuna.morph.state import (
     Planned,
     Proposal,
     Pulse,
+    Recalled,
+    ReleaseMachine,
     SaveAndEnd,
     Settings,
     StartAgent,
@@ -67,6 +69,7 @@ class World:
         self.pending: list[Command] = []
         self.launched: list[Launch] = []
         self.told: list[str] = []
+        self.released: list[str] = []
         self.iteration = 0
         self.num_agents = 0
         self.starts_agents = True
@@ -134,6 +137,8 @@ class World:
                     self.happens(
                         WorkersEnded(command.machine, self.agents[command.machine], command.generation, ())
                     )
+            elif isinstance(command, ReleaseMachine):
+                self.released.append(command.machine)
             elif isinstance(command, Tell):
                 self.told.append(f"{command.what}: {command.why}")
             elif isinstance(command, Finish):
@@ -277,6 +282,22 @@ def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
     assert world.generations[1:] == [("a", "b", "e")]
 
 
+def test_machines_settle_while_they_warm_up_and_are_taken_in_together() -> None:
+    world = begun("a")
+    world.starts_agents = False
+    world.happens(ListRead(("a", "b", "c")))
+    for machine in ("b", "c"):
+        world.agents[machine] = machine
+        world.happens(AgentJoined(machine, machine, None, machine))
+    world.passes(3, steps=1)
+    world.happens(StoreReady("b", "b", 2001))
+    world.passes(0.5, steps=1)
+    assert world.generations == [("a",)], "another one is on its way"
+    world.happens(StoreReady("c", "c", 2002))
+    world.carry_out()
+    assert world.generations == [("a",), ("a", "b", "c")], "all are there, and have been for a while"
+
+
 def test_an_empty_list_changes_nothing() -> None:
     world = begun("a", "b")
     world.happens(ListRead(()))
@@ -391,6 +412,19 @@ def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_t
     assert world.generations == [("a", "b"), ("a",)]
 
 
+def test_a_machine_that_leaves_is_released_when_it_has_no_part_any_more_and_once() -> None:
+    """V41: a cloud that waits for it need not wait for its deadline; one that stays after all is not."""
+    world = begun("a", "b")
+    world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
+    assert not any(isinstance(command, ReleaseMachine) for command in world.pending), "it is at work"
+    world.carry_out()
+    world.passes(1, steps=1)
+    assert world.released == ["b"]
+    world.happens(Recalled("b"))
+    world.passes(3, steps=1)
+    assert world.released == ["b"] and world.generations[-1] == ("a", "b")
+
+
 def test_workers_that_do_not_save_in_time_are_killed() -> None:
     world = begun("a", "b")
     world.happens(Notice("b", world.now + 5, "the cloud takes it away"))
@@ -408,6 +442,20 @@ def test_stopping_saves_first_and_a_second_word_kills() -> None:
     world.happens(StopAsked("SIGINT", save=False, exit_code=130))
     world.carry_out()
     assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
+
+
+def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> None:
+    """V42: the one that has left is not known any more."""
+    world = begun("a", "b", "c")
+    world.happens(ListRead(("a", "b")))
+    world.passes(0.75, steps=1)
+    world.go_silent("b")
+    world.passes(0.75)
+    assert world.state.phase == "saving"
+    world.end_workers("c", SAVED)
+    assert "c" not in world.state.members
+    world.passes(2)
+    assert world.generations[1:] == [("a",)]
 
 
 # ---------------------------------------------------------------- any story

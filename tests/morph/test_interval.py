@@ -1,10 +1,14 @@
 """The interval between checkpoints that loses the least."""
 
+from concurrent.futures import Future
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from varuna.morph.interval import failure_seconds, interval_seconds
+from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
+from varuna.run_varuna import read_every
+from varuna.saving import OwnSaves, told_rhythm
 
 
 def share_lost(interval: float, cost: float, mean: float) -> float:
@@ -26,3 +30,51 @@ def test_many_failures_or_cheap_saves_ask_for_more_checkpoints() -> None:
     assert failure_seconds(10, 3600.0) < failure_seconds(0, 3600.0)
     assert interval_seconds(0.0, 3600.0) == 0.0
     assert interval_seconds(100.0, 10.0) == 10.0
+
+
+def test_a_job_saves_at_once_when_it_does_not_know_what_that_costs_and_then_at_the_best_interval() -> None:
+    """By a clock that is a number; a script's own saves put the job's off."""
+    now = 1000.0
+    saves = OwnSaves(SaveRhythm(), clock=lambda: now)
+    assert saves.due
+    under_way: Future[str] = Future()
+    saves.saved(under_way, 2.0, own=True)
+    assert saves.every_seconds == pytest.approx(interval_seconds(2.0, PRIOR_SECONDS))
+    now += saves.every_seconds
+    assert not saves.due, "the save before is not over"
+    under_way.set_result("there")
+    assert saves.due
+    saves.saved(under_way, 99.0, own=False)
+    now += saves.every_seconds / 2
+    assert not saves.due and saves.every_seconds == pytest.approx(240, abs=5), "at the cost of its own"
+    now += saves.every_seconds
+    saves.failed()
+    assert not saves.due
+    now += 600
+    assert saves.due
+    saves.give_up()
+    assert not saves.due and not saves.every_seconds
+
+
+def test_what_a_manager_tells_decides_how_often() -> None:
+    every = OwnSaves(told_rhythm({"VARUNA_SAVES": '{"every_seconds": 30}'}), clock=lambda: 0.0)
+    assert every.every_seconds == 30 and not every.due
+    for nothing in ({}, {"VARUNA_SAVES": '{"every_seconds": 0}'}):
+        assert not OwnSaves(told_rhythm(nothing)).due
+    calm = SaveRhythm(save_seconds=1.0)
+    failing = SaveRhythm(save_seconds=1.0, failures=9, observed_seconds=3600.0)
+    often, seldom = (OwnSaves(rhythm).every_seconds for rhythm in (failing, calm))
+    assert 30 < often < seldom / 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "seconds"), [(None, None), ("auto", None), ("off", 0.0), ("600", 600.0), ("0.5", 0.5)]
+)
+def test_how_often_may_be_typed(typed: str | None, seconds: float | None) -> None:
+    assert read_every(typed) == seconds
+
+
+@pytest.mark.parametrize("typed", ["-1", "0", "nan", "inf", "often", ""])
+def test_what_is_no_interval_is_refused(typed: str) -> None:
+    with pytest.raises(ValueError, match="--save_every takes auto, off, or seconds"):
+        read_every(typed)

@@ -5,9 +5,10 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from varuna.morph.journal import Begun, Journal, Launched, Over, Record, StoreSeen, read, restore
+from varuna.morph.decide import decide
+from varuna.morph.journal import Begun, Journal, Launched, Over, Record, Saving, StoreSeen, read, restore
 from varuna.morph.placement import lay_out
-from varuna.morph.state import Generation, Settings, Verdict
+from varuna.morph.state import AgentJoined, Generation, Outcome, SaveAndEnd, Settings, Verdict, WorkersEnded
 
 LAYOUT = lay_out(2, 1, batch_size=4, microbatch_size=1)
 RECORDS: list[Record] = [
@@ -47,6 +48,17 @@ def test_a_manager_started_again_expects_the_agents_of_its_last_generation(tmp_p
     state = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
     assert state.phase == "running" and state.next_number == 3 and state.store == "/store"
     assert {name: member.agent for name, member in state.members.items()} == {"a": "z", "b": "y"}
+
+
+def test_a_manager_that_was_killed_within_a_morph_goes_on_with_it(tmp_path: Path) -> None:
+    """V45: workers that have saved and ended did as they were asked to; that is not the end of the job."""
+    write(tmp_path / "journal", [*RECORDS, Saving(2)])
+    state = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
+    for machine, agent in (("b", "y"), ("a", "z")):
+        state, commands = decide(state, AgentJoined(machine, agent, 2), 51.0)
+        assert any(isinstance(command, SaveAndEnd) for command in commands), "it may not have heard"
+        state, _ = decide(state, WorkersEnded(machine, agent, 2, (Outcome(None, on_demand=True),)), 51.0)
+    assert state.phase == "gathering" and state.verdict is None
 
 
 def test_only_the_last_job_counts_and_an_end_is_one(tmp_path: Path) -> None:

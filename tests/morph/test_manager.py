@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.jobs import ROOT
 from varuna.manager import ManagedJob, Manager
 from varuna.managing import talk
 from varuna.morph.clock import WakingClock
 from varuna.morph.journal import Journal
 from varuna.morph.messages import Answer, Ask, Hello, Welcome, read_to_agent, write
-from varuna.morph.start import AgentOrders, StartedAgent
+from varuna.morph.start import AGENT_COMMAND, AgentOrders, StartedAgent
 from varuna.morph.state import JobState, Proposal
 from varuna.morph.wire import Wire
 
@@ -156,3 +159,18 @@ def test_what_makes_no_sense_is_answered_so(tmp_path: Path) -> None:
         assert not manager.ask("dance").ok
         assert "no machine of this job" in manager.ask("drain", machine="10.1.1.1").text
         assert "on no machine that can be reached" in manager.ask("logs", rank=7).text
+
+
+def test_an_agent_of_an_earlier_job_ends_when_the_manager_there_does_not_know_its_secret(
+    tmp_path: Path,
+) -> None:
+    """V46: a secret is one job's, so what an earlier one has left behind is a stranger."""
+    with led(tmp_path) as manager:
+        orders = AgentOrders(
+            job="before", machine="10.9.9.9", managers=(f"127.0.0.1:{manager.port}",), secret="ab" * 32
+        )
+        agent = subprocess.run(
+            AGENT_COMMAND, input=orders.line(), env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60
+        )
+        assert agent.returncode == 0
+        assert all("wrong signature" in why for why in manager.refusals())

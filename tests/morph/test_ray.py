@@ -1,12 +1,14 @@
 """Agents held by actors of a real Ray, over hosts of their own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.morph.hosts.lab import ROOT
 from tests.morph.hosts.manager import StandInManager
 from tests.morph.hosts.ray_cluster import RayClient, RayCluster
+from tests.morph.jobs import Job, check
 from varuna.morph.adapters.ray import RayStarter
 from varuna.morph.start import AgentOrders
 
@@ -42,6 +44,23 @@ def test_an_agent_runs_on_the_node_that_the_list_names_and_dies_when_it_is_kille
         client.ask("kill", host.address)
         dialled_in[host.address].wait_until_gone()
         assert "Ray lost the agent" in client.wait_for_the_end(host.address)
+
+
+def test_a_job_trains_over_rays_nodes(cluster: RayCluster, tmp_path: Path, peace: dict[int, float]) -> None:
+    """V29, V47: the same job as anywhere else, led from a node."""
+    told = {"VARUNA_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    addresses = [host.address for host in cluster.lab.hosts]
+    (tmp_path / "varuna").symlink_to(ROOT / "varuna")  # nodes find the library in the code's folder
+    with Job(
+        tmp_path, machines=2, stages=2, addresses=addresses, manager=cluster.manager(tmp_path, told)
+    ) as job:
+        job.wait_for("generation: 1: 2 stages x 1 replica")
+        job.wait_for_steps(3)
+        assert {host.name for host in cluster.lab.hosts if "varuna.agent" in str(host.processes())} == {
+            "n1",
+            "n2",
+        }
+        check(job, peace)
 
 
 def test_an_agent_that_ends_by_itself_leaves_its_last_words_and_its_place(

@@ -1,5 +1,6 @@
 """Looking up what was measured, and saying what was not."""
 
+import msgspec
 import pytest
 
 from tests.plan.profiles import ADAM, GB, MB, link, profile, reductions, segment
@@ -134,6 +135,10 @@ def test_the_end_of_a_step_is_the_optimizer_on_what_the_stage_trains() -> None:
     shared = costs.ending_seconds(0, 2, width=4, between=False, shard=True)
     sent = costs.reduce_seconds(4, 8 * MB, between=False) / 2
     assert shared == pytest.approx(5e-3 + elements / 4 * ADAM.seconds_per_element + sent)
+    measured = (ReduceCost(4, 8 * MB, False, Duration(2e-3), sharing=Duration(7e-3)),)
+    told = Costs(msgspec.structs.replace(made, reductions=measured))
+    shared = told.ending_seconds(0, 2, width=4, between=False, shard=True)
+    assert shared == pytest.approx(5e-3 + elements / 4 * ADAM.seconds_per_element + 7e-3)
 
 
 def test_another_network_replaces_what_was_measured_between_machines_and_says_so() -> None:

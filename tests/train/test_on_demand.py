@@ -476,8 +476,10 @@ def signal_a_fork() -> int:
 # ---------------------------------------------------------------- deciding
 
 
-def word(text: str = "", *, store: str | None = None, usual: str | None = None) -> Word:
-    return Word("signal" in text, "handler" in text, store, usual)
+def word(
+    text: str = "", *, store: str | None = None, usual: str | None = None, due: str | None = None
+) -> Word:
+    return Word("signal" in text, "handler" in text, store, usual, due, "full" not in text)
 
 
 @pytest.mark.parametrize(
@@ -490,6 +492,10 @@ def word(text: str = "", *, store: str | None = None, usual: str | None = None) 
         ([word("signal", usual="a"), word(usual="a")], Verdict(save_to="a", leave=True)),
         ([word(usual="a"), word("signal", store="b")], Verdict(save_to="b", leave=True)),
         ([word("signal"), word()], Verdict(NO_STORE)),
+        ([word(due="a"), word()], Verdict(keep_in="a", in_background=True)),
+        ([word(due="a"), word("full")], Verdict(keep_in="a")),
+        ([word(due="a"), word(store="b")], Verdict(save_to="b")),
+        ([word(due="a", usual="a"), word("signal")], Verdict(save_to="a", leave=True)),
         ([word("handler signal"), word(usual="a")], Verdict(NOT_EVERYWHERE, save_to="a", leave=True)),
     ],
 )

@@ -61,9 +61,9 @@ class Program:
         values: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(self.graph_module.graph, values)
         graph.output(output)
-        attributes = {
+        constants = {
             name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in _attributes(self.graph_module).items()
+            for name, value in attributes(self.graph_module).items()
         }
         for node in graph.nodes:
             node.args = on_device(node.args, device)
@@ -71,7 +71,7 @@ class Program:
             if node.target is under_autocast:
                 operation, _device_type, *rest = node.args
                 node.args = (operation, device.type, *rest)
-        return replace(self, graph_module=build(graph, attributes), device=device)
+        return replace(self, graph_module=build(graph, constants), device=device)
 
 
 def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
@@ -110,7 +110,7 @@ def bind(module: fx.GraphModule) -> Callable[..., Any]:
     return partial(space["forward"], module)
 
 
-def _attributes(module: fx.GraphModule) -> dict[str, Any]:
+def attributes(module: fx.GraphModule) -> dict[str, Any]:
     names = {str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")}
     return {name: getattr(module, name) for name in names}
 

@@ -21,6 +21,7 @@ from varuna.checkpoint.store import OWN_PREFIX, Claim, Owner, Store
 from varuna.errors import StoreTaken
 
 RECORD = OWN_PREFIX + "owner"
+NOBODY = "-"  # repeated, the token of no owner
 STALE_SECONDS = 15 * 60.0  # a record that nobody renewed for so long belongs to a dead job
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -43,8 +44,11 @@ def refusal(record: Record | None, owner: Owner, *, place: str, way_out: str) ->
     if record is None:
         return StoreTaken(f"{place} is claimed by a run that has not written its name yet; {way_out}")
     holder = record.owner
-    who = "another run of this job" if holder.job == owner.job else f"job {holder.job}"
-    return StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {way_out}")
+    own = holder.job == owner.job
+    who = "another run of this job" if own else f"job {holder.job}"
+    taken = StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {way_out}")
+    taken.by_this_job = own
+    return taken
 
 
 class RecordClaim:
@@ -97,6 +101,37 @@ def claim_by_record(store: Store, owner: Owner, now: Callable[[], float]) -> Cla
     claim = RecordClaim(store, owner, now)
     claim.take()
     return claim
+
+
+def disowned(data: bytes) -> bytes | None:
+    """The record as nobody's, though of the same job and as long as it was."""
+    try:
+        record = msgspec.json.decode(data, type=Record)
+    except msgspec.DecodeError:
+        return None
+    owner = msgspec.structs.replace(record.owner, token=NOBODY * len(record.owner.token))
+    return msgspec.json.encode(msgspec.structs.replace(record, owner=owner))
+
+
+def refuse_disowned(store: Store) -> None:
+    """For a process that saves in the background: the claim is its trainer's."""
+    with suppress(FileNotFoundError, msgspec.DecodeError):
+        owner = msgspec.json.decode(store.read(RECORD), type=Record).owner
+        if not owner.token.strip(NOBODY):
+            raise StoreTaken(f"{store.url}: job {owner.job} goes on without this run, which writes no more")
+
+
+def disown_by_record(store: Store) -> None:
+    with suppress(FileNotFoundError):
+        if (data := disowned(store.read(RECORD))) is not None:
+            store.replace(RECORD, data)
+
+
+def disown_folder(folder: str) -> None:
+    """In place: a holder takes a new file for a folder that was cleared, and claims it again."""
+    with suppress(FileNotFoundError), open(os.path.join(folder, RECORD), "r+b", buffering=0) as file:
+        if (data := disowned(file.readall())) is not None:
+            os.pwrite(file.fileno(), data, 0)
 
 
 class FolderClaim:

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from varuna.checkpoint.claim import refuse_disowned
 from varuna.checkpoint.manifest import Facts, Json, Manifest, Part, decode_part, folder_of
 from varuna.checkpoint.part import Layout, Spec
 from varuna.checkpoint.save import abandon, commit, part_name, tidy, write_part
@@ -213,6 +214,7 @@ def carry(task: Task, memory: memoryview, line: Line) -> Written | Committed:
             return Written(part)
         parts = [part, *wait_for_parts(order, store, line)]
         line.tell("writing the manifest", at_once=True)
+        refuse_disowned(store)
     except Exception:
         with suppress(OSError):
             abandon(plain_store, order.facts, order.writer)

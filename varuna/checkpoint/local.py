@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from varuna.checkpoint.claim import claim_folder
+from varuna.checkpoint.claim import claim_folder, disown_folder
 from varuna.checkpoint.store import MANIFEST, OWN_PREFIX, Buffer, Claim, Entry, Owner, check_spans, checked
 
 SMALL_BYTES = 256 << 10  # below this, copying a chunk costs less than a system call of its own
@@ -100,6 +100,9 @@ class LocalStore:
     def claim(self, owner: Owner) -> Claim:
         make_folders(self._folder)
         return claim_folder(self, self._folder, owner)
+
+    def disown(self) -> None:
+        disown_folder(self._folder)
 
     def _place(self, path: str) -> str:
         return os.path.join(self._folder, checked(path))

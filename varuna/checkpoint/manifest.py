@@ -67,6 +67,7 @@ class Facts(msgspec.Struct, frozen=True):
     ties: tuple[tuple[str, ...], ...] = ()
     created: str = ""  # UTC
     versions: dict[str, str] = {}
+    by_itself: bool = False  # nobody asked for it, so it may go when newer ones are there
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import fsspec
 import fsspec.asyn
 from fsspec.spec import AbstractBufferedFile
 
-from varuna.checkpoint.claim import claim_by_record
+from varuna.checkpoint.claim import claim_by_record, disown_by_record
 from varuna.checkpoint.store import MANIFEST, OWN_PREFIX, Buffer, Claim, Entry, Owner, check_spans, checked
 
 BLOCK_BYTES = 32 << 20  # S3 takes at most 10,000 blocks for a file, of at least 5 MiB each
@@ -203,6 +203,9 @@ class RemoteStore:
 
     def claim(self, owner: Owner) -> Claim:
         return claim_by_record(self, owner, self._now)
+
+    def disown(self) -> None:
+        disown_by_record(self)
 
     def _place(self, path: str) -> str:
         return f"{self._root}/{checked(path)}"

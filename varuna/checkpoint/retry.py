@@ -125,6 +125,9 @@ class RetryingStore:
         claim = self._try("claiming", "", lambda: self._store.claim(owner))
         return RetryingClaim(claim, self.url, self._patience)
 
+    def disown(self) -> None:
+        self._try("disowning", "", self._store.disown)
+
     def _try(self, doing: str, path: str, operation: Callable[[], T]) -> T:
         return self._patience.carry_out(f"{doing} {self.url}/{path}".rstrip("/"), operation)
 

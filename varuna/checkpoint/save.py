@@ -26,6 +26,7 @@ from varuna.checkpoint.manifest import (
 from varuna.checkpoint.part import Layout, Spec
 from varuna.checkpoint.store import Buffer, Store
 
+OWN_KEPT = 2
 CHUNK_BYTES = 1 << 20
 """Hashed and then written, so that the second finds it in the processor's cache."""
 
@@ -100,18 +101,28 @@ def clean(store: Store, manifest: Manifest) -> None:
 def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int]:
     """Removes interrupted saves, and complete ones beyond the newest `keep_last`; returns their steps.
 
+    Those that a job has saved by itself do not count among these: two of them are kept.
+
     The manifest has just been committed, by the one job that writes here: so nothing else is under way.
     """
     clean(store, manifest)
     newest = manifest.facts.step
     found = find(store)
-    complete = [one.step for one in found if not one.problem and one.step != newest]
-    surplus = complete[: max(0, len(complete) + 1 - keep_last)] if keep_last is not None else []
+    complete = [one.manifest.facts for one in found if one.manifest is not None and not one.problem]
+    surplus = _surplus([facts.step for facts in complete if facts.by_itself], OWN_KEPT, newest)
+    if keep_last is not None:
+        surplus += _surplus([facts.step for facts in complete if not facts.by_itself], keep_last, newest)
     interrupted = [one.step for one in found if one.interrupted]
     removed = sorted({*surplus, *interrupted} - {newest})
     for step in removed:
         store.remove(folder_of(step))
     return removed
+
+
+def _surplus(steps: Sequence[int], kept: int, newest: int) -> list[int]:
+    """The newest is the one just written, whatever its number."""
+    older = [step for step in steps if step != newest]
+    return older[: max(0, len(steps) - kept)]
 
 
 def abandon(store: Store, facts: Facts, writer: str) -> None:

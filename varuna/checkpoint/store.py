@@ -87,6 +87,9 @@ class Store(Protocol):
     def claim(self, owner: Owner) -> Claim:
         """Raises StoreTaken where another living job has claimed it."""
 
+    def disown(self) -> None:
+        """Whoever has claimed it writes nothing there any more: it finds out at its next check."""
+
 
 def open_store(url: str, *, options: Mapping[str, object] | None = None) -> Store:
     """The store at a local path, a file:// URL, or any URL that fsspec opens (s3://bucket/folder).

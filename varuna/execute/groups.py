@@ -2,19 +2,42 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from varuna.types import Plan
+from varuna.execute.address import machine_identity
+from varuna.execute.slots import device_uuid, gpus_in_reach
+from varuna.types import ChannelName, Plan
 
 GLOO_PATIENCE = 20
 """How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
 
 
-def device_identity(device: torch.device) -> str | None:
-    """Of a GPU, the same in every process; None of a processor."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+class Seat(NamedTuple):
+    """Where a rank computes, as the others need to know it."""
+
+    machine: str
+    gpu: str | None  # its name, the same in every process; None of a processor
+    in_reach: tuple[str, ...]  # the GPUs whose memory it can write, its own among them
+
+
+def seat_at(device: torch.device) -> Seat:
+    if device.type != "cuda":
+        return Seat(machine_identity(), None, ())
+    return Seat(machine_identity(), device_uuid(device), gpus_in_reach(device))
+
+
+def choose_channel(one: Seat, other: Seat, *, nccl: bool) -> ChannelName:
+    """How tensors go between two ranks: the same at both ends. `nccl`: whether it takes the job's ranks.
+
+    Shared memory comes first: a copy engine fills it, where NCCL would take processors from the computing.
+    """
+    together = one.machine == other.machine and one.gpu in other.in_reach and other.gpu in one.in_reach
+    if together:
+        return "shared"
+    return "group" if nccl else "host"
 
 
 def reduce_backend(devices: Sequence[str | None]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from varuna.observe.record import Entry, Recorder, Snapshot
+from varuna.observe.record import Entry, Recorder, Snapshot, computing
 
 
 class Mark(Protocol):
@@ -25,6 +25,12 @@ class LateRecorder(Recorder):
         super().__init__()
         self._mark = mark
         self._marks = [mark()]
+        self._step_before: Snapshot = list
+
+    def compute_seconds(self) -> float:
+        """Of the step before the last: its marks are past, so that the host need not wait for its device."""
+        before, self._step_before = self._step_before, self.snapshot()
+        return computing(before())
 
     def clear(self) -> None:
         super().clear()

@@ -10,10 +10,11 @@ A frame says what it carries, so a mismatch is an error and never garbage:
 
     header      magic, kind, number of tensors, descriptor bytes, payload bytes, tag
     descriptor  for each tensor: dtype code, number of dimensions, sizes
-    payload     the elements of each tensor, one after the other; none where they lie in a slot
+    payload     the elements of each tensor, one after the other; none where they go another way
 
 Tensors of a GPU go through pinned memory of the host, or, to another process of the same machine, into
-a slot of its GPU's memory (`slots.py`); the frame then says which. Words about slots are frames too.
+a slot of its GPU's memory (`slots.py`), or over a lane of NCCL (`lanes.py`); the frame then says so. Words
+about slots are frames too.
 
 Bytes go from the sender's tensors into the kernel and from there into fresh tensors; only what
 arrives together with a header (at most `SCRATCH_BYTES`) is copied once more.
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from varuna.errors import PeerLost
+from varuna.execute.lanes import Inlet, Lane, Outlet, inlet_for
 from varuna.execute.slots import Borrower, Lender, device_uuid, message_bytes
 
 SCRATCH_BYTES = 16 << 10
@@ -46,13 +48,15 @@ MAX_DESCRIPTOR_BYTES = 16 << 20
 """Some hundred thousand tensors in one message: what claims more is no message of ours."""
 MAX_BUFFERS = 1000
 """Linux takes 1024 buffers in one sendmsg."""
+LANE_SECONDS = 5.0
+"""How long a link that ends waits for what is on its lane."""
 
 Delay = Callable[[int], float]
 """For the index of an outgoing message, the seconds it is held back: makes links slow on purpose."""
 
 HEADER = struct.Struct("<4sB3xIIQq")
 MAGIC = b"VRN1"
-DATA, BYE, ASK, LEND, THANKS, IN_SLOT, RETURN = range(7)
+DATA, BYE, ASK, LEND, THANKS, IN_SLOT, RETURN, BY_LANE = range(8)
 
 # A dtype's code is its place here: new ones go to the end.
 # fmt: off
@@ -114,11 +118,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def to_wire(tensor: Tensor) -> Tensor:
-    """A dense, contiguous CPU tensor with the same elements; the very same one where it is that already.
-
-    From a device through pinned memory, waiting for the copy (and so for the work that it follows).
-    """
+def dense(tensor: Tensor) -> Tensor:
+    """The same elements one after the other; the very same tensor where they lie so already."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(
             f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent to another stage "
@@ -126,9 +127,17 @@ def to_wire(tensor: Tensor) -> Tensor:
         )
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory does not hold their values
         tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def to_wire(tensor: Tensor) -> Tensor:
+    """A dense CPU tensor with the same elements.
+
+    From a device through pinned memory, waiting for the copy (and so for the work that it follows).
+    """
     if tensor.device.type == "cpu":
-        return tensor.contiguous()
-    tensor = tensor.detach().contiguous()
+        return dense(tensor)
+    tensor = dense(tensor.detach())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor)
 
@@ -148,8 +157,9 @@ class Incoming(NamedTuple):
     tag: int
     tensors: list[Tensor]
     num_bytes: int
-    slot: int = -1  # where it lies in one: in these forms
-    forms: tuple[TensorForm, ...] = ()
+    slot: int = -1  # where it lies in one
+    by_lane: bool = False
+    forms: tuple[TensorForm, ...] = ()  # of what lies in a slot, or comes by lane
 
 
 class Word(NamedTuple):
@@ -181,6 +191,9 @@ class Link:
         self._lender = Lender(device) if shares else None
         self._borrower = Borrower(device) if shares else None
         self._words: deque[Word] = deque()
+        self._outlet: Outlet | None = None
+        self._inlet: Inlet | None = None
+        self._by_lane: deque[Incoming] = deque()  # of which the word is there, and no more yet
         self.sent = self.sent_bytes = self.received = self.received_bytes = 0
         self.ended = False  # the peer said goodbye
         self.lost: str | None = None  # why the peer is gone without a word
@@ -198,11 +211,23 @@ class Link:
 
     # ------------------------------------------------------------ for the thread that computes
 
+    def use_host(self) -> None:
+        """From the first message on, whatever memory could be shared; both ends say so."""
+        self._lender = self._borrower = None
+
+    def use_lanes(self, out: Lane, back: Lane) -> None:
+        """From the first message on; both ends say so."""
+        self.use_host()
+        self._outlet, self._inlet = Outlet(out), inlet_for(back, self.device)
+
     def send(self, tensors: Sequence[Tensor], *, tag: int = 0) -> None:
         """Hands over a message and returns; the tensors must not change until it has arrived."""
         if self.over:
             raise self.error()
         self.tidy()
+        if self._outlet is not None and tensors:
+            self._send_by_lane(self._outlet, tensors, tag)
+            return
         if tensors and self._send_in_slot(tensors, tag):
             return
         ready = [to_wire(tensor) for tensor in tensors]
@@ -211,6 +236,14 @@ class Link:
         num_bytes = sum(map(len, payload))
         header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), num_bytes, tag)
         self._put(Outgoing([memoryview(header + descriptor), *payload], ready, self._count(num_bytes)))
+
+    def _send_by_lane(self, outlet: Outlet, tensors: Sequence[Tensor], tag: int) -> None:
+        ready = [dense(tensor.detach()) for tensor in tensors]
+        descriptor = encode_forms(tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in ready]))
+        header = HEADER.pack(MAGIC, BY_LANE, len(ready), len(descriptor), 0, tag)
+        num_bytes = sum(tensor.nbytes for tensor in ready)
+        self._put(Outgoing([memoryview(header + descriptor)], [], self._count(num_bytes)))
+        outlet.put(ready)
 
     def _send_in_slot(self, tensors: Sequence[Tensor], tag: int) -> bool:
         """Whether a slot was there; else one is asked for, for the next time."""
@@ -242,7 +275,12 @@ class Link:
         self._put(Outgoing([memoryview(header + text)], [], 0.0))
 
     def tidy(self) -> None:
-        """Sees to the words about slots, and gives back those that are free."""
+        """Sees to the words about slots and lanes, and gives back memory that is free."""
+        if self._outlet is not None and self._inlet is not None and self.lost is None:
+            self._outlet.let_go()
+            self._inlet.take_back()
+            while self._by_lane:
+                self._inlet.expect(self._by_lane.popleft().forms)
         lender, borrower = self._lender, self._borrower
         if lender is None or borrower is None or self.over:
             return
@@ -268,6 +306,8 @@ class Link:
     @property
     def way(self) -> str:
         """How tensors reach the peer, in words."""
+        if self._outlet is not None:
+            return self._outlet.lane.name
         if self._borrower is not None and self._borrower.borrowed:
             return "shared device memory (CUDA IPC)"
         over = "a Unix socket" if self.socket.family == socket.AF_UNIX else "TCP"
@@ -289,6 +329,14 @@ class Link:
         if message.slot >= 0:
             assert self._lender is not None
             return self._lender.tensors(message.slot, message.forms)
+        if message.by_lane:
+            assert self._inlet is not None, "one end has lanes, the other has none"
+            if self.lost is not None:
+                raise self.error()  # its half of the broadcast may never come
+            try:
+                return self._inlet.tensors()
+            except RuntimeError as error:
+                raise PeerLost(f"{self.name} is lost in the middle of a message: {error}") from error
         return [from_wire(tensor, self.device) for tensor in message.tensors]
 
     @property
@@ -321,6 +369,8 @@ class Link:
     def say_goodbye(self) -> None:
         if self._borrower is not None:
             self._borrower.close()
+        if self._outlet is not None and not self.over:
+            self._outlet.finish(LANE_SECONDS)
         if not self.over:
             header = HEADER.pack(MAGIC, BYE, 0, 0, 0, self.sent)
             self._put(Outgoing([memoryview(header)], [], 0.0))
@@ -418,7 +468,7 @@ class Link:
         magic, kind, num_tensors, num_described, num_bytes, tag = HEADER.unpack_from(
             self._scratch, self._start
         )
-        if magic != MAGIC or kind > RETURN:
+        if magic != MAGIC or kind > BY_LANE:
             raise BrokenFrame(f"expected a frame of this version ({MAGIC!r}), found {magic!r}")
         if num_described > MAX_DESCRIPTOR_BYTES:
             raise BrokenFrame(f"a descriptor of {num_described} bytes, above {MAX_DESCRIPTOR_BYTES}")
@@ -432,16 +482,22 @@ class Link:
         if kind == BYE:
             self.ended = True
             return False
-        if kind not in (DATA, IN_SLOT):
+        if kind not in (DATA, IN_SLOT, BY_LANE):
             self._words.append(Word(kind, tag, descriptor))
             return True
         if kind == IN_SLOT:
             (slot,) = struct.unpack_from("<I", descriptor)
             in_slot = decode_forms(descriptor[4:], num_tensors)
-            self._frame = Incoming(tag, [], sum(form.num_bytes for form in in_slot), slot, in_slot)
+            self._frame = Incoming(tag, [], sum(form.num_bytes for form in in_slot), slot, forms=in_slot)
             self._deliver()
             return True
         forms = decode_forms(descriptor, num_tensors)
+        if kind == BY_LANE:
+            total = sum(form.num_bytes for form in forms)
+            self._frame = Incoming(tag, [], total, by_lane=True, forms=forms)
+            self._by_lane.append(self._frame)
+            self._deliver()
+            return True
         if sum(form.num_bytes for form in forms) != num_bytes:
             raise BrokenFrame(f"its tensors make other than the {num_bytes} bytes announced")
         pinned = self.device.type == "cuda"

@@ -4,8 +4,8 @@ One rank alone has none of these, and needs no torch.distributed.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -14,11 +14,12 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.board import Board
-from varuna.execute.groups import device_identity, make_group, reduce_backend
+from varuna.execute.groups import GLOO_PATIENCE, choose_channel, make_group, reduce_backend, seat_at
+from varuna.execute.lanes import open_lanes
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
 from varuna.execute.wait import Waiter
-from varuna.types import StageMap, place_in_map
+from varuna.types import ChannelName, StageMap, place_in_map
 
 Anything = TypeVar("Anything")
 
@@ -37,6 +38,7 @@ class Session:
     everyone: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     backend: str = "gloo"  # of the groups that reduce gradients
+    channels: Mapping[int, ChannelName] = field(default_factory=dict)  # to the stages before and after
     network: Network | None = None
     waiter: Waiter | None = None
     closed: bool = False
@@ -130,30 +132,40 @@ def open_session(
     timeout_seconds: float,
     host: str = "127.0.0.1",
     link_delay: Callable[[int], float] | None = None,
+    channel: ChannelName | None = None,
 ) -> Session:
-    """Joins this rank to the others of the map; all of them call it."""
+    """Joins this rank to the others of the map; all of them call it.
+
+    `channel`, the same on all, is how tensors go between stages; None: the best that there is for each two.
+    """
     stage, replica = place_in_map(stage_map, rank)
     session = Session(stage_map, rank, stage, replica)
     ranks = sorted(r for row in stage_map for r in row)
     if len(ranks) == 1:
         return session
-    global _num_sessions
-    _num_sessions += 1
 
     def describe(other: int) -> str:
         its_stage, its_replica = place_in_map(stage_map, other)
         return f"rank {other} (stage {its_stage}, replica {its_replica})"
 
+    session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
+    global _num_sessions
+    told = session.gather((_num_sessions, seat_at(device)))
+    _num_sessions = 1 + max(number for number, _ in told)  # ranks may have been in unequally many
+    seats = {other: seat for other, (_, seat) in zip(ranks, told, strict=True)}
     store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
     session.board = Board(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
-    session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
-    session.backend = reduce_backend(session.gather(device_identity(device)))
+    session.backend = reduce_backend([seat.gpu for seat in seats.values()])
     session.replicas = (
         session.everyone
         if len(stage_map) == 1 and session.backend == "gloo"
         else make_group(stage_map[stage], timeout_seconds=timeout_seconds, backend=session.backend)
     )
     others = {stage_map[s][replica] for s in (stage - 1, stage + 1) if 0 <= s < len(stage_map)}
+    nccl = session.backend != "gloo"
+    session.channels = {
+        other: channel or choose_channel(seats[rank], seats[other], nccl=nccl) for other in sorted(others)
+    }
     # Between replicas nothing is sent; but a link tells at once who is gone, where a reduction only breaks.
     width = len(stage_map[stage])
     others |= {stage_map[stage][(replica + step) % width] for step in (-1, 1)} - {rank}
@@ -165,6 +177,15 @@ def open_session(
         device=device,
         delay=link_delay,
     )
+    # In the order of the ranks: whoever waits for a neighbour here waits for one that comes to it in the end.
+    for other, chosen in session.channels.items():
+        link = session.network.links[other]
+        if chosen == "group":
+            patience = timeout_seconds * GLOO_PATIENCE
+            lanes = open_lanes(rank, other, store, device=device, nccl=nccl, timeout_seconds=patience)
+            link.use_lanes(*lanes)
+        elif chosen == "host":
+            link.use_host()
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.board.watch(session.waiter.fail)
     return session

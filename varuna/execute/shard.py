@@ -5,6 +5,7 @@ after its step the owners send the new values to the others. Gradients are whole
 the updates are those of the unsharded optimizer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,11 +34,15 @@ def shard_optimizer(
     owned = [[p for p in parameters if owners[p] == owner] for owner in range(group.size())]
 
     def share(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        # Together, for a message of its own costs each tensor more than its bytes.
-        for owner, theirs in enumerate(owned):
-            if theirs:
-                values = [p.detach() for p in theirs]
-                dist._broadcast_coalesced(group, values, SHARE_BYTES, owner)  # type: ignore[attr-defined]
+        share_values(owned, group)
 
     optimizer.register_step_post_hook(share)
     return owners
+
+
+def share_values(owned: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+    """Gives everyone the values of each owner: together, for a message costs more than a tensor's bytes."""
+    for owner, theirs in enumerate(owned):
+        if theirs:
+            values = [tensor.detach() for tensor in theirs]
+            dist._broadcast_coalesced(group, values, SHARE_BYTES, owner)  # type: ignore[attr-defined]

@@ -31,6 +31,9 @@ SLOT_BYTES = 2 << 20
 """Slots are multiples of it, so that a somewhat larger message fits too."""
 MOST_SLOTS = 256
 
+Form = tuple[torch.dtype, tuple[int, ...], int]
+"""Of a tensor in a message: its dtype, its shape, its bytes."""
+
 
 def padded(num_bytes: int, to: int = ALIGNMENT) -> int:
     return -(-num_bytes // to) * to
@@ -116,19 +119,14 @@ class Lender:
         uuid, handle = pickle.loads(packed)
         self._slots[number].filled = cuda.Event.from_ipc_handle(reachable(self.device, uuid), handle)
 
-    def tensors(self, number: int, forms: Sequence[tuple[torch.dtype, tuple[int, ...], int]]) -> list[Tensor]:
+    def tensors(self, number: int, forms: Sequence[Form]) -> list[Tensor]:
         """What the other process has put, or will have put, into a slot."""
         slot = self._slots[number]
         assert slot.filled is not None, "a message before the thanks"
         slot.filled.wait(cuda.current_stream(self.device))
         total = message_bytes([num_bytes for _, _, num_bytes in forms])
         storage = torch.as_tensor(Message(slot, total, self._returned), device=self.device).untyped_storage()
-        found, place = [], 0
-        for dtype, shape, num_bytes in forms:
-            tensor = torch.empty(0, dtype=dtype, device=self.device)
-            found.append(tensor.set_(storage, place // dtype.itemsize, shape, contiguous_strides(shape)))
-            place += padded(num_bytes)
-        return found
+        return tensors_in(storage, forms, self.device)
 
     def take_back(self) -> list[int]:
         """Slots that nobody refers to any more; all that uses them is queued by now."""
@@ -232,6 +230,16 @@ class Borrower:
         self._used.clear()
 
 
+def tensors_in(storage: torch.UntypedStorage, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+    """A message's tensors, which lie one after the other."""
+    found, place = [], 0
+    for dtype, shape, num_bytes in forms:
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        found.append(tensor.set_(storage, place // dtype.itemsize, shape, contiguous_strides(shape)))
+        place += padded(num_bytes)
+    return found
+
+
 @functools.lru_cache(maxsize=1024)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
@@ -248,6 +256,12 @@ def reachable(own: torch.device, uuid: str) -> torch.device | None:
         if device_uuid(device) == uuid and (index == own.index or _are_peers(own, device)):
             return device
     return None
+
+
+def gpus_in_reach(own: torch.device) -> tuple[str, ...]:
+    """The names of those whose memory can be written from our own, itself among them."""
+    uuids = [device_uuid(torch.device("cuda", index)) for index in range(cuda.device_count())]
+    return tuple(uuid for uuid in uuids if reachable(own, uuid) is not None)
 
 
 def _are_peers(one: torch.device, other: torch.device) -> bool:

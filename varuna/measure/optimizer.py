@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ Finish = Callable[[Sequence[nn.Parameter]], None]
 """What is done to the gradients of a step before the optimizer: scaled, looked through for overflows."""
 
 
+CACHE_BYTES = 32 << 20
+"""Of other things pass through a processor's caches between two of its steps."""
 NO_OPTIMIZER = "none"
 """Of a model in which nothing trains."""
 
@@ -54,6 +57,16 @@ def measure_optimizer(
     return OptimizerCost(name, fixed, slope, state_bytes / total)
 
 
+def merge(costs: Sequence[OptimizerCost]) -> OptimizerCost:
+    """One optimizer as several ranks have found it."""
+    return OptimizerCost(
+        costs[0].name,
+        median(cost.fixed_seconds for cost in costs),
+        median(cost.seconds_per_element for cost in costs),
+        costs[0].state_bytes_per_element,
+    )
+
+
 def _step(
     make: MakeOptimizer,
     forms: Sequence[Form],
@@ -66,8 +79,10 @@ def _step(
     weights = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device)) for shape, dtype in forms]
     gradients = [torch.full_like(weight, 1e-3) for weight in weights]
     optimizer = make(weights)
+    other_things = torch.zeros(CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
 
     def run() -> float:
+        other_things.add_(1)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
         begin = stopwatch.mark()

@@ -39,6 +39,7 @@ from varuna.morph.state import (
     Proposal,
     Pulse,
     Recalled,
+    ReleaseMachine,
     SaveAndEnd,
     StartAgent,
     StopAsked,
@@ -163,11 +164,14 @@ class Thought:
             warm=event.store_port > 0 or event.generation is not None,
             store_port=event.store_port,
             workers=event.generation,
+            released=False,
         )
         self.tell("agent joined", name + (f", with generation {event.generation}" if goes_on else ""))
         if event.generation is not None and not goes_on:
             why = f"generation {event.generation} is not the one at work"
             self.do(KillWorkers(name, event.generation, why))
+        if goes_on and self.state.phase == "saving":  # it may not have heard that it is asked to
+            self.do(SaveAndEnd(self.generation.number, (name,), self.state.reason))
         if self.at_work(name) and not goes_on and self.state.phase != "ending":
             self.end(f"{name} came back without its workers")
 
@@ -268,14 +272,14 @@ class Thought:
             self.tell("notice ignored", f"{event.machine} is not in the list: {event.why}")
             return
         if event.deadline is None:
-            self.set_member(event.machine, drained=True)
+            self.set_member(event.machine, drained=True, released=False)
         else:
-            self.set_member(event.machine, leave_by=event.deadline)
+            self.set_member(event.machine, leave_by=event.deadline, released=False)
         self.tell("notice", f"{event.machine}: {event.why}")
 
     def recalled(self, event: Recalled) -> None:
         if event.machine in self.state.members:
-            self.set_member(event.machine, leave_by=None, drained=False)
+            self.set_member(event.machine, leave_by=None, released=False)
             self.tell("notice withdrawn", event.machine)
 
     def stop_asked(self, event: StopAsked) -> None:
@@ -322,6 +326,8 @@ class Thought:
             store=next((pulse.store for pulse in pulses if pulse.store), self.state.store),
             saved_step=max(self.state.saved_step, saved.saved_step),
             save_seconds=saved.save_seconds or self.state.save_seconds,
+            save_every_seconds=max(pulse.save_every_seconds for pulse in pulses)
+            or self.state.save_every_seconds,
         )
 
     # ------------------------------------------------------------ what follows
@@ -340,6 +346,14 @@ class Thought:
                 self.wait_for_save()
             elif before == "ending":
                 self.wait_for_end()
+        self.release_machines()
+
+    def release_machines(self) -> None:
+        """Those that leave and have no part any more: whoever wants them need not wait for the deadline."""
+        for name, member in list(self.state.members.items()):
+            if member.agent and member.leaves and not member.released and not self.at_work(name):
+                self.set_member(name, released=True)
+                self.do(ReleaseMachine(name))
 
     def start_agents(self) -> None:
         for name, member in list(self.state.members.items()):
@@ -371,7 +385,7 @@ class Thought:
 
         With `patient` those that come and go too often stay out for a while.
         """
-        known = self.state.generation.machines if self.state.generation is not None else ()
+        known = dict.fromkeys(self.state.generation.machines if self.state.generation is not None else ())
         names = [*known, *(name for name in self.state.members if name not in known)]
         current = self.generation.number if self.state.active else None
         return tuple(
@@ -387,6 +401,10 @@ class Thought:
         )
 
     def note_usable(self) -> None:
+        members = self.state.members.items()
+        present = tuple(name for name, m in members if m.listed and m.agent and not m.leaves)
+        if present != self.state.present:
+            self.set(present=present, present_at=self.now)
         usable = self.ready(patient=True)
         if usable != self.state.usable:
             self.set(usable=usable, changed_at=self.now)
@@ -473,11 +491,18 @@ class Thought:
         elif set(self.state.ended) == set(self.generation.machines):
             self.ended_by_itself()
         elif self.hangs():
-            silence = self.now - self.state.progressed_at
-            self.do(DumpStacks(self.generation.number, self.generation.machines))
-            self.end(f"no progress for {silence:.0f} s (a step takes {self.state.step_seconds:.2g} s)")
+            self.end_hang()
         elif self.state.settings.morphs:
             self.consider_change()
+
+    def end_hang(self) -> None:
+        """Where each worker hangs goes to its log first, which takes a moment."""
+        if self.state.stacks_at < self.state.progressed_at:
+            self.set(stacks_at=self.now)
+            self.do(DumpStacks(self.generation.number, self.generation.machines))
+        elif self.now - self.state.stacks_at >= self.state.settings.stacks_seconds:
+            silence = self.state.stacks_at - self.state.progressed_at
+            self.end(f"no progress for {silence:.0f} s (a step takes {self.state.step_seconds:.2g} s)")
 
     def cause_is_known(self) -> bool:
         """One worker's failure takes the others down, and theirs may be told first."""
@@ -508,8 +533,9 @@ class Thought:
     def consider_change(self) -> None:
         """Machines have come or gone by plan: is there a better layout, and must one be left?"""
         wanted = self.state.usable
-        leaving = [name for name in self.generation.machines if name not in wanted]
-        settled = self.now - self.state.changed_at >= self.state.settings.settle_seconds
+        usable = set(wanted)
+        leaving = [name for name in self.generation.machines if name not in usable]
+        settled = self.settled()
         pressed = any(name in self.state.members and self.state.members[name].leaves for name in leaving)
         proposal = self.state.proposal
         if not wanted:
@@ -527,6 +553,13 @@ class Thought:
             parts = [f"{', '.join(joining)} joins"] if joining else []
             parts += [f"{', '.join(gone)} leaves"] if gone else []
             self.save("; ".join(parts) or f"a better plan: {proposal.layout}")
+
+    def settled(self) -> bool:
+        """Whether machines have been the same for a while; where others are on their way, the usable ones."""
+        members, usable = self.state.members.items(), set(self.state.usable)
+        on_the_way = any(m.listed and not m.leaves and name not in usable for name, m in members)
+        last = self.state.changed_at if on_the_way else self.state.present_at
+        return self.now - last >= self.state.settings.settle_seconds
 
     def deadline_of(self, name: str) -> float | None:
         member = self.state.members.get(name)
@@ -560,7 +593,8 @@ class Thought:
         self.enter("ending", why, deadline=self.now + self.state.settings.end_seconds)
         self.tell("generation ended", f"{number}: {why}")
         for name in self.generation.machines:
-            if self.state.members[name].agent and self.state.members[name].workers == number:
+            member = self.state.members.get(name)  # one whose workers had ended may have left for good
+            if member is not None and member.agent and member.workers == number:
                 self.do(KillWorkers(name, number, why))
 
     def wait_for_end(self) -> None:

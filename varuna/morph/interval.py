@@ -6,6 +6,8 @@ come every M on average, the best time between two saves is about sqrt(2 C M) - 
 
 import math
 
+import msgspec
+
 PRIOR_SECONDS = 4 * 3600.0
 """Before anything is known of a job's machines: one failure in so long."""
 
@@ -24,3 +26,23 @@ def interval_seconds(save_seconds: float, between_failures_seconds: float) -> fl
         return mean
     root = math.sqrt(cost / (2 * mean))
     return math.sqrt(2 * cost * mean) * (1 + root / 3 + root**2 / 9) - cost
+
+
+class SaveRhythm(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a job saves by itself, and what is known so far that bears on it."""
+
+    every_seconds: float | None = None  # as the user wants it, 0 for never; None: what loses the least
+    failures: int = 0
+    observed_seconds: float = 0.0  # in which they came
+    save_seconds: float = 0.0  # that a save kept training waiting; 0: not known yet
+
+    def interval(self, *, save_seconds: float, more_seconds: float) -> float | None:
+        """From one save to the next, after `more_seconds` without a failure; None: never.
+
+        While the cost of a save is not known it is 0: the first one comes at once, and tells.
+        """
+        if self.every_seconds is not None:
+            return self.every_seconds or None
+        return interval_seconds(
+            save_seconds, failure_seconds(self.failures, self.observed_seconds + more_seconds)
+        )

@@ -29,6 +29,12 @@ class Launched(Record, frozen=True):
     generation: Generation
 
 
+class Saving(Record, frozen=True):
+    """The generation's workers are asked to save and to end: that they do is not the end of the job."""
+
+    generation: int
+
+
 class StoreSeen(Record, frozen=True):
     store: str
 
@@ -37,7 +43,7 @@ class Over(Record, frozen=True):
     verdict: Verdict
 
 
-_decoder = msgspec.json.Decoder(Begun | Launched | StoreSeen | Over)
+_decoder = msgspec.json.Decoder(Begun | Launched | Saving | StoreSeen | Over)
 
 
 class Journal:
@@ -91,6 +97,9 @@ def restore(records: Iterable[Record], *, settings: Settings, now: float) -> Job
     for record in records:
         if isinstance(record, Launched):
             state = _launched(state, record.generation, now)
+        elif isinstance(record, Saving):
+            deadline = state.attach_until + settings.save_seconds
+            state = msgspec.structs.replace(state, phase="saving", deadline=deadline)
         elif isinstance(record, StoreSeen):
             state = msgspec.structs.replace(state, store=record.store)
         elif isinstance(record, Over):

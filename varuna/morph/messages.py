@@ -118,6 +118,10 @@ class Stacks(Message, frozen=True):
     generation: int
 
 
+class Release(Message, frozen=True):
+    """This machine is about to go, and may: all is saved, and nothing more is asked of it."""
+
+
 class Dismiss(Message, frozen=True):
     why: str
 
@@ -185,14 +189,14 @@ class Status(msgspec.Struct, frozen=True):
     saved_step: int | None
     losses: int
     save_seconds: float  # that a checkpoint keeps training waiting
-    save_every_seconds: float  # what that and the failures so far advise; 0: not known
+    save_every_seconds: float  # by itself; 0: not, or not known before it has saved once
     slow_machines: tuple[str, ...]
     log_dir: str
     machines: tuple[MachineStatus, ...]
 
 
 FromAgent = Hello | Beat | StoreOpen | Failed | Ended | Noticed | Unnoticed | Output | LogLines | Ask
-ToAgent = Welcome | Start | Save | Kill | Stacks | Dismiss | AskLog | Answer
+ToAgent = Welcome | Start | Save | Kill | Stacks | Release | Dismiss | AskLog | Answer
 
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)

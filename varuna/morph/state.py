@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     flap_seconds: float = 600.0  # losses of a machine further back than this are forgotten
     hang_steps: float = 10.0  # so many step times within a step without progress are a hang
     hang_seconds: float = 60.0  # but no less than this
+    stacks_seconds: float = 0.5  # for the stacks of a hang to be written, before it is ended
     idle_seconds: float = 900.0  # and outside of steps, where anything may happen, than this
 
 
@@ -54,6 +55,7 @@ class Member(msgspec.Struct, frozen=True):
     welcome_at: float = 0.0  # a flapping machine takes part from then on
     leave_by: float | None = None  # a notice: takes no part any more
     drained: bool = False  # nor this one, until it is listed anew
+    released: bool = False  # and it has been told so
     workers: int | None = None  # the generation whose workers it has, or may have
 
     @property
@@ -121,6 +123,7 @@ class Pulse(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0  # of its last step, from entry to entry
     saved_step: int = -1
     save_seconds: float = 0.0
+    save_every_seconds: float = 0.0  # by itself, as far as this rank knows
     store: str = ""
 
 
@@ -140,6 +143,8 @@ class JobState(msgspec.Struct, frozen=True):
     members: Mapping[str, Member] = {}
     changed_at: float = 0.0  # when the usable machines last changed
     usable: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()  # those that are connected, usable or not yet
+    present_at: float = 0.0  # when they last changed
     generation: Generation | None = None  # the one at work, or the last
     next_number: int = 1
     ended: Mapping[str, tuple[Outcome, ...]] = {}  # the generation's machines whose workers are all gone
@@ -155,12 +160,14 @@ class JobState(msgspec.Struct, frozen=True):
     best_iteration: int = 0
     iteration_at_crash: int = 0
     progressed_at: float = 0.0  # within this generation
+    stacks_at: float = 0.0  # when workers that hang were last asked where
     activity: int = 0
     in_step: bool = False
     step_seconds: float = 0.0
     store: str = ""  # where the job saves
     saved_step: int = -1
     save_seconds: float = 0.0
+    save_every_seconds: float = 0.0
     losses: int = 0  # of machines or workers, since the start
     attach_until: float = 0.0  # agents of before may dial in: no second one is started
     verdict: Verdict | None = None  # to be carried out when all has ended
@@ -309,6 +316,12 @@ class KillWorkers(Command, frozen=True):
 class DumpStacks(Command, frozen=True):
     generation: int
     machines: tuple[str, ...]
+
+
+class ReleaseMachine(Command, frozen=True):
+    """It leaves, and has no part any more."""
+
+    machine: str
 
 
 class Tell(Command, frozen=True):

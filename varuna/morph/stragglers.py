@@ -3,10 +3,13 @@
 Only computing counts. Who waits for a slow machine is as late as that, and not to blame.
 """
 
-from collections.abc import Collection, Mapping
-from statistics import median
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import msgspec
+
+from varuna.morph.placement import Layout
+from varuna.types import spread_evenly
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -25,24 +28,51 @@ class Watch(msgspec.Struct, frozen=True):
 def look(
     watch: Watch,
     seconds: Mapping[int, tuple[int, float]],
-    stages: Collection[Collection[int]],
+    layout: Layout,
     rule: Rule,
 ) -> tuple[Watch, frozenset[int]]:
-    """From (iteration, compute seconds) of each rank, and each stage's ranks: the ranks that are too slow.
+    """From (iteration, compute seconds) of each rank: the ranks that are too slow.
 
-    A stage of two has no majority: the slower one is found if it is too slow for the faster one.
+    A replica with more samples may take as much longer. A stage of two has no majority: the slower one is
+    found if it is too slow for the faster one.
     """
     slow_for, iterations = dict(watch.slow_for), dict(watch.iterations)
-    for ranks in stages:
+    shares = spread_evenly(layout.batch_size, parts=layout.width)
+    for ranks in layout.stage_map:
+        share = dict(zip(ranks, shares, strict=True))
         known = {rank: seconds[rank] for rank in ranks if rank in seconds and seconds[rank][1] > 0}
         if len(known) < 2:
             continue
+        # What all would take for one's share, once for each share: there are two at most.
+        fair_times = {
+            own: sorted(
+                taken * more_work(own, share[rank], layout.microbatch_size)
+                for rank, (_, taken) in known.items()
+            )
+            for own in {share[rank] for rank in known}
+        }
         for rank, (iteration, taken) in known.items():
             if iteration == iterations.get(rank):
                 continue  # the same step as last time
             iterations[rank] = iteration
-            peers = [theirs for other, (_, theirs) in known.items() if other != rank]
-            limit = max(rule.factor * median(peers), median(peers) + rule.least_seconds)
+            fair = median_without(fair_times[share[rank]], taken)
+            limit = max(rule.factor * fair, fair + rule.least_seconds)
             slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > limit else 0
     found = frozenset(rank for rank, count in slow_for.items() if count >= rule.steps)
     return Watch(slow_for, iterations), found
+
+
+def more_work(own: int, theirs: int, microbatch_size: int) -> float:
+    """How many times another's work a share may be: by samples, or by micro-batches, of which any costs."""
+    return max(own / theirs, -(-own // microbatch_size) / -(-theirs // microbatch_size))
+
+
+def median_without(ordered: Sequence[float], value: float) -> float:
+    """Of the values but for one of them, without looking at each: each of a thousand asks."""
+    place = bisect_left(ordered, value)
+
+    def other(index: int) -> float:
+        return ordered[index if index < place else index + 1]
+
+    count = len(ordered) - 1
+    return (other((count - 1) // 2) + other(count // 2)) / 2

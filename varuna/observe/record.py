@@ -32,8 +32,8 @@ class Recorder:
         self.entries = []
 
     def compute_seconds(self) -> float:
-        """Of forwards and backwards, without the waiting in between."""
-        return sum(stop - start for what, _, start, stop in self.entries if what in COMPUTE)
+        """Of the step's forwards and backwards, without the waiting in between; asked for after each step."""
+        return computing(self.entries)
 
     def snapshot(self) -> Snapshot:
         """What was added so far, to be looked at later, if at all: taking one costs nothing."""
@@ -43,6 +43,10 @@ class Recorder:
     def timeline(self, rank: int, stage: int) -> Timeline:
         """What was added, still by this rank's clock; `merge` makes it start at zero."""
         return to_timeline(self.snapshot()(), rank, stage)
+
+
+def computing(entries: Iterable[Entry]) -> float:
+    return sum(stop - start for what, _, start, stop in entries if what in COMPUTE)
 
 
 def to_timeline(entries: Iterable[Entry], rank: int, stage: int) -> Timeline:

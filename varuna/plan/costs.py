@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.types import Duration, LinkCost, MessageCost, Profile, SegmentCost, SizeCost
+from varuna.types import Duration, LinkCost, MessageCost, Profile, ReduceCost, SegmentCost, SizeCost
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -80,13 +80,18 @@ class Costs:
         self._bucket_seconds: dict[tuple[int, int, bool], tuple[float, ...]] = {}
         self._bucket_shares: dict[tuple[int, bool, int, int], tuple[float, ...]] = {}
         self._notes: dict[str, None] | None = None
-        self._by_group: dict[bool, dict[int, list[tuple[int, float]]]] = {False: {}, True: {}}
-        for cost in profile.reductions:
-            groups = self._by_group[cost.between_machines]
-            groups.setdefault(cost.group_size, []).append((cost.num_bytes, cost.duration.seconds))
-        for groups in self._by_group.values():
-            for points in groups.values():
-                points.sort()
+        near_and_far = {
+            between: [cost for cost in profile.reductions if cost.between_machines is between]
+            for between in (False, True)
+        }
+        self._by_group = {
+            between: _by_group((cost, cost.duration) for cost in costs)
+            for between, costs in near_and_far.items()
+        }
+        self._shared_by_group = {
+            between: _by_group((cost, cost.sharing) for cost in costs)
+            for between, costs in near_and_far.items()
+        }
 
     # ------------------------------------------------------------ what was estimated
 
@@ -210,20 +215,17 @@ class Costs:
         where = "between machines" if between else "within one machine"
         if not groups:
             return self._reduce_by_link(group_size, num_bytes, between=between, where=where)
-        if group_size in groups:
-            return _between_points(groups[group_size], num_bytes), ()
-        smaller = max((size for size in groups if size < group_size), default=None)
-        larger = min((size for size in groups if size > group_size), default=None)
-        if smaller is not None and larger is not None:
-            low = _between_points(groups[smaller], num_bytes)
-            high = _between_points(groups[larger], num_bytes)
-            share = (group_size - smaller) / (larger - smaller)
-            note = f"an all-reduce {where} over {group_size} ranks is estimated from {smaller} and {larger}"
-            return low + share * (high - low), (note,)
-        nearest = smaller if smaller is not None else larger
-        assert nearest is not None
-        note = f"an all-reduce {where} over {group_size} ranks is estimated from {nearest}"
-        return _regroup(groups[nearest], nearest, group_size, num_bytes), (note,)
+        seconds, source = _over_group(groups, group_size, num_bytes)
+        if not source:
+            return seconds, ()
+        return seconds, (f"an all-reduce {where} over {group_size} ranks is estimated from {source}",)
+
+    def share_seconds(self, group_size: int, num_bytes: int, *, between: bool) -> float:
+        """Each owner's share of so many bytes to all others: where not measured, half of an all-reduce."""
+        groups = self._shared_by_group[between]
+        if not groups:
+            return self.reduce_seconds(group_size, num_bytes, between=between) / 2
+        return _over_group(groups, group_size, num_bytes)[0]
 
     def _reduce_by_link(
         self, group_size: int, num_bytes: int, *, between: bool, where: str
@@ -294,7 +296,7 @@ class Costs:
         """The optimizer, and what the engine does once a step.
 
         Where each replica keeps a share of the optimizer's state, it updates that share and sends it to
-        the others: half of what an all-reduce moves.
+        the others.
         """
         profile = self.profile
         elements = self.num_trained[stop] - self.num_trained[first] - self.tied_twice(first, stop)[1]
@@ -304,7 +306,7 @@ class Costs:
             return seconds
         seconds += profile.optimizer.fixed_seconds
         if shard and width > 1:
-            sharing = self.reduce_seconds(width, num_bytes, between=between) / 2
+            sharing = self.share_seconds(width, num_bytes, between=between)
             return seconds + profile.optimizer.seconds_per_element * elements / width + sharing
         return seconds + profile.optimizer.seconds_per_element * elements
 
@@ -427,6 +429,34 @@ def _between_points(points: Sequence[tuple[int, float]], num_bytes: float) -> fl
         return value + slope * (num_bytes - size)
     (before, lower), (size, value) = points[place - 1], points[place]
     return lower + (value - lower) * (num_bytes - before) / (size - before)
+
+
+Points = list[tuple[int, float]]
+
+
+def _by_group(costs: Iterable[tuple[ReduceCost, Duration | None]]) -> dict[int, Points]:
+    """(bytes, seconds), ascending, by the size of the group."""
+    found: dict[int, Points] = {}
+    for cost, duration in costs:
+        if duration is not None:
+            found.setdefault(cost.group_size, []).append((cost.num_bytes, duration.seconds))
+    return {size: sorted(points) for size, points in found.items()}
+
+
+def _over_group(groups: dict[int, Points], group_size: int, num_bytes: int) -> tuple[float, str]:
+    """Seconds; and of which groups they were made, where that one was not measured."""
+    if group_size in groups:
+        return _between_points(groups[group_size], num_bytes), ""
+    smaller = max((size for size in groups if size < group_size), default=None)
+    larger = min((size for size in groups if size > group_size), default=None)
+    if smaller is not None and larger is not None:
+        low = _between_points(groups[smaller], num_bytes)
+        high = _between_points(groups[larger], num_bytes)
+        share = (group_size - smaller) / (larger - smaller)
+        return low + share * (high - low), f"{smaller} and {larger}"
+    nearest = smaller if smaller is not None else larger
+    assert nearest is not None
+    return _regroup(groups[nearest], nearest, group_size, num_bytes), str(nearest)
 
 
 def _regroup(points: Sequence[tuple[int, float]], measured: int, wanted: int, num_bytes: int) -> float:

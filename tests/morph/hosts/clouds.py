@@ -4,7 +4,7 @@ import email.utils
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
@@ -27,8 +27,12 @@ class Cloud(http.server.ThreadingHTTPServer):
         self.changed = threading.Condition()
 
     def wait_until_asked(self, times: int) -> None:
+        self.wait_for(lambda: len(self.asked) >= times)
+
+    def wait_for(self, wanted: Callable[[], bool]) -> None:
+        """Looked at with each question."""
         with self.changed:
-            self.changed.wait_for(lambda: len(self.asked) >= times)
+            self.changed.wait_for(wanted)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Who hangs up before the answer is one of the tests' own."""

@@ -50,8 +50,7 @@ class Host:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
-            # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
-            "SetEnv": f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1 SHLVL=1",
+            "SetEnv": " ".join(f'"{name}={value}"' for name, value in self._lab.environment.items()),
         }
         sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
         sshd += [f"-o{name}={value}" for name, value in options.items()]
@@ -130,9 +129,13 @@ class Host:
 class Lab:
     """`with Lab(3) as lab:` has three hosts up, n1 to n3, and leaves nothing behind."""
 
-    def __init__(self, num_hosts: int) -> None:
+    def __init__(self, num_hosts: int, environment: Mapping[str, str] | None = None) -> None:
+        """The environment is for all that is started over ssh."""
         require_tools()
         remove_orphans()
+        # A shell of the second level leaves the user's .bashrc alone, whatever that does, and waits for.
+        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHLVL": "1"}
+        self.environment = {**(environment or {}), **ours}
         self.name, self.network = claim_network()
         self.address = f"{self.network}.1"  # of the manager's side
         self.folder = folder_of(self.name)

@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +67,19 @@ class RayCluster:
         )
         self._clients.append(process)
         return RayClient(process)
+
+    def manager(self, folder: Path, environment: Mapping[str, str]) -> list[str]:
+        """The command that leads a job from the first host, in the environment that has Ray."""
+        lead = (
+            "import runpy, sys; sys.argv[0] = 'run_varuna'; "
+            f"sys.path.append({sysconfig.get_path('purelib')!r}); "  # behind what Ray needs
+            "runpy.run_module('varuna.run_varuna', run_name='__main__')"
+        )
+        head = self.lab.hosts[0]
+        argv = ["env", "-C", str(folder), str(self._bin / "python"), "-c", lead]
+        told = {**self._environment, **environment, "RAY_ADDRESS": self.address}
+        agents = ["--starter", "ray", "--manager_ip", head.address, "--python", sys.executable]
+        return [*head.command(argv, told), *agents]
 
     def close(self) -> None:
         self.lab.close()

@@ -1,0 +1,202 @@
+"""What a manager costs that hears a thousand machines: a real one, and agents that do nothing but beat.
+
+`python -m benchmarks.heartbeats FOLDER PORT` is the manager. The agents share the process that measures; each
+has its own connection, and tells with each beat of the workers of its machine, which do step after step.
+"""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from varuna.launcher import free_port
+from varuna.manager import ManagedJob, Manager
+from varuna.morph.clock import WakingClock
+from varuna.morph.journal import Journal
+from varuna.morph.messages import Beat, Hello, Message, Start, StoreOpen, read_to_agent, write
+from varuna.morph.placement import lay_out, ranks_of_machine
+from varuna.morph.start import AgentOrders
+from varuna.morph.state import JobState, Proposal, Pulse
+from varuna.morph.wire import Wire
+
+SECRET = bytes(32)
+DEVICES, STAGES = 4, 8
+BEAT_SECONDS = AgentOrders(job="", machine="", managers=(), secret="").heartbeat_seconds
+
+
+# ---------------------------------------------------------------- the manager
+
+
+class Running:
+    """An agent that was started, or so it is said."""
+
+    def ended(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+
+class Elsewhere:
+    """Agents dial in by themselves."""
+
+    def start(self, orders: AgentOrders) -> Running:
+        return Running()
+
+
+def plan(machines: tuple[str, ...]) -> Proposal:
+    layout = lay_out(len(machines) * DEVICES, STAGES, batch_size=2**16, microbatch_size=1)
+    ranks = tuple(ranks_of_machine(layout, i, devices_per_machine=DEVICES) for i in range(len(machines)))
+    return Proposal(machines, machines, ranks, layout)
+
+
+def lead(folder: Path, port: int) -> None:
+    job = ManagedJob(
+        name="job",
+        script="train.py",
+        arguments=(),
+        flags=(),
+        code_dir=str(folder),
+        log_dir=str(folder),
+        devices_per_machine=DEVICES,
+        environment={},
+        machine_list=str(folder / "machines"),
+        port=port,
+        secret=SECRET.hex(),
+        slow_file=str(folder / "slow"),
+    )
+
+    async def run() -> None:
+        clock = WakingClock(time.monotonic)
+        manager = Manager(
+            job,
+            JobState(since=clock.now()),
+            planner=plan,
+            starter_of=lambda machine: Elsewhere(),
+            newest=lambda store: None,
+            address_for=lambda machine: "127.0.0.1",
+            journal=Journal(folder / "journal"),
+            clock=clock,
+            say=lambda text: None,
+        )
+        await manager.lead(socket.create_server(("127.0.0.1", port), backlog=1024))
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- the agents
+
+
+class Agent:
+    """Does nothing but what the manager wants to see."""
+
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        self.at_work = asyncio.Event()
+        self.start: Start | None = None
+        self.step = 0
+
+    async def live(self, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        wire = Wire(SECRET, calls=True)
+
+        def send(message: Message) -> None:
+            writer.write(wire.pack(write(message)))
+
+        writer.write(wire.greeting)
+        while not wire.greeted:
+            wire.feed(await reader.read(65536))
+        send(Hello("job", self.machine, self.machine, 1, "127.0.0.1", None, 0))
+        send(StoreOpen(1))
+        beating = asyncio.create_task(self.beat(send))
+        try:
+            while data := await reader.read(65536):
+                for payload in wire.feed(data):
+                    message = read_to_agent(payload)
+                    if isinstance(message, Start):
+                        self.start = message
+                        self.at_work.set()
+        finally:
+            beating.cancel()
+            writer.close()
+
+    async def beat(self, send: Callable[[Message], None]) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self.step += 1
+            ranks = self.start.ranks if self.start is not None else ()
+            generation = self.start.generation if self.start is not None else None
+            send(Beat(generation, tuple(self.pulse(rank) for rank in ranks)))
+
+    def pulse(self, rank: int) -> Pulse:
+        return Pulse(
+            rank,
+            pid=1000 + rank,
+            iteration=self.step,
+            steps=self.step,
+            activity=self.step,
+            in_step=True,
+            compute_seconds=0.3,
+            step_seconds=0.5,
+            store="/checkpoints",
+        )
+
+
+async def share_of_a_core(
+    process: psutil.Process, agents: list[Agent], port: int, seconds: float, repeats: int
+) -> list[float]:
+    """That the process uses, in several stretches of time, while all agents are at work."""
+    lives = []
+    for agent in agents:
+        lives.append(asyncio.create_task(agent.live(port)))
+        await asyncio.sleep(0.5 / len(agents))  # so their beats are spread
+    async with asyncio.timeout(60):
+        for agent in agents:
+            await agent.at_work.wait()
+    found = []
+    for _ in range(repeats):
+        used, began = sum(process.cpu_times()[:2]), time.monotonic()
+        await asyncio.sleep(seconds)
+        found.append((sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began))
+    assert not any(life.done() for life in lives), "the manager has let an agent go"
+    for life in lives:
+        life.cancel()
+    return found
+
+
+def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]:
+    """Of one core."""
+    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
+        names = [f"10.{n // 250}.{n % 250}.1" for n in range(machines)]
+        (Path(folder) / "machines").write_text("".join(f"{name}\n" for name in names))
+        port = free_port()
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.heartbeats", folder, str(port)]) as manager:
+            try:
+                wait_until_it_listens(port)
+                return asyncio.run(
+                    share_of_a_core(
+                        psutil.Process(manager.pid), [Agent(name) for name in names], port, seconds, repeats
+                    )
+                )
+            finally:
+                manager.kill()
+
+
+def wait_until_it_listens(port: int) -> None:
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    lead(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""What the benchmark `morphing` trains: run by `varuna run`, and by torchrun on the other side.
+
+Every rank notes when it begins, and the first one when a step is done, in the file `notes.jsonl`. Model,
+data, batch, optimizer and the steps between two checkpoints are the same on both sides. Under torchrun
+(--plain) it is what is fastest there: DistributedDataParallel and torch.save, without a word of this library,
+whose import takes longer than torch's own and would be paid for at each restart.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH, WIDTH = 12, 64
+SAVE_EVERY = 25
+STEP_SECONDS = 0.02
+PEER_SECONDS = 2.0
+"""After so long in vain a worker of torchrun gives up on its peers: nobody else tells it of a silent one."""
+
+
+class Notes:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.same = {"world": world, "start": time.time()}
+        self.write("begun", rank=rank, pid=os.getpid(), host=socket.gethostname())
+
+    def write(self, what: str, **facts: object) -> None:
+        line = {"at": time.time(), "what": what, **self.same, **facts}
+        with open("notes.jsonl", "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def stepped(self, step: int) -> None:
+        if self.rank == 0:
+            self.write("step", step=step)
+
+
+def samples(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of a step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, WIDTH, generator=generator)[rank::world]
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+def train_with_library() -> None:
+    from varuna import CutPoint, Varuna
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.cut, self.last = nn.Linear(WIDTH, WIDTH), CutPoint(), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return ((self.last(self.cut(torch.tanh(self.first(x)))) - y) ** 2).mean()
+
+    notes = Notes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    x, y = samples(0, 0, 1)
+    torch.manual_seed(1)
+    stage_map = os.environ["VARUNA_STAGE_TO_RANK_MAP"]
+    model = Varuna(Net(), stage_map, {"x": x, "y": y}, BATCH, 2, device="cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model.set_optimizer(optimizer)
+    before = time.time()
+    model.resume("store")
+    notes.write("loaded", seconds=time.time() - before)
+    while True:
+        step = model.iteration
+        x, y = samples(step, model.rank_within_stage, model.data_depth)
+        model.step({"x": x, "y": y})
+        optimizer.step()
+        model.zero_grad()
+        notes.stepped(step)
+        if model.iteration % SAVE_EVERY == 0:
+            before = time.time()
+            model.checkpoint("store", keep_last=2)
+            notes.write("saved", seconds=time.time() - before)
+        time.sleep(STEP_SECONDS)
+
+
+def train_plainly() -> None:
+    # Workers begin seconds apart; once all are there, a silent one is given up soon.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    notes = Notes(rank, world)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    step, place = 0, Path("checkpoint.pt")
+    if place.exists():
+        kept = torch.load(place)
+        net.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        step = kept["step"]
+    model = DistributedDataParallel(
+        net, process_group=dist.new_group(timeout=timedelta(seconds=PEER_SECONDS))
+    )
+    while True:
+        x, y = samples(step, rank, world)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        notes.stepped(step)
+        step += 1
+        if step % SAVE_EVERY == 0 and rank == 0:
+            kept = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(kept, "checkpoint.part")
+            os.replace("checkpoint.part", place)
+        time.sleep(STEP_SECONDS)
+
+
+if __name__ == "__main__":
+    (train_plainly if "--plain" in sys.argv else train_with_library)()

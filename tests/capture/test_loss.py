@@ -1,0 +1,118 @@
+"""A loss over many words, made together with its scores, is the loss that the model says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from varuna.capture import Program, Source, loss
+from varuna.capture.loss import join_losses, loss_over_words, parts, with_joint_loss
+from varuna.types import PrecisionName, Work
+
+WORDS, WIDTH, TOKENS = 4099, 8, 6
+
+
+class Language(nn.Module):
+    def __init__(self, finish: Callable[[Tensor, Tensor], Tensor], *, bias: bool, words: int = WORDS) -> None:
+        super().__init__()
+        self.words, self.head, self.finish = nn.Embedding(words, WIDTH), nn.Linear(WIDTH, words, bias), finish
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        labels = tokens.where(tokens % 5 != 0, -100)
+        return self.finish(self.head(self.words(tokens).tanh()), labels)
+
+
+def as_hugging_face(scores: Tensor, labels: Tensor) -> Tensor:
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(scores.float().view(-1, scores.shape[-1]), shifted.view(-1))
+
+
+def of_all_but_the_last(scores: Tensor, labels: Tensor) -> Tensor:
+    before = scores[:, :-1].contiguous()
+    return F.cross_entropy(before.view(-1, WORDS), labels[:, 1:].reshape(-1), reduction="sum")
+
+
+def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.view(-1, WORDS), labels.view(-1), label_smoothing=0.1)
+
+
+def used_twice(scores: Tensor, labels: Tensor) -> Tensor:
+    return as_hugging_face(scores, labels) + scores.mean()
+
+
+def captured(model: nn.Module, precision: PrecisionName = "fp32") -> tuple[Program, dict[str, Tensor]]:
+    inputs = {"tokens": torch.randint(9, (3, TOKENS))}
+    return Source(model, precision=precision).capture(inputs, training=True).carve(0, 1), inputs
+
+
+def run(model: nn.Module, program: Program, inputs: Any) -> list[Tensor]:
+    """The loss, and the gradients of twice the loss."""
+    state = dict(model.named_parameters())
+    (found,) = program([state[name] for name in program.state], [], inputs, Work(0, 0, 0))
+    return [found.detach(), *torch.autograd.grad(2 * found, [state[name] for name in program.state])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("finish", [as_hugging_face, of_all_but_the_last])
+def test_a_joint_loss_has_the_value_and_the_gradients_of_the_plain_one(
+    finish: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V10, V21: in parts that do not come out even, with labels that do not count."""
+    monkeypatch.setattr(loss, "PART_BYTES", 5 * 4160 * 8)
+    model = Language(finish, bias=bias)
+    if finish is of_all_but_the_last:
+        model = model.double()
+    program, inputs = captured(model)
+    joint = join_losses(program)
+    assert joint is not program
+    torch.testing.assert_close(run(model, joint, inputs), run(model, program, inputs))
+    with torch.no_grad():
+        state = dict(model.named_parameters())
+        (found,) = joint([state[name] for name in joint.state], [], inputs, Work(0, 0, 0))
+    torch.testing.assert_close(found, run(model, joint, inputs)[0])
+
+
+def test_in_bf16_it_is_as_near_to_the_exact_one_as_the_plain_one_is() -> None:
+    """V14: exact to the precision's rounding."""
+    model = Language(as_hugging_face, bias=True)
+    program, inputs = captured(model, "bf16")
+    exact = run(model, captured(model)[0], inputs)
+    for plain, joint, right in zip(
+        run(model, program, inputs), run(model, join_losses(program), inputs), exact, strict=True
+    ):
+        assert (joint - right).norm() <= 1.5 * (plain - right).norm() + 1e-4 * right.norm()
+
+
+def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:
+    models = [
+        Language(smoothed, bias=True),
+        Language(used_twice, bias=True),
+        Language(as_hugging_face, bias=True).double(),  # whose scores the model itself makes coarser
+        Language(as_hugging_face, bias=True, words=9),
+    ]
+    for model in models:
+        program, _ = captured(model)
+        assert join_losses(program) is program
+
+
+def test_a_processor_keeps_the_plain_loss() -> None:
+    program, _ = captured(Language(as_hugging_face, bias=True))
+    assert with_joint_loss(program) is program
+
+
+def test_labels_of_which_none_counts_give_what_torch_gives() -> None:
+    hidden, weight = torch.rand(2, WIDTH, requires_grad=True), torch.rand(WORDS, WIDTH)
+    found = loss_over_words(hidden, weight, None, torch.tensor([-100, -100]), -100, True)
+    assert found.isnan() and F.cross_entropy(hidden @ weight.t(), torch.tensor([-100, -100])).isnan()
+
+
+@given(st.integers(0, 5000), st.integers(1, 1 << 30))
+def test_parts_follow_each_other_and_fit(count: int, row_bytes: int) -> None:
+    found = parts(count, row_bytes)
+    assert [row for first, stop in found for row in range(first, stop)] == list(range(count))
+    assert all(stop - first == 1 or (stop - first - 1) * row_bytes < loss.PART_BYTES for first, stop in found)

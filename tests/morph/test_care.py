@@ -1,0 +1,187 @@
+"""Real jobs that nobody looks after but their manager: saved by themselves, warned, watched, and kept to."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.morph.hosts import clouds
+from tests.morph.jobs import TRAIN, Job, check
+
+SAVES_NOTHING = "EVERY = 0\n"
+"""A script that says where, once, and nothing else."""
+
+
+class SeveralAws(clouds.Aws):
+    """As it is asked by several machines: each has a token of its own, and the first one's is doomed."""
+
+    num_machines = 0
+
+    def reply(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> clouds.Reply:
+        if method == "PUT":
+            self.num_machines += 1
+            return 200, clouds.NO_HEADERS, f"machine-{self.num_machines}".encode()
+        if headers["X-aws-ec2-metadata-token"] == "machine-1" and self.action:
+            return 200, clouds.NO_HEADERS, json.dumps(self.action).encode()
+        return 404, clouds.NO_HEADERS, b"not found"
+
+
+class SeveralGcp(clouds.Gcp):
+    """One machine's flag changes, whichever waits for it first."""
+
+    def reply(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> clouds.Reply:
+        with self.changed:
+            known = query.get("last_etag", "")
+            if known:
+                self.changed.wait_for(
+                    lambda: known == "etag-0" and self.preempted, timeout=float(query["timeout_sec"])
+                )
+            if known == "etag-0" and self.preempted:
+                self.preempted, known = False, "etag-1"
+            flag = b"TRUE" if known == "etag-1" else b"FALSE"
+            return 200, {**self.flavor, "ETag": known or "etag-0"}, flag
+
+
+def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_they_go(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V41, V46, V47: a spot interruption of AWS, then a SIGTERM on an agent; no step is done twice."""
+    aws = SeveralAws()
+    options = ["--save_every", "0.3", "--cloud", "aws", "--cloud_url", aws.url]
+    with (
+        clouds.running(aws),
+        Job(tmp_path, machines=2, script=SAVES_NOTHING + TRAIN, options=options) as job,
+    ):
+        job.wait_for_steps(20)
+        status = job.status()
+        assert status["saved_step"] > 1 and status["save_every_seconds"] == 0.3
+        assert "; by itself every 0.3 s" in job.varuna("status").stdout
+        check_what_others_can_see(job)
+
+        aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}
+        doomed = job.wait_for("AWS will terminate this machine at 08:02:00 UTC").split(": ")[2]
+        other = {"127.0.0.1": "127.0.0.2", "127.0.0.2": "127.0.0.1"}[doomed]
+        job.wait_for_change(f"generation: 2: 1 stage x 1 replica, batch 12 in micro-batches of 2 on {other},")
+
+        number = int(other[-1])
+        job.write_list(1, 2, 3)
+        job.wait_for_change("generation: 3: 1 stage x 2 replicas")
+        assert f"on {other}, 127.0.0.3," in job.lines[-1]
+        job.wait_for_steps(2)
+        os.kill(job.agent(number), signal.SIGTERM)
+        job.wait_for(f"notice: {other}: the agent got SIGTERM")
+        job.wait_for_change("generation: 4: 1 stage x 1 replica")
+        assert "on 127.0.0.3," in job.lines[-1]
+        assert len(list((tmp_path / "store").glob("varuna_ckpt_*"))) <= 3  # one of them under way
+        check(job, peace)
+        assert f"machine lost: {other}" in job.text, "its agent did not end"
+
+
+def check_what_others_can_see(job: Job) -> None:
+    """Listings of processes, files and ports."""
+    contact = job.contact()
+    (place,) = (job.folder / "home").glob("jobs/*/manager.json")
+    assert place.stat().st_mode & 0o777 == 0o600 and place.parent.stat().st_mode & 0o777 == 0o700
+    processes = job.processes()
+    assert any("varuna.agent" in line for line in processes.values())
+    for pid in processes:
+        seen = b"".join(Path(f"/proc/{pid}/{listing}").read_bytes() for listing in ("cmdline", "environ"))
+        assert contact.secret.encode() not in seen
+    files = [path for path in job.folder.rglob("*") if path.is_file() and path != place]
+    assert not [path for path in files if contact.secret.encode() in path.read_bytes()]
+    found = {address for pid in processes for address in listening(pid)}
+    assert f"{contact.address}:{contact.port}" in found
+    assert not [address for address in found if not address.startswith("127.0.0.")]
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses on which a process waits for callers."""
+    sockets = set()
+    for place in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(place))
+        except OSError:
+            continue  # closed meanwhile
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets:
+                address, port = local.split(":")
+                if table == "tcp":
+                    address = ".".join(str(byte) for byte in reversed(bytes.fromhex(address)))
+                found.append(f"{address}:{int(port, 16)}")
+    return found
+
+
+HANGS = """
+import os, time
+EVERY = 0
+
+def delay(op, microbatch):
+    if Path("hurry").exists():
+        return 0.0
+    slow = (op, microbatch, model.iteration, os.environ["VARUNA_GENERATION"]) == ("F", 0, 4, "1")
+    return 2.5 if slow else 0.05
+
+def misbehave(step):
+    if (step, os.environ["VARUNA_GENERATION"], os.environ["RANK"]) == (8, "1", "1"):
+        hang_for_ever()
+
+def hang_for_ever():
+    time.sleep(1e6)
+"""
+
+
+def test_a_job_that_hangs_is_started_anew_with_its_stacks_in_the_logs_and_one_that_is_slow_is_not(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V43, V41, V47: a step of 2.5 s among those of 0.3 s is no hang; then GCP preempts a machine.
+
+    What it is started anew from is what the job has saved by itself, when it pleased.
+    """
+    gcp = SeveralGcp()
+    options = ["--hang_seconds", "2", "--cloud", "gcp", "--cloud_url", gcp.url]
+    with clouds.running(gcp), Job(tmp_path, machines=2, script=HANGS + TRAIN, options=options) as job:
+        assert "no progress for" in job.wait_for("generation: 2: 1 stage x 2 replicas")
+        assert "from step" in job.lines[-1] and set(job.losses) == set(range(9))
+        (log,) = tmp_path.glob("varuna_logs/*/generation_1/rank_1.err")
+        assert "in hang_for_ever" in log.read_text()
+        job.wait_for_steps(3)
+        with gcp.changed:
+            gcp.preempted = True
+            gcp.changed.notify_all()
+        job.wait_for("GCP preempts this machine")
+        job.wait_for_change("generation: 3: 1 stage x 1 replica")
+        check(job, peace)
+
+
+SLOW = """
+import os
+EVERY = 0
+
+def delay(op, microbatch):
+    return 0.03 if os.environ["VARUNA_MACHINE"] == "127.0.0.3" else 0.0
+"""
+
+
+def test_a_slow_machine_is_listed_and_left_and_azure_need_not_wait_for_its_deadline(
+    tmp_path: Path, peace: dict[int, float]
+) -> None:
+    """V44, V41, V47"""
+    azure = clouds.Azure()
+    options = ["--exclude_slow", "--cloud", "azure", "--cloud_url", azure.url]
+    with clouds.running(azure), Job(tmp_path, machines=3, script=SLOW + TRAIN, options=options) as job:
+        job.wait_for("slow machine: 127.0.0.3 computes more slowly than others")
+        assert (tmp_path / "slow_machines.out").read_text() == "127.0.0.3\n"
+        job.wait_for_change("generation: 2: 1 stage x 2 replicas")
+        assert "on 127.0.0.1, 127.0.0.2," in job.lines[-1]
+        (events,) = tmp_path.glob("varuna_logs/*/events.jsonl")
+        assert "slow machine" in [json.loads(line)["what"] for line in events.read_text().splitlines()]
+
+        azure.schedule("Preempt", azure.machine, seconds=30)  # of all of them
+        azure.wait_for(lambda: azure.events[0]["EventStatus"] == "Started")
+        azure.events.clear()
+        job.wait_for_change("generation: 3: ")
+        check(job, peace)
