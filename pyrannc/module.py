@@ -343,9 +343,9 @@ class RaNNCModule(nn.Module):
     def _take_over_values(self) -> None:
         """Rank 0's, on all ranks: who draws initial values draws other ones in every process."""
         session = self._session
-        if session.everyone is None:
-            return
         tensors = [t for t in (*self._model.parameters(), *self._model.buffers()) if not t.is_meta]
+        if session.everyone is None or not tensors:
+            return
         on_host = [t.detach().cpu().contiguous() for t in tensors]
         broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
         broadcast(session.everyone, on_host, SYNC_BYTES, 0)

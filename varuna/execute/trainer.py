@@ -162,8 +162,11 @@ class Trainer:
     # ------------------------------------------------------------ parts of a step
 
     def _changing_buffers(self) -> dict[str, Tensor]:
-        """Those that replicas must make equal again."""
-        return {name: self.state.tensor(name) for name in self.mutated} if self.plan.width > 1 else {}
+        """Those that replicas must make equal again.
+
+        By `.data`: a forward whose backward is still to come has kept them, though it does not use them.
+        """
+        return {name: self.state.tensor(name).data for name in self.mutated} if self.plan.width > 1 else {}
 
     def _scatter(
         self,
