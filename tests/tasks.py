@@ -13,6 +13,7 @@ from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, get_varuna_config, plain_randomness
 from varuna.capture import Captured, Source
 from varuna.capture.batch import Batch
+from varuna.capture.calling import Calling
 from varuna.types import format_stage_map
 
 SEED = 11
@@ -49,11 +50,16 @@ class RememberingSource(Source):
     remembered: ClassVar[dict[Hashable, Captured]] = {}
 
     def capture(
-        self, inputs: Mapping[str, object], *, training: bool, batch: Batch | None = None
+        self,
+        inputs: Mapping[str, object],
+        *,
+        training: bool,
+        batch: Batch | None = None,
+        calling: Calling | None = None,
     ) -> Captured:
         key = self.toy, self.signature(inputs, batch), training, self.precision, self.device
         if key not in self.remembered:
-            self.remembered[key] = super().capture(inputs, training=training, batch=batch)
+            self.remembered[key] = super().capture(inputs, training=training, batch=batch, calling=calling)
         if training and self._partition is not None:
             self._first = self._first or self.remembered[key]  # as other captures are to be cut
         return self.remembered[key]

@@ -60,7 +60,7 @@ def refusing(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (profile_script.profile, planning.plan, planning.explain, planning.simulate):
+for command in (profile_script.profile, planning.plan, planning.explain, planning.show, planning.simulate):
     app.command()(refusing(command))
 managing.register(app)
 

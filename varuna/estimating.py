@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from varuna.capture import Source
+from varuna.capture import Captured, Source
 from varuna.plan.blocks import partition
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed, estimate
@@ -47,14 +47,39 @@ def estimate_profile(
         partition=partition,
     )
     batches = Batches(get_batch, source)
-    captured = source.capture(batches.sample, training=True)
-    subject = describe(source, captured, batches, device=torch.device("cpu"), devices_per_machine=1)
+    return estimate_captured(
+        source,
+        source.capture(batches.sample, training=True),
+        microbatch_sizes,
+        sample_bytes=batches.sample_bytes,
+        speed=speed,
+        within=within,
+        between=between,
+        optimizer=optimizer,
+    )
+
+
+def estimate_captured(
+    source: Source,
+    captured: Captured,
+    microbatch_sizes: Sequence[int],
+    *,
+    sample_bytes: int,
+    speed: Speed,
+    within: LinkCost,
+    between: LinkCost | None = None,
+    optimizer: OptimizerCost = ADAM,
+) -> Profile:
+    """The same, of a model that is captured already."""
+    subject = describe(
+        source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
+    )
     segments = captured.graph.segments
     return Profile(
         fingerprint=subject.fingerprint,
         device="estimated",
         device_memory_bytes=speed.memory_bytes,
-        precision=precision,
+        precision=source.precision,
         kinds=tuple(
             SegmentCost(
                 estimate(segments[subject.segments.index(index)], speed, microbatch_sizes),
@@ -91,4 +116,4 @@ def _reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
     ]
 
 
-__all__ = ["Speed", "assumed_link", "estimate_profile"]
+__all__ = ["Speed", "assumed_link", "estimate_captured", "estimate_profile"]

@@ -21,6 +21,13 @@ class Network(msgspec.Struct, frozen=True):
     latency_seconds: float
 
 
+class StageContents(msgspec.Struct, frozen=True):
+    """What a stage is made of."""
+
+    num_operations: int
+    num_parameters: int  # elements
+
+
 class PinnedPlan(Proposal, frozen=True):
     """A proposal, and what it was made from. Whoever runs it needs but the `plan`."""
 
@@ -29,6 +36,7 @@ class PinnedPlan(Proposal, frozen=True):
     cluster: Cluster | None = None
     network: Network | None = None  # None: as it was measured
     shard_optimizer: bool = False
+    contents: tuple[StageContents, ...] = ()  # of each stage, where it is known
 
 
 def read_plan(file: str | os.PathLike[str]) -> PinnedPlan:

@@ -179,16 +179,21 @@ def explain(
     elif as_json:
         typer.echo(encode(pinned))
     else:
-        console = tables.console()
-        where = "" if pinned.cluster is None else f"{pinned.cluster}, "
-        console.print(Text(f"{where}batches of {pinned.plan.batch_size}, {pinned.plan.precision}\n"))
-        console.print(tables.layouts([pinned, *pinned.runners_up]))
-        console.print(Text(f"\n{tables.headline(pinned.plan)}:"))
-        console.print(tables.stages(pinned))
-        console.print(Text("\nmemory:"))
-        console.print(tables.memories(pinned))
-        console.print()
-        tables.show_rest(console, pinned, pinned.refused)
+        tables.show_plan(tables.console(), pinned)
+
+
+def show(
+    file: Annotated[
+        Path, typer.Argument(metavar="DEPLOYMENT", help="What RaNNCModule.save_deployment wrote.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show how a model is spread: stages, ranks, times, memory, and plain data parallel beside it."""
+    pinned = read_plan(file)
+    if as_json:
+        typer.echo(encode(pinned))
+    else:
+        tables.show_plan(tables.console(), pinned)
 
 
 def simulate(

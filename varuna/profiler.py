@@ -185,7 +185,7 @@ class Profiler:
             subject = describe(
                 self._source,
                 captured,
-                batches,
+                sample_bytes=batches.sample_bytes,
                 device=self.device,
                 devices_per_machine=self._gpus_per_node or places.beside(self._team.rank),
             )

@@ -90,8 +90,8 @@ class Batches:
 def describe(
     source: Source,
     captured: Captured,
-    batches: Batches,
     *,
+    sample_bytes: int,
     device: torch.device,
     devices_per_machine: int,
 ) -> Subject:
@@ -108,7 +108,7 @@ def describe(
             _cut(captured.carve(index, index + 1).sent, index) for index in range(captured.num_segments - 1)
         ),
         ties=_ties(source, captured),
-        sample_bytes=batches.sample_bytes,
+        sample_bytes=sample_bytes,
     )
 
 

@@ -229,6 +229,47 @@ def _reductions(costs: Sequence[ReduceCost], *, between: bool) -> str:
 # ---------------------------------------------------------------- more machines
 
 
+def show_plan(on: Console, pinned: PinnedPlan) -> None:
+    """A plan in all its parts, and what it was chosen over."""
+    where = "" if pinned.cluster is None else f"{pinned.cluster}, "
+    on.print(Text(f"{where}batches of {pinned.plan.batch_size}, {pinned.plan.precision}\n"))
+    on.print(layouts([pinned, *pinned.runners_up]))
+    on.print(Text(f"\n{headline(pinned.plan)}:"))
+    on.print(stages(pinned))
+    if pinned.contents:
+        on.print(Text("\nwhat they hold:"))
+        on.print(contents(pinned))
+    on.print(Text("\nmemory:"))
+    on.print(memories(pinned))
+    if plain := data_parallel(pinned):
+        on.print(Text(f"\n{plain}"))
+    on.print()
+    show_rest(on, pinned, pinned.refused)
+
+
+def contents(pinned: PinnedPlan) -> Table:
+    """What each stage is made of, and who has it."""
+    made = table("stage>", "operations>", "parameters>", "replicas>", "ranks")
+    for index, (stage, held) in enumerate(zip(pinned.plan.stages, pinned.contents, strict=True)):
+        made.add_row(
+            str(index),
+            f"{held.num_operations:,}",
+            f"{held.num_parameters:,}",
+            str(len(stage.ranks)),
+            spans(stage.ranks),
+        )
+    return made
+
+
+def data_parallel(pinned: PinnedPlan) -> str | None:
+    """What one stage with a replica on every rank would take, as far as the plan tells."""
+    for proposal in (pinned, *pinned.runners_up):
+        if proposal.plan.depth == 1:
+            here = " (this plan)" if proposal is pinned else ""
+            return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step"
+    return None
+
+
 def show_rest(on: Console, proposal: Proposal, refused: Sequence[str] = ()) -> None:
     if proposal.idle:
         more = f" and {len(proposal.idle) - 8} more" if len(proposal.idle) > 8 else ""

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from varuna.capture import Captured, Program, Source, stage_state
+from varuna.assembling import assemble
+from varuna.capture import Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
 from varuna.capture.loss import with_joint_loss
@@ -20,17 +21,12 @@ from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
 from varuna.execute.address import address_facing, machine_identity
-from varuna.execute.engine import Engine
-from varuna.execute.groups import have_equal_widths, stages_of_ties
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
-from varuna.execute.reduce import Reducer, Tie
 from varuna.execute.room import Layout, explained
 from varuna.execute.scatter import WeightFunction
-from varuna.execute.session import open_session, tie_groups
+from varuna.execute.session import open_session
 from varuna.execute.shard import shard_optimizer as shard
-from varuna.execute.stage import Stage
-from varuna.execute.trainer import Trainer
 from varuna.observe.record import merge, on_one_clock
 from varuna.on_demand import STORE_VARIABLE, Attention, usr1
 from varuna.plan.blocks import partition
@@ -230,7 +226,20 @@ class Varuna(nn.Module):
                 seed=seed,
             )
             self._weights = list(self._state.parameters())
-            self._trainer = self._make_trainer(captured, seed, loss_weight, timeout_seconds, compute_delay)
+            self._trainer = assemble(
+                self.plan,
+                self._session,
+                captured,
+                self._state,
+                self._program,
+                device=self.device,
+                seed=seed,
+                timeout_seconds=timeout_seconds,
+                split_backward=not compile,
+                weigh=loss_weight,
+                delay=compute_delay,
+                asks=self._asks,
+            )
             self._checkpoints = Checkpoints(
                 self._session,
                 self.plan,
@@ -698,65 +707,3 @@ class Varuna(nn.Module):
                 "(build the same model, with the same CutPoints and sample inputs, on every rank)"
             )
         return everyone[0][1] % 2**63, [machine for _, _, machine in everyone]
-
-    def _make_trainer(
-        self,
-        captured: Captured,
-        seed: int,
-        weigh: WeightFunction | None,
-        timeout_seconds: float,
-        delay: Callable[[Op, int], float] | None,
-    ) -> Trainer:
-        session = self._session
-        stage = Stage(self._state, split_backward=not self._compiles)
-        engine = Engine(
-            stage,
-            index=session.stage,
-            stages=self.plan.depth,
-            upstream=session.neighbour(-1),
-            downstream=session.neighbour(+1),
-            waiter=session.waiter,
-            device=self.device,
-            poll=session.network.poll if session.network is not None else lambda: None,
-            delay=delay,
-        )
-        holders: dict[str, list[int]] = {}
-        for segment in captured.graph.segments:
-            for name in segment.parameters:
-                holders.setdefault(name, []).append(segment.index)
-        ties = stages_of_ties(self.plan, holders)
-        groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
-        program = captured.carve(self._own.first, self._own.stop)
-        # A weight that the model never uses has no gradient, here as in one process.
-        used = {self._state.tensor(name) for name in program.state}
-        reducer = Reducer(
-            parameters=[p for _, p in self._state.named_parameters() if p.requires_grad and p in used],
-            replicas=session.replicas,
-            everyone=session.everyone if self.plan.depth > 1 else None,
-            counts_norm=session.replica == 0,
-            waiter=session.waiter,
-            ties=[
-                Tie(
-                    self._state.tensor(name),
-                    groups[stages],
-                    counts_here=session.stage == stages[0],
-                    is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
-                )
-                for name, stages in ties.items()
-                if session.stage in stages and self._state.tensor(name).requires_grad
-            ],
-            may_skip_parameters=bool(program.leaves),
-            asks=self._asks,
-        )
-        return Trainer(
-            plan=self.plan,
-            session=session,
-            engine=engine,
-            reducer=reducer,
-            state=self._state,
-            traits=captured,
-            programs=self._program,
-            mutated=program.mutated,
-            seed=seed,
-            weigh=weigh,
-        )

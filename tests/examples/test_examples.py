@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -152,3 +154,28 @@ def test_a_model_is_measured_once_and_planned_for_any_number_of_devices(tmp_path
     assert head[:4] == ["devices", "stages", "replicas", "micro-batch"]
     assert [int(row[0]) for row in rows] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert all(int(row[1]) * int(row[2]) <= int(row[0]) and float(row[4]) > 0 for row in rows)
+
+
+@pytest.mark.timeout(300)
+def test_a_plain_model_trains_under_torchrun_as_one_process_would(tmp_path: Path) -> None:
+    """R1, R17: two stages, two ranks with samples of their own, the process group made by the library."""
+    output = run(
+        [*TORCHRUN, "2", script("rannc"), "--steps", "5", "--device", "cpu"],
+        tmp_path,
+        RANNC_PARTITION_NUM="2",
+        RANNC_PIPELINE_NUM="4",
+        HOME=str(tmp_path),
+    )
+    torch.manual_seed(0)
+    model = module("rannc").Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for _ in range(5):
+        x = torch.cat([torch.randn(32, 32, generator=generator) for generator in generators])
+        scores = model(x)
+        loss = F.cross_entropy(scores, x[:, :10].argmax(1))
+        own = F.cross_entropy(scores[:32], x[:32, :10].argmax(1)).item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(output.split()[-1]) == pytest.approx(own, abs=1e-4)

@@ -10,13 +10,14 @@ import torch
 from varuna.capture import automatic, tidy
 from varuna.capture.apart import Apart
 from varuna.capture.batch import Batch
+from varuna.capture.calling import Structure
 from varuna.capture.carve import Carver
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.mask import name_masks
 from varuna.capture.program import Program
-from varuna.capture.summary import summarize
-from varuna.types import ModelGraph, Partition, PrecisionName
+from varuna.capture.summary import listing, summarize
+from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 
 class Captured:
@@ -37,6 +38,7 @@ class Captured:
         momentum: Mapping[str, float | None],
         precision: PrecisionName,
         device: torch.device,
+        structure: Structure,
         partition: Partition | None = None,
         alike: Captured | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class Captured:
         self.precision: PrecisionName = precision
         self.device = device
         self.batch_dims = dict(batch.dims)
+        self.structure = structure
         self._carver = Carver(whole, flow, symbol=symbol, precision=precision, device=device)
         self._programs: dict[tuple[int, int], Program] = {}
 
@@ -101,6 +104,16 @@ class Captured:
     def crossing_bytes(self) -> list[int]:
         """What goes over the cut after each segment but the last, there and back, for one sample."""
         return [self._carver.crossing_bytes(cut) for cut in range(1, self.num_segments)]
+
+    @cached_property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """What the last stage gives: the loss, or all tensors of the `structure`."""
+        return tuple(map(self._carver.spec, self._whole.results))
+
+    @property
+    def listing(self) -> list[str]:
+        """The model line by line: where two fingerprints differ, these tell why."""
+        return listing(self._whole, self.graph.ties, self._symbol)
 
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""

@@ -66,13 +66,14 @@ class Carver:
     def _crossings(self) -> list[tuple[fx.Node, ...]]:
         """For every cut: what is used behind it, made before it, and not made again."""
         found: list[list[fx.Node]] = [[] for _ in range(self.whole.num_segments)]
-        needed = {self.whole.loss: self.whole.num_segments - 1}  # up to which segment
+        last = self.whole.num_segments - 1
+        needed = dict.fromkeys(self.whole.results, last)  # up to which segment
         for node in reversed(self.whole.nodes):
-            first, last = node.meta["segment"], needed.get(node, -1)
+            first, until = node.meta["segment"], needed.get(node, -1)
             if node.op != "get_attr":
                 for arg in node.all_input_nodes:
                     needed[arg] = max(needed.get(arg, -1), first)
-            for cut in range(first + 1, last + 1):
+            for cut in range(first + 1, until + 1):
                 if node.op == "get_attr" or self.made_again(node, cut) is not None:
                     continue
                 if isinstance(node.meta.get("val"), Tensor):
@@ -126,7 +127,7 @@ class Carver:
         last = stop == whole.num_segments
         received = self.crossing(first)
         sent = self.crossing(stop)
-        outputs = [whole.loss] if last else list(sent)
+        outputs = list(whole.results) if last else list(sent)
         own = [node for segment in self._by_segment[first:stop] for node in segment]
         chosen = set(own)
         given = set(received)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from varuna.capture.calling import find_loss
 from varuna.capture.captured import Captured
 from varuna.capture.names import canonical_names
 from varuna.capture.plain import plain_randomness
 from varuna.capture.program import Program
-from varuna.capture.trace import autocast, find_loss
+from varuna.capture.trace import autocast
 from varuna.errors import CaptureError
 from varuna.types import Work
 

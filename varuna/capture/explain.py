@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import linecache
 import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from varuna.capture.recorder import Recorder
@@ -60,17 +59,6 @@ def way_out(recorder: Recorder) -> str:
         return "varuna.opaque(a submodule)"
     pattern = re.sub(r"\b\d+\b", "*", path)  # its like in the other layers will want the same
     return f'varuna.opaque(model, "{pattern}")'
-
-
-def check_arguments(model: nn.Module, inputs: Mapping[str, object]) -> None:
-    """The inputs are the forward's keyword arguments: all that it needs, and none that it does not know."""
-    try:
-        inspect.signature(model.forward).bind(**inputs)
-    except TypeError as error:
-        raise CaptureError(
-            f"{type(model).__name__}.forward cannot be called with the inputs {sorted(inputs)}: {error} "
-            f"(its signature is {inspect.signature(model.forward)})"
-        ) from None
 
 
 @contextmanager

@@ -52,11 +52,17 @@ class Whole:
     attributes: dict[str, Any] = field(default_factory=dict)  # constants and nested graphs, by get_attr name
     state: dict[str, fx.Node] = field(default_factory=dict)  # by canonical name
     parameters: set[str] = field(default_factory=set)  # those of the state that are no buffers
+    gradients: frozenset[str] = frozenset()  # inputs that a gradient goes back to
     inputs: dict[str, fx.Node] = field(default_factory=dict)
     num_segments: int = 1
     work: fx.Node | None = None  # stands for the Work that seeds what is drawn
     batch: fx.Node | None = None  # stands for the batch size, where it is symbolic
-    loss: fx.Node = None  # type: ignore[assignment]  # set once the graph is complete
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The loss, or whatever the model gives."""
+        results: tuple[fx.Node, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
+        return results
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -66,7 +72,7 @@ class Whole:
 def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
     """`canonical` gives each name of a parameter or buffer the first name of the same tensor."""
     exported = trace.exported
-    whole = Whole(fx.Graph())
+    whole = Whole(fx.Graph(), gradients=trace.gradients)
     flattener = _Flattener(whole, trace.leaf_calls, canonical)
     values: dict[fx.Node, Any] = {}
     specs = {
@@ -94,9 +100,8 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
             values[node] = whole.inputs[node.target]
         else:
             values[node] = node.meta.get("val")
-    (loss,) = flattener.inline(body, values, autocast=None, no_grad=False)
-    assert isinstance(loss, fx.Node)
-    whole.loss = loss
+    results = flattener.inline(body, values, autocast=None, no_grad=False)
+    whole.graph.output(tuple(results)).meta = {"segment": flattener.segment}
     whole.num_segments = flattener.segment + 1
     if whole.num_segments != trace.num_cuts + 1:
         raise CaptureError(

@@ -35,13 +35,14 @@ class Flow:
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
         self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
         self.needs_grad: set[fx.Node] = set()
-        state = set(whole.state.values())
+        leaves = set(whole.state.values())
+        wanted = {whole.inputs[name] for name in whole.gradients if name in whole.inputs}
         for node in whole.graph.nodes:
             self.root[node] = self._root(node)
             self.writes[node] = tuple(dict.fromkeys(self.root[arg] for arg in written(node)))
             for root in self.writes[node]:
                 self.writers.setdefault(root, []).append(node)
-            if self._needs_grad(node, state):
+            if node in wanted or self._needs_grad(node, leaves):
                 self.needs_grad.add(node)
                 # x.add_(y) gives x a gradient too.
                 self.needs_grad.update(self.writes[node])

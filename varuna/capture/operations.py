@@ -55,7 +55,7 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
     values = []
     for node in nodes:
         users = {number[user] for user in node.users if user in number}
-        if node is whole.loss:
+        if node in whole.results:
             users.add(len(groups) - 1)
         users.discard(number[node])
         if users:

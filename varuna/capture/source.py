@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture.batch import Batch, describe, find_batch
+from varuna.capture.calling import Calling
 from varuna.capture.captured import Captured
 from varuna.capture.cutpoint import cutpoints
-from varuna.capture.explain import check_arguments
 from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
@@ -57,27 +57,37 @@ class Source:
         return describe(inputs, batch or self.batch(inputs))
 
     def capture(
-        self, inputs: Mapping[str, object], *, training: bool, batch: Batch | None = None
+        self,
+        inputs: Mapping[str, object],
+        *,
+        training: bool,
+        batch: Batch | None = None,
+        calling: Calling | None = None,
     ) -> Captured:
         """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
-        check_arguments(self.hollow, inputs)
+        calling = calling or Calling()
+        calling.check(self.hollow, inputs)
         batch = batch or self.batch(inputs)
-        key = (describe(inputs, batch), training)
+        key = (describe(inputs, batch), training, calling.key)
         if key not in self._captured:
-            self._captured[key] = self._capture(inputs, batch, training)
+            self._captured[key] = self._capture(inputs, batch, training, calling)
         return self._captured[key]
 
-    def _capture(self, inputs: Mapping[str, object], batch: Batch, training: bool) -> Captured:
+    def _capture(
+        self, inputs: Mapping[str, object], batch: Batch, training: bool, calling: Calling
+    ) -> Captured:
         shared: frozenset[int] = frozenset()
         if batch.size == 1 and training:
             # With one sample no shape tells which draws are its own: the capture with several knows.
             shared = self.capture(
-                _doubled(inputs, batch), training=True, batch=Batch(2, batch.dims)
+                _doubled(inputs, batch), training=True, batch=Batch(2, batch.dims), calling=calling
             ).shared_draws
         elif self._partition is not None and self._first is None and not training:
-            self.capture(inputs, training=True, batch=batch)  # which is the one that is cut
+            self.capture(inputs, training=True, batch=batch, calling=calling)  # which is the one that is cut
         self._set_mode(training)
-        traced = trace(self.hollow, inputs, batch, precision=self.precision, device=self.device)
+        traced = trace(
+            self.hollow, inputs, batch, precision=self.precision, device=self.device, calling=calling
+        )
         whole = flatten(traced, self.canonical)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
@@ -88,6 +98,7 @@ class Source:
             momentum=_momentum(self.hollow),
             precision=self.precision,
             device=self.device,
+            structure=traced.structure,
             partition=partition,
             alike=None if partition is None else self._first,
         )

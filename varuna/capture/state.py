@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,21 +71,65 @@ def stage_state(
     seed: int = 0,
 ) -> StageState:
     """The state of the segments `first..stop-1`, copied from the model, or made where that is on `meta`."""
+    shells = _shells(source, captured, first, stop)
+    values = _values(source, list(shells), torch.device(device), initialize, seed)
+    return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
+
+
+def adopted_state(
+    source: Source,
+    captured: Captured,
+    first: int,
+    stop: int,
+    *,
+    model: nn.Module,
+    device: torch.device | str,
+    seed: int = 0,
+) -> StageState:
+    """The same, but the model's own tensors, which stay registered there.
+
+    All others of the model become shells on `meta`. What was on `meta` itself is replaced by what has values.
+    """
+    device = torch.device(device)
+    shells = _shells(source, captured, first, stop)
+    made = _values(source, [name for name in shells if source.on_meta(name)], device, None, seed)
+    values: dict[str, Tensor] = {}
+    for name, shell in shells.items():
+        if name in made:
+            values[name] = _like(shell, made[name])
+        else:
+            values[name] = source.value(name)
+            values[name].data = values[name].data.to(device)
+    canonical = source.canonical
+    every: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
+    every.update(source.hollow.named_buffers(remove_duplicate=False))
+    for name, shell in every.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        places: dict[str, Any] = owner._parameters if isinstance(shell, nn.Parameter) else owner._buffers
+        places[leaf] = values.get(canonical.get(name, name), shell)
+    return _held(source, values)
+
+
+def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[str, Tensor]:
+    """What the segments `first..stop-1` hold, by canonical name, without values."""
     segments = captured.graph.segments[first:stop]
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
     # Values that are made again after a cut read buffers of segments before it.
     wanted.update(captured.carve(first, stop).state)
-    aliases = {group[0]: group for group in source.ties}
     shells: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
     shells.update(source.hollow.named_buffers(remove_duplicate=False))
-    names = [name for name in shells if name in wanted]
-    values = _values(source, names, torch.device(device), initialize, seed)
+    return {name: shell for name, shell in shells.items() if name in wanted}
+
+
+def _like(shell: Tensor, value: Tensor) -> Tensor:
+    return nn.Parameter(value, shell.requires_grad) if isinstance(shell, nn.Parameter) else value
+
+
+def _held(source: Source, values: Mapping[str, Tensor]) -> StageState:
+    aliases = {group[0]: group for group in source.ties}
     state = StageState()
-    for name in names:
-        tensor: Tensor = values[name]
-        shell = shells[name]
-        if isinstance(shell, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=shell.requires_grad)
+    for name, tensor in values.items():
         state.hold(aliases.get(name, (name,)), tensor, persistent=_is_persistent(source.hollow, name))
     return state
 

@@ -146,6 +146,11 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
 
 def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
     """Who a model is: its operations, shapes, names, ties and cuts; not its values, nor the stages chosen."""
+    return hashlib.sha256("\n".join(listing(whole, ties, symbol)).encode()).hexdigest()
+
+
+def listing(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
+    """A model line by line, as far as it has to do with who it is."""
     index = {node: i for i, node in enumerate(whole.graph.nodes)}
 
     def shape(value: Any) -> str:
@@ -167,8 +172,10 @@ def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Sym
         return str(arg) if not callable(arg) else _callable_text(arg)
 
     named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
-    lines = [f"ties {ties}", f"loss %{index[whole.loss]}"]
+    lines = [f"ties {ties}", f"results {[index[node] for node in whole.results]}"]
     for node in whole.graph.nodes:
+        if node.op == "output":
+            continue
         what = named.get(node) or (
             _constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target)
         )
@@ -176,7 +183,7 @@ def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Sym
             f"%{index[node]} @{node.meta['segment']} {node.op} {what} "
             f"{argument(node.args)} {argument(node.kwargs)} {shape(node.meta.get('val'))}"
         )
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return lines
 
 
 def _size_text(size: Any, symbol: sympy.Symbol | None) -> str:

@@ -226,10 +226,10 @@ def changes_where_their_values_are(whole: Whole) -> None:
 
 
 def drop_dead(whole: Whole, flow: Flow) -> None:
-    """Keeps what the loss needs, and what changes a buffer."""
+    """Keeps what the results need, and what changes a buffer."""
     state = set(whole.state.values())
-    needed: set[fx.Node] = {whole.loss}
-    roots: set[fx.Node] = {flow.root[whole.loss]}
+    needed: set[fx.Node] = set(whole.results)
+    roots: set[fx.Node] = {flow.root[node] for node in whole.results}
     for node in reversed(whole.nodes):
         changes = any(root in state or root in roots for root in flow.writes[node])
         if node in needed or changes:

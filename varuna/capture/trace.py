@@ -18,12 +18,12 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.capture.batch import Batch, hint_size
+from varuna.capture.calling import Calling, Structure
 from varuna.capture.cutpoint import require_all_met
 from varuna.capture.explain import explained, watched
 from varuna.capture.hollow import fake
 from varuna.capture.opaque import LeafCall, leaves_marked
 from varuna.capture.recorder import recording
-from varuna.errors import CaptureError
 from varuna.types import PrecisionName
 
 LARGEST_BATCH = 1 << 15
@@ -40,6 +40,8 @@ class Trace:
     num_cuts: int
     leaf_calls: Sequence[LeafCall]
     batch: Batch
+    structure: Structure
+    gradients: frozenset[str]  # inputs that a gradient goes back to
 
 
 def trace(
@@ -49,6 +51,7 @@ def trace(
     *,
     precision: PrecisionName,
     device: torch.device,
+    calling: Calling,
 ) -> Trace:
     """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -75,11 +78,19 @@ def trace(
         stack.enter_context(watched(recorder))
         stack.enter_context(leaves_marked(faked))
         stack.enter_context(_without_cache(faked))
-        stack.enter_context(_giving_its_loss(faked))
+        stack.enter_context(calling.adapted(faked, inputs))
         stack.enter_context(autocast(precision, device))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
-    return Trace(exported, faked, recorder.num_cuts, tuple(recorder.leaf_calls), batch)
+    return Trace(
+        exported,
+        faked,
+        recorder.num_cuts,
+        tuple(recorder.leaf_calls),
+        batch,
+        calling.structure(),
+        calling.gradients,
+    )
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:
@@ -102,42 +113,3 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config.use_cache = before[key]
-
-
-@contextmanager
-def _giving_its_loss(model: nn.Module) -> Iterator[None]:
-    """The loss alone leaves the graph: what only other outputs need is not computed."""
-    hook = model.register_forward_hook(lambda _module, _args, output: find_loss(output))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def find_loss(output: Any) -> Tensor:
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        loss = output[0] if output else None
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
-        return loss
-    raise CaptureError(
-        f"the model's forward returned {_in_words(output)}; expected its loss, a floating-point "
-        "tensor with no "
-        "dimension that is the mean over the batch: as the output itself, as its first element, or as "
-        '`.loss` / `["loss"]` (compute the loss inside forward; Hugging Face models do so when '
-        "given `labels`)"
-    )
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of " + (", ".join(map(str, value)) or "nothing")
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of " + (", ".join(_in_words(item) for item in value) or "nothing")
-    return f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ The engine knows nothing of models or optimizers: a job says which program runs 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from varuna.types import Instruction, Op, TensorSpec, Work
 
 EVALUATION_WINDOW = 4
 """Micro-batches that may be under way between two stages in an evaluation: enough to overlap, bounded."""
+
+Keep = Literal["graph", "inputs", "nothing"]
+"""What a stage holds of a forward: all that its backward needs, or what the forward was given, or nothing."""
 
 VERBS: dict[Op, str] = {
     "F": "forward",
@@ -169,31 +172,76 @@ class Engine:
             self.recorder.add(op, number, started, time.perf_counter())
 
     def evaluate(self, jobs: Sequence[Job]) -> float:
-        """Forwards alone; the sum of weight × loss on the last stage, else 0.
+        """Forwards alone; the sum of weight × loss on the last stage, else 0."""
+        losses = [outputs[0] for outputs in self.forwards(jobs, keep="nothing")]
+        return self._weighted_sum(Reading(torch.stack(losses)) if losses else None, jobs)
 
-        The stage after acknowledges each micro-batch, so that a fast stage cannot flood a slow one.
+    # ------------------------------------------------------------ a step in two halves
+
+    def forwards(self, jobs: Sequence[Job], *, keep: Keep) -> list[list[Tensor]]:
+        """All forwards; what each gives on the last stage. What is kept for the backwards, the stage holds.
+
+        Where nothing is kept, the stage after acknowledges each micro-batch, so that a fast stage cannot
+        flood a slow one.
         """
-        losses: list[Tensor] = []
+        results: list[list[Tensor]] = []
         acknowledged = 0
+        self.recorder.clear()
         self.stage.clear()
         for number, job in enumerate(jobs):
-            while self.downstream is not None and number - acknowledged >= EVALUATION_WINDOW:
+            while self._is_waited_for(keep) and number - acknowledged >= EVALUATION_WINDOW:
                 self._take(self.downstream, ())
                 acknowledged += 1
             started = self._start("F", number)
             received = self._take(self.upstream, job.program.received)
-            if self.upstream is not None:
-                self._send(self.upstream, [])
-            outputs = self.stage.evaluate(job.program, received, job.microbatch.inputs, job.work)
+            inputs = job.microbatch.inputs
+            if keep == "nothing":
+                if self.upstream is not None:
+                    self._send(self.upstream, [])
+                outputs = self.stage.evaluate(job.program, received, inputs, job.work)
+            else:
+                outputs = self.stage.forward(
+                    number, job.program, received, inputs, job.work, keep_graph=keep == "graph"
+                )
             if self.downstream is not None:
                 self._send(self.downstream, outputs)
             else:
-                losses.append(outputs[0])
+                results.append(outputs)
             self.recorder.add("F", number, started, time.perf_counter())
-        while self.downstream is not None and acknowledged < len(jobs):
+        while self._is_waited_for(keep) and acknowledged < len(jobs):
             self._take(self.downstream, ())
             acknowledged += 1
-        return self._weighted_sum(Reading(torch.stack(losses)) if losses else None, jobs)
+        return results
+
+    def _is_waited_for(self, keep: Keep) -> bool:
+        return keep == "nothing" and self.downstream is not None
+
+    def backwards(
+        self,
+        jobs: Sequence[Job],
+        gradients: Sequence[Sequence[Tensor | None]],  # of each micro-batch's results, on the last stage
+        *,
+        again: bool,  # whether these forwards will have another backward
+        before_last: Callable[[], Callable[[], None]],  # returns what to call after it
+    ) -> None:
+        """All backwards, of forwards that the stage holds; run again first where only inputs were kept."""
+        for number, job in enumerate(jobs):
+            if not self.stage.held[number].edges:
+                started = self._start("R", number)
+                self.stage.recompute(number)
+                self.recorder.add("R", number, started, time.perf_counter())
+            started = self._start("B", number)
+            if self.downstream is None:
+                incoming = gradients[number]
+            else:
+                incoming = self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
+            stop = before_last() if number == len(jobs) - 1 else None
+            outgoing = self.stage.backward(number, incoming, again=again)
+            if self.upstream is not None:
+                self._send(self.upstream, outgoing)
+            if stop is not None:
+                stop()
+            self.recorder.add("B", number, started, time.perf_counter())
 
     # ------------------------------------------------------------ what is sent, what arrives
 

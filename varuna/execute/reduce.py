@@ -137,8 +137,29 @@ class Reducer:
         norm = self._norm() if checks_overflow or max_norm is not None else None
         overflow = checks_overflow and norm is not None and not norm < float("inf")
         if norm is not None and max_norm is not None and not overflow:
-            self._scale(min(1.0, max_norm / (norm + 1e-6)))
+            self._clip(norm, max_norm)
         return Totals(loss / weight, overflow, norm)
+
+    def settle(self) -> None:
+        """Sums over replicas and ties, where no loss was announced and gradients have their true weight."""
+        self._reduce_over_replicas()
+        self._reduce_ties()
+        self._take_back()
+
+    def share_out(self) -> None:
+        """Leaves each rank its part of gradients that are reduced already: `settle` sums them up again."""
+        copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
+        for tie in self.ties:
+            copies[tie.parameter] *= tie.group.size()
+        for parameter, count in copies.items():
+            if parameter.grad is not None and count > 1:
+                parameter.grad.div_(count)
+
+    def clip(self, max_norm: float) -> float:
+        """The norm of the whole model's gradient, which is then clipped; infinity: only measured."""
+        norm = self._norm()
+        self._clip(norm, max_norm)
+        return norm
 
     # ------------------------------------------------------------ over the replicas
 
@@ -273,6 +294,9 @@ class Reducer:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
+
+    def _clip(self, norm: float, max_norm: float) -> None:
+        self._scale(min(1.0, max_norm / (norm + 1e-6)))
 
     def _take_back(self) -> None:
         for parameter, earlier in self._set_aside.items():

@@ -1,7 +1,7 @@
 """Cuts one replica's batch into micro-batches, each with its exact weight in the global loss."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,15 @@ def _choose(inputs: Mapping[str, object], dims: Mapping[str, int], runs: Runs) -
         name: chosen(value, dims[name]) if name in dims and isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
+
+
+def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
+    """The same micro-batch with inputs of its own to which gradients go back."""
+    leaves = {name: microbatch.inputs[name] for name in names if name in microbatch.inputs}
+    own = {
+        name: value.detach().requires_grad_() for name, value in leaves.items() if isinstance(value, Tensor)
+    }
+    return replace(microbatch, inputs={**microbatch.inputs, **own})
 
 
 def _cut(

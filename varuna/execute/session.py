@@ -79,12 +79,28 @@ class Session:
         self._wait(dist.all_gather(parts, padded, group=self.everyone, async_op=True))
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[list[float]]]:
+    def gather_by_stage(self, numbers: Sequence[float]) -> list[list[list[float]]]:
         """Every rank's numbers, by stage and replica: one small message."""
         assert self.everyone is not None, "a rank alone is a stage alone"
         ranks = sorted(rank for row in self.stage_map for rank in row)
         found = dict(zip(ranks, self._all_gather(numbers, self.everyone), strict=True))
         return [[found[rank] for rank in row] for row in self.stage_map]
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, as many each: one small message."""
+        return [list(numbers)] if self.everyone is None else self._all_gather(numbers, self.everyone)
+
+    def tell(self, value: Anything, source: int) -> Anything:
+        """One rank's value, on every rank."""
+        if self.everyone is None:
+            return value
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = int(self._all_gather([len(data)], self.everyone)[source][0])
+        if self.rank != source:
+            data = torch.empty(size, dtype=torch.uint8)
+        self._wait(dist.broadcast(data, source, group=self.everyone, async_op=True))
+        found: Anything = value if self.rank == source else pickle.loads(data.numpy().tobytes())
+        return found
 
     def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every replica's numbers, by replica: one small message."""

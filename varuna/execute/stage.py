@@ -109,14 +109,27 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         self._run_with_graph(self.held[microbatch])
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Adds to the weights' gradients; returns those of the received tensors that need one."""
-        held = self.held.pop(microbatch)
+    def take_held(self) -> dict[int, Held]:
+        """What is held, handed over to whoever will ask for its backward."""
+        held, self.held = self.held, {}
+        return held
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], *, again: bool = False
+    ) -> list[Tensor]:
+        """Adds to the weights' gradients; returns those of the received tensors that need one.
+
+        `again`: there will be another backward of the same forward.
+        """
+        held = self.held[microbatch] if again else self.held.pop(microbatch)
         roots, flowing = _join(held.edges, gradients)
         if roots:
-            torch.autograd.backward(roots, flowing)
+            torch.autograd.backward(roots, flowing, retain_graph=again)
         leaves = _leaves(held)
-        return _gradients([leaf.grad for leaf in leaves], leaves)
+        found = _gradients([leaf.grad for leaf in leaves], leaves)
+        for leaf in leaves if again else ():
+            leaf.grad = None
+        return found
 
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Part I of the backward; the micro-batch stays held until part W."""
@@ -159,7 +172,7 @@ class Stage:
                 named = zip(held.program.state, state, strict=True)
                 state = [held.buffers.get(name, tensor) for name, tensor in named]
             outputs = list(held.program(state, held.received, held.inputs, held.work))
-        # The last stage sends nothing on: its loss.
+        # The last stage sends nothing on: its loss, or all that the model gives.
         wanted = [spec.needs_grad for spec in held.program.sent] or [True] * len(outputs)
         # An edge, unlike the tensor, does not keep the output's own memory alive.
         held.edges = [
@@ -175,11 +188,15 @@ def _leaves(held: Held) -> list[Tensor]:
 
 
 def _join(
-    edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor]
+    edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Pairs outputs with their gradients, leaving out outputs that turned out to need none."""
-    pairs = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
-    return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+    """Pairs outputs with their gradients, leaving out outputs that turned out to need none, or got none."""
+    roots, flowing = [], []
+    for edge, gradient in zip(edges, gradients, strict=True):
+        if edge is not None and gradient is not None:
+            roots.append(edge)
+            flowing.append(gradient)
+    return roots, flowing
 
 
 def _gradients(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:

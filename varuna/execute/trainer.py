@@ -18,9 +18,9 @@ from varuna.execute.division import divide_batch, refuse_other_batches
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
-from varuna.execute.scatter import MicroBatch, WeightFunction, scatter, scatter_runs
+from varuna.execute.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
 from varuna.execute.session import Session
-from varuna.execute.stage import Idle, Program, State
+from varuna.execute.stage import Held, Idle, Program, State
 from varuna.schedule import limit, opportunistic, row
 from varuna.types import Plan, Work
 
@@ -54,6 +54,15 @@ class Shares:
 
 
 @dataclass
+class Flight:
+    """A batch between its forwards and its backwards, as one stage of one replica sees it."""
+
+    jobs: Sequence[Job]
+    results: Sequence[Sequence[Tensor]]  # of each micro-batch, on the last stage
+    held: dict[int, Held]
+
+
+@dataclass
 class Trainer:
     plan: Plan
     session: Session
@@ -84,7 +93,7 @@ class Trainer:
             microbatches = self._scatter(inputs, num_samples, dims)
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(microbatches, dims, training, shares.first_sample)
-        buffers = {name: self.state.tensor(name) for name in self.mutated} if self.session.width > 1 else {}
+        buffers = self._changing_buffers()
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
         self._run(jobs, shares.total_weight, loss_scale)
@@ -111,16 +120,76 @@ class Trainer:
         self.reducer.announce(loss, self._weight_of_losses(jobs))
         return self.reducer.announced_loss()
 
+    # ------------------------------------------------------------ a step in two halves
+
+    def forwards(
+        self,
+        inputs: Mapping[str, object],
+        *,
+        num_samples: int,
+        dims: Mapping[str, int],
+        shares: Shares,
+        microbatch_size: int,
+        training: bool,
+        gradients: Sequence[str],  # inputs that a gradient goes back to
+        keeps: bool,  # what a backward needs
+    ) -> Flight:
+        microbatches = self._scatter(inputs, num_samples, dims, microbatch_size)
+        if keeps:
+            microbatches = [with_leaves(microbatch, gradients) for microbatch in microbatches]
+        jobs = self._jobs(microbatches, dims, training, shares.first_sample)
+        buffers = self._changing_buffers() if training else {}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        recompute = self.plan.stages[self.session.stage].recompute
+        results = self.engine.forwards(
+            jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
+        )
+        self._even_out(before, buffers, shares)
+        self.iteration += training
+        return Flight(jobs, results, self.engine.stage.take_held())
+
+    def backwards(
+        self,
+        flight: Flight,
+        gradients: Sequence[Sequence[Tensor | None]],  # of the results, on the last stage
+        *,
+        again: bool,
+        reduces: bool,  # what is in `.grad` too, but for what `begin` has set aside
+    ) -> None:
+        self.engine.recorder.clear()
+        self.engine.stage.held = flight.held
+        self.engine.backwards(
+            flight.jobs,
+            gradients,
+            again=again,
+            before_last=self.reducer.expect_last_backward if reduces else lambda: lambda: None,
+        )
+        flight.held = self.engine.stage.take_held()
+        if reduces:
+            self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+            self.reducer.settle()
+
     # ------------------------------------------------------------ parts of a step
 
+    def _changing_buffers(self) -> dict[str, Tensor]:
+        """Those that replicas must make equal again.
+
+        By `.data`: a forward whose backward is still to come has kept them, though it does not use them.
+        """
+        return {name: self.state.tensor(name).data for name in self.mutated} if self.session.width > 1 else {}
+
     def _scatter(
-        self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
+        self,
+        inputs: Mapping[str, object],
+        num_samples: int,
+        dims: Mapping[str, int],
+        microbatch_size: int | None = None,  # None: the plan's
     ) -> list[MicroBatch]:
         return scatter(
             inputs,
             num_samples=num_samples,
             dims=dims,
-            microbatch_size=self.plan.microbatch_size,
+            microbatch_size=microbatch_size or self.plan.microbatch_size,
             device=self.engine.device,
             weigh=self.weigh,
         )
@@ -157,7 +226,7 @@ class Trainer:
     ) -> tuple[list[Job], Shares]:
         """Where stages differ in their number of replicas: this rank's part of every micro-batch."""
         session = self.session
-        counts = session.gather_numbers([num_samples])
+        counts = session.gather_by_stage([num_samples])
         given = tuple(tuple(int(count) for (count,) in row) for row in counts)
         refuse_other_batches(given, session.stage_map)
         if training not in self._aligned:
@@ -185,7 +254,7 @@ class Trainer:
                     for job in jobs
                 ]
             own = self._weight_of_losses(jobs), sum(not isinstance(job.program, Idle) for job in jobs)
-            everyone = session.gather_numbers(own)
+            everyone = session.gather_by_stage(own)
             total = sum(weight for weight, _ in everyone[-1])
             ran = tuple(int(number) for _, number in everyone[session.stage])
         for crowd, pieces, specs in (

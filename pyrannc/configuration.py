@@ -1,0 +1,177 @@
+"""What a user sets: by `rannc_conf.toml`, by RANNC_* in the environment, or as arguments; later ones win.
+
+The file is in ~/.pyrannc, or in the folder that RANNC_CONF_DIR names. Imports no torch.
+"""
+
+import difflib
+import logging
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+log = logging.getLogger("pyrannc")
+
+FILE = "rannc_conf.toml"
+
+Number = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """Every option that does something here, with its default."""
+
+    partition_num: Number = 0  # stages; 0: to be chosen
+    replica_num: Number = 0  # of each stage
+    pipeline_num: Number = 0  # micro-batches of each replica's batch
+    min_pipeline: Positive = 1
+    max_pipeline: Positive = 32
+    min_pipeline_bs: Positive = 1  # samples in the smallest micro-batch
+    checkpointing: bool | None = None  # recompute in the backward; None: where memory asks for it
+    mem_margin: Share = 0.1  # the share of each device's memory to leave free
+    mem_limit_gb: Annotated[float, Meta(ge=0)] = 0.0  # of each device; 0: all that it has
+    opt_param_factor: Annotated[float, Meta(ge=0)] = 2.0  # the optimizer's state, in times the parameters
+    save_deployment: bool = False
+    load_deployment: bool = False
+    deployment_file: str = "/tmp/rannc_deployment.json"
+    trace_events: bool = False
+    event_trace_file: str = "/tmp/rannc_event_trace.json"
+    sync_params_on_init: bool = True
+    show_config_items: bool = False
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "alloc_repl_flat",
+        "alloc_solutions_file_prefix",
+        "auto_parallel",
+        "checkpointing_no_last",
+        "coarsen_by_time",
+        "consolidate_grads",
+        "decomposer",
+        "disable_balancing",
+        "display_act_value",
+        "display_comm_value",
+        "do_coarsening",
+        "do_uncoarsening",
+        "dp_search_all",
+        "dump_dp_cache",
+        "dump_dp_node_profiles",
+        "dump_graph",
+        "dump_graph_prefix",
+        "enable_kineto",
+        "force_dist_matmul",
+        "graph_profile_file",
+        "graph_profiling",
+        "limit_dev_num_more_than_bs",
+        "limit_dev_num_pot",
+        "load_alloc_solutions",
+        "load_graph_profile",
+        "load_mlpart_results",
+        "max_mp_num",
+        "max_partition_num",
+        "min_partition_num",
+        "mlpart_results_file",
+        "p2p_comm",
+        "partitioning_dry_run_np",
+        "profile_by_acc",
+        "profile_dump_path",
+        "profiler_cache_size",
+        "profiling",
+        "profiling_iter",
+        "run_watchdog",
+        "save_alloc_solutions",
+        "save_graph_profile",
+        "save_mlpart_results",
+        "skip_grad_scaling",
+        "sync_allreduce",
+        "use_mpi_to_gather_dist_params",
+        "use_named_tensors",
+        "validate_comm",
+        "verify_partitioning",
+        "verify_recomp",
+        "watchdog_lockfile_dir",
+    }
+)
+"""Options of RaNNC that ask for what here is done always, in another way, or never needed."""
+
+NOT_OPTIONS = {"conf_dir"}  # in the environment
+KINDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
+DEFAULTS = Configuration()
+
+
+def read_configuration(
+    environment: Mapping[str, str], home: Path, arguments: Mapping[str, object]
+) -> Configuration:
+    found: dict[str, object] = {}
+    for source, settings in (
+        _from_file(environment, home),
+        ("the environment", _from_environment(environment)),
+        ("the arguments of RaNNCModule", arguments),
+    ):
+        for key, value in settings.items():
+            if key in KINDS:
+                found[key] = _checked(key, value, source)
+            elif key in WITHOUT_EFFECT:
+                log.info("%s, in %s, has no effect here", key, source)
+            else:
+                log.warning("%s, in %s, is no option (%s)", key, source, _nearest(key))
+    configuration = Configuration(**found)  # type: ignore[arg-type]
+    if configuration.max_pipeline < configuration.min_pipeline:
+        raise ValueError(
+            f"max_pipeline is {configuration.max_pipeline}, less than min_pipeline, which is "
+            f"{configuration.min_pipeline}"
+        )
+    if configuration.show_config_items:
+        for key, value in found.items():
+            log.info("%s = %s", key, value)
+    return configuration
+
+
+def folder_of(environment: Mapping[str, str], home: Path) -> Path:
+    named = environment.get("RANNC_CONF_DIR")
+    if not named:
+        return home / ".pyrannc"
+    if not Path(named).is_dir():
+        raise ValueError(
+            f"RANNC_CONF_DIR is {named!r}, which is no folder (expected the one that holds {FILE})"
+        )
+    return Path(named)
+
+
+def _from_file(environment: Mapping[str, str], home: Path) -> tuple[str, Mapping[str, object]]:
+    path = folder_of(environment, home) / FILE
+    try:
+        return str(path), tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return str(path), {}
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, text in environment.items():
+        key = name.removeprefix("RANNC_").lower()
+        if name.startswith("RANNC_") and key not in NOT_OPTIONS:
+            found[key] = text
+    return found
+
+
+def _checked(key: str, value: object, source: str) -> object:
+    expected = type(getattr(DEFAULTS, key)) if getattr(DEFAULTS, key) is not None else bool
+    if isinstance(value, str) and expected is bool:
+        value = {"1": True, "0": False, "true": True, "false": False}.get(value.lower(), value)
+    try:
+        return msgspec.convert(value, KINDS[key], strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{key}, in {source}, is {value!r}: {error}") from None
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, [*KINDS, *WITHOUT_EFFECT], n=1)
+    return f"did you mean {near[0]}?" if near else "docs/pyrannc.md lists them"

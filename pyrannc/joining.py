@@ -1,0 +1,57 @@
+"""Who this process is: by torch.distributed, or by what torchrun or mpirun have put into the environment."""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+FAMILIES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+)
+PORT = 29500
+
+
+class Place(NamedTuple):
+    rank: int
+    world: int
+    local_rank: int  # -1: not told
+    address: str
+    port: int
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """One process alone where nothing says otherwise."""
+    for rank, world, local in FAMILIES:
+        if rank in environment and world in environment:
+            number, size = int(environment[rank]), int(environment[world])
+            local_rank = int(environment.get(local, -1))
+            address = environment.get("MASTER_ADDR", "")
+            if not address:
+                here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", environment.get("MPI_LOCALNRANKS"))
+                if size > 1 and here is not None and int(here) < size:
+                    raise RuntimeError(
+                        f"{here} of {size} processes are on this machine, and MASTER_ADDR does not say where "
+                        "the first one is (mpirun -x MASTER_ADDR=the.first.host -x MASTER_PORT=29500 ...)"
+                    )
+                address = "127.0.0.1"
+            return Place(number, size, local_rank, address, int(environment.get("MASTER_PORT", PORT)))
+    return Place(0, 1, -1, "127.0.0.1", PORT)
+
+
+def join(environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place; makes the process group where the script has not."""
+    place = find_place(environment)
+    if dist.is_initialized():
+        return place._replace(rank=dist.get_rank(), world=dist.get_world_size())
+    if place.world > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"tcp://{place.address}:{place.port}",
+            rank=place.rank,
+            world_size=place.world,
+        )
+    return place

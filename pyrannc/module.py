@@ -1,0 +1,563 @@
+"""The door for models without annotation: class `RaNNCModule`, which is called as the model itself is."""
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc import deployment
+from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
+from pyrannc.configuration import folder_of, read_configuration
+from pyrannc.joining import join
+from pyrannc.logs import configure_logging
+from pyrannc.optimizers import Patched
+from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
+from pyrannc.switches import switches
+from varuna.assembling import assemble
+from varuna.capture import Captured, Program, Source
+from varuna.capture.calling import Structured
+from varuna.capture.state import StageState, adopted_state
+from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.session import Session, open_session
+from varuna.execute.shard import shard_optimizer as shard
+from varuna.observe import merge, to_perfetto
+from varuna.observe.record import on_one_clock
+from varuna.plan.blocks import partition
+from varuna.plan_file import PinnedPlan
+from varuna.profile_file import write_whole
+from varuna.types import Plan, PrecisionName
+from varuna.wrapping import check_name, find_device
+
+log = logging.getLogger("pyrannc")
+
+DEPLOYING_PATIENCE = 30.0
+"""While rank 0 plans, the others wait so many times longer than the timeout."""
+SYNC_BYTES = 64 << 20
+"""Of the values that rank 0 tells the others as one."""
+
+
+class RaNNCModule(nn.Module):
+    """A model that trains over all ranks and is used as if it were on this one.
+
+        model = pyrannc.RaNNCModule(model, optimizer)
+        loss = loss_function(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    At its first call the model is captured, cut and spread. Each rank calls it with samples of its own
+    (`gather_inputs=False`: rank 0 has them all) and gets the outputs of these; gradients are of the mean
+    over all samples. All ranks make the same calls in the same order.
+    """
+
+    _model: nn.Module
+    _state: StageState  # what this rank holds, once the model is spread
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        gather_inputs: bool = True,
+        use_amp_master_params: bool = False,
+        load_deployment: str | os.PathLike[str] | bool | None = None,
+        *,
+        precision: PrecisionName | None = None,
+        device: int | str | torch.device = -1,
+        batch_dims: Mapping[str, int | None] | None = None,
+        scalar_outputs: Reduction = "mean",
+        shard_optimizer: bool = False,
+        seed: int | None = None,
+        timeout_seconds: float = 120.0,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__name__}")
+        if isinstance(load_deployment, bool):  # the option of that name: from the deployment_file
+            options["load_deployment"] = load_deployment
+            load_deployment = None
+        home = Path.home()
+        configure_logging(folder_of(os.environ, home))
+        self._configuration = read_configuration(os.environ, home, options)
+        place = join()
+        self.device = find_device(device, place.local_rank, place.rank)
+        low: PrecisionName = "fp16" if self.device.type == "cuda" else "bf16"
+        self._precision: PrecisionName = precision or (low if use_amp_master_params else "fp32")
+        check_name("precision", self._precision, get_args(PrecisionName))
+        check_name("scalar_outputs", scalar_outputs, get_args(Reduction))
+        # The model's own registries: its names are this module's, also for a module around this one.
+        for registry in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[registry] = getattr(model, registry)
+        self.__dict__["_model"] = model
+        self.training = model.training
+        self._gathers = gather_inputs
+        self._deployment_to_load = load_deployment
+        self._batch_dims = dict(batch_dims or {})
+        self._reduction: Reduction = scalar_outputs
+        self._shards_optimizer = shard_optimizer
+        self._seed = seed
+        self._timeout_seconds = timeout_seconds
+        self._optimizer = optimizer
+        self._patched = None if optimizer is None else Patched(optimizer, _names(model))
+        self._agreed: list[Agreed] = []
+        self._callings: list[Structured] = []
+        self._ways: dict[int, Way] = {}
+        self._programs: dict[object, Program] = {}
+        self._number = 0  # of the call that is being run
+        self._pipeline: Pipeline | None = None
+        self._pinned: PinnedPlan | None = None
+        self._owners: dict[str, int] = {}
+        self._anchor = [torch.zeros((), requires_grad=True)]  # a list: it is no parameter
+        ranks = tuple(range(place.world))
+        self._session = self._open((ranks,), place.rank)
+
+    # ------------------------------------------------------------ called as the model is
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._errors_reach_everyone("forward"):
+            if torch.is_autocast_enabled(self.device.type):
+                raise RuntimeError(
+                    "the model is called under torch.autocast, but was wrapped to run in "
+                    f"{self._precision} by itself (call it outside, and pass precision='bf16' or 'fp16')"
+                )
+            number, leaves, counts = self._settle_call(args, kwargs)
+            if self._pipeline is None:
+                self._deploy(number, sum(counts))
+            assert self._pipeline is not None
+            way = self._way(number)
+            pipeline, self._number = self._pipeline, number
+
+            def run() -> tuple[list[Tensor], Passing]:
+                return pipeline.forward(way, leaves, counts)
+
+            if not way.agreed.draft.keeps:
+                results, _ = run()
+            else:
+                names = [leaf.name for leaf in way.agreed.draft.tensors if leaf.has_gradient]
+                given = [leaves[name] for name in names if name in leaves]
+                back = self._backward
+                apply: Any = Passage.apply
+                results = apply(run, back, names, self._anchor[0], *given)
+            if self._configuration.trace_events:
+                self._write_trace()
+            return way.structure.filled(results)
+
+    def _backward(self, passing: Passing, gradients: Any) -> dict[str, Tensor]:
+        assert self._pipeline is not None
+        with self._errors_reach_everyone("backward"):
+            return self._pipeline.backward(
+                passing, gradients, again=switches.keeps_graph, delays=switches.delays_allreduce
+            )
+
+    def _settle_call(self, args: Any, kwargs: Any) -> tuple[int, dict[str, Any], list[int]]:
+        """The number under which all ranks know this call, its tensors, and every rank's samples."""
+        silent = not self._gathers and self._session.rank != 0
+        draft: Draft | None = None
+        sizes: dict[str, int] = {}
+        leaves: dict[str, Any] = {}
+        calling: Structured | None = None
+        number, count = -1, 0
+        if not silent:
+            keeps = torch.is_grad_enabled()
+            calling, leaves = Structured.of(self._model, args, kwargs, keeps=keeps)
+            draft, sizes = look_at(
+                leaves,
+                str(calling.key),
+                batch_dims=self._batch_dims,
+                gradients=calling.gradients,
+                training=self.training,
+                keeps=keeps,
+            )
+            for index, agreed in enumerate(self._agreed):
+                found = agreed.num_samples(draft, sizes)
+                if found is not None:
+                    number, count = index, found
+        words = self._session.gather_numbers([number, count])
+        speaking = words if self._gathers else words[:1]
+        if any(theirs[0] != speaking[0][0] or theirs[0] < 0 for theirs in speaking):
+            everyone = self._session.gather((draft, sizes, None if self._gathers else calling))
+            told = everyone if self._gathers else everyone[:1]
+            calls = [(theirs, sizes) for theirs, sizes, _ in told if theirs is not None]
+            agreed = agree([theirs for theirs, _ in calls], [sizes for _, sizes in calls], self._batch_dims)
+            calling = calling or everyone[0][2]
+            assert calling is not None
+            self._agreed.append(agreed)
+            self._callings.append(calling)
+            counts = [agreed.num_samples(theirs, sizes) or 0 for theirs, sizes in calls]
+            number = len(self._agreed) - 1
+        else:
+            number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
+        return number, leaves, counts + [0] * (len(words) - len(counts))
+
+    def _way(self, number: int) -> Way:
+        """What all ranks know of a call, found out when it first comes."""
+        if number not in self._ways:
+            assert self._pipeline is not None
+            captured = self._capture(number)
+            plan = self._pipeline.trainer.plan
+            if captured.num_segments != plan.stages[-1].stop:
+                raise ValueError(
+                    f"called so, the model has {captured.num_segments} segments; when it was spread it had "
+                    f"{plan.stages[-1].stop} (its CutPoints must not depend on the inputs)"
+                )
+            own = plan.stages[self._session.stage]
+            program = captured.carve(own.first, own.stop)
+            told = self._session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
+            self._refuse_other_models([fingerprint for fingerprint, _ in told], captured)
+            self._ways[number] = Way(
+                self._agreed[number],
+                tuple(map(classify, captured.results)),
+                captured.structure,
+                [inputs for _, inputs in told],
+            )
+        return self._ways[number]
+
+    def _capture(self, number: int, *, training: bool | None = None, size: int = 2) -> Captured:
+        agreed = self._agreed[number]
+        inputs, batch = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), size)
+        ordered = {name: inputs[name] for name in self._callings[number].names}
+        mode = agreed.draft.training if training is None else training
+        return self._source.capture(ordered, training=mode, batch=batch, calling=self._callings[number])
+
+    # ------------------------------------------------------------ spread over the ranks
+
+    def _deploy(self, number: int, batch_size: int) -> None:
+        model, session = self._model, self._session
+        if session.waiter is not None:
+            session.waiter.patience = DEPLOYING_PATIENCE
+        self._source = Source(
+            model, precision=self._precision, device_type=self.device.type, partition=partition
+        )
+        captured = self._capture(number, training=True)
+        self._agree_on_model(captured)
+        machines = session.gather(machine_identity())
+        seed = session.gather(torch.initial_seed() if self._seed is None else self._seed)[0] % 2**63
+        pinned = None
+        if session.rank == 0:
+            agreed = self._agreed[number]
+            inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
+            sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
+            subject = deployment.Subject(
+                self._source, captured, batch_size, sample_bytes, machines, self.device
+            )
+            pinned = self._plan(subject)
+        pinned = session.tell(pinned, 0)
+        assert pinned is not None
+        self._pinned, plan = pinned, pinned.plan
+        if self._configuration.sync_params_on_init and switches.syncs_parameters:
+            self._take_over_values()
+        if session.waiter is not None:
+            session.waiter.patience = 1.0
+        stage_map = tuple(stage.ranks for stage in plan.stages)
+        if stage_map != session.stage_map:
+            self._session = self._open(stage_map, session.rank)
+            session.close()
+            session = self._session
+        own = plan.stages[session.stage]
+        names = _names(model)
+        # Past nn.Module, which would take it for a part of the model.
+        self.__dict__["_state"] = adopted_state(
+            self._source, captured, own.first, own.stop, model=model, device=self.device, seed=seed
+        )
+        holders = session.gather(tuple(self._state.canonical))
+        for rank, canonical in enumerate(holders):
+            for name in canonical:
+                self._owners.setdefault(name, rank)
+        trainer = assemble(
+            plan,
+            session,
+            captured,
+            self._state,
+            self._program,
+            device=self.device,
+            seed=seed,
+            timeout_seconds=self._timeout_seconds,
+        )
+        self._pipeline = Pipeline(
+            session,
+            trainer,
+            gathers=self._gathers,
+            pipeline_num=self._configuration.pipeline_num,
+            reduction=self._reduction,
+            must_agree_on_overflow=self._precision == "fp16",
+        )
+        if self._patched is not None and self._optimizer is not None:
+            held = {name: p for name, p in self._state.named_parameters() if name in self._owners}
+            self._patched.spread(held, names, self._gather_named)
+            if self._shards_optimizer and session.replicas is not None:
+                shard(self._optimizer, replica=session.replica, group=session.replicas)
+                self._patched.share(self._gather_shares)
+        log.info("deployed: %s", self._pinned.reason)
+
+    def _plan(self, subject: deployment.Subject) -> PinnedPlan:
+        configuration = self._configuration
+        file = self._deployment_to_load
+        if file is None and configuration.load_deployment:
+            file = configuration.deployment_file
+        if file is not None:
+            return deployment.load(file, subject)
+        pinned = deployment.choose(subject, configuration)
+        if configuration.save_deployment:
+            deployment.save(configuration.deployment_file, pinned)
+        return pinned
+
+    def _agree_on_model(self, captured: Captured) -> None:
+        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
+        everyone = self._session.gather((type(self._model).__name__, shapes, captured.graph.fingerprint))
+        for rank, (kind, theirs, _) in enumerate(everyone):
+            first_kind, first, _ = everyone[0]
+            if kind != first_kind:
+                raise ValueError(f"rank {rank} has wrapped a {kind}, rank 0 a {first_kind} (build one model)")
+            for name in [*first, *theirs]:
+                if first.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"rank {rank} has wrapped another model than rank 0: {name!r} is "
+                        f"{_shape(theirs.get(name))}, there {_shape(first.get(name))} "
+                        "(build the same on all ranks)"
+                    )
+        self._refuse_other_models([fingerprint for *_, fingerprint in everyone], captured)
+
+    def _refuse_other_models(self, fingerprints: list[str], captured: Captured) -> None:
+        differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
+        if not differing:
+            return
+        listings = self._session.gather(captured.listing)
+        rank = differing[0]
+        pairs = zip(listings[rank], listings[0], strict=False)
+        theirs, first = next(
+            ((own, other) for own, other in pairs if own != other),
+            (f"{len(listings[rank])} operations", f"{len(listings[0])}"),
+        )
+        raise ValueError(
+            f"the model's forward on rank {rank} is another than on rank 0: {theirs!r}, there {first!r} "
+            "(does it depend on the rank, on the environment, or on data? Build and call one on all ranks)"
+        )
+
+    @torch.no_grad()
+    def _take_over_values(self) -> None:
+        """Rank 0's, on all ranks: who draws initial values draws other ones in every process."""
+        session = self._session
+        tensors = [t for t in (*self._model.parameters(), *self._model.buffers()) if not t.is_meta]
+        if session.everyone is None or not tensors:
+            return
+        on_host = [t.detach().cpu().contiguous() for t in tensors]
+        broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
+        broadcast(session.everyone, on_host, SYNC_BYTES, 0)
+        for tensor, value in zip(tensors, on_host, strict=True):
+            tensor.copy_(value)
+
+    def _program(
+        self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
+    ) -> Program:
+        """The program of this stage for micro-batches of a size, captured when first met."""
+        number = self._number
+        key = number, size == 1
+        if key not in self._programs:
+            assert self._pipeline is not None
+            own = self._pipeline.trainer.plan.stages[self._session.stage]
+            captured = self._capture(number, size=1 if size == 1 else 2)
+            self._programs[key] = captured.carve(own.first, own.stop).to(self.device)
+        return self._programs[key]
+
+    # ------------------------------------------------------------ gradients
+
+    def allreduce_grads(self) -> None:
+        """Reduces what backwards have added since `pyrannc.delay_grad_allreduce(True)`; all ranks call it."""
+        with self._errors_reach_everyone("allreduce_grads"):
+            self._deployed("allreduce_grads").allreduce()
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Clips the norm of the whole model's gradient; returns what it was. All ranks call it."""
+        with self._errors_reach_everyone("clip_grad_norm"):
+            return self._deployed("clip_grad_norm").trainer.reducer.clip(float(max_norm))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+    # ------------------------------------------------------------ state
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, once the model is spread; before that, all."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if self._pipeline is None or not parameter.is_meta:
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            if self._pipeline is None or not buffer.is_meta:
+                yield name, buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's as it is now, on every rank; all call it. It fits the unwrapped model."""
+        for option in ("no_hook", "amp_master_params", "rank0_only", "sync_all_ranks", "sync_grad"):
+            kwargs.pop(option, None)
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if self._pipeline is None:
+            return found
+        prefix = str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        with self._errors_reach_everyone("state_dict"):
+            own = {name: self._state.tensor(name).detach().cpu().clone() for name in self._state.canonical}
+            everyone = self._gather_named(own)
+        canonical = self._source.canonical
+        for key in list(found):
+            if key.startswith(prefix):
+                name = key.removeprefix(prefix)
+                name = canonical.get(name, name)
+                if name in everyone:
+                    found[key] = everyone[name]
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """A whole model's, before or after the model is spread; each rank keeps its part."""
+        if assign:
+            raise ValueError("assign=True would part the optimizer from its parameters (load without it)")
+        with warnings.catch_warnings():
+            # What other ranks hold is a shell here, and stays one.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            return super().load_state_dict(state_dict, strict)
+
+    def get_param(self, name: str) -> Tensor:
+        """One parameter or buffer, whole, on every rank; all ranks call it."""
+        found = self._one(name, lambda tensor: tensor)
+        assert found is not None
+        return found
+
+    def get_param_grad(self, name: str) -> Tensor | None:
+        """One parameter's gradient, on every rank; all ranks call it."""
+        return self._one(name, lambda tensor: tensor.grad)
+
+    def _one(self, name: str, look: Any) -> Tensor | None:
+        if self._pipeline is None:
+            tensors = dict(super().named_parameters()) | dict(super().named_buffers())
+        else:
+            name = self._source.canonical.get(name, name)
+            tensors = {own: self._state.tensor(own) for own in self._state.canonical}
+        known = tensors if self._pipeline is None else self._owners
+        if name not in known:
+            raise KeyError(
+                f"{name!r} is no parameter or buffer of the model (it has {', '.join(sorted(known))})"
+            )
+        if self._pipeline is None:
+            found: Tensor | None = look(tensors[name])
+            return None if found is None else found.detach().clone()
+        with self._errors_reach_everyone("get_param"):
+            own = look(tensors[name]) if self._owners[name] == self._session.rank else None
+            told: Tensor | None = self._session.tell(
+                None if own is None else own.detach().cpu(), self._owners[name]
+            )
+            return told
+
+    def _gather_named(self, own: dict[str, Any]) -> dict[str, Any]:
+        """By name what the ranks hold, each name told by its first holder."""
+        found: dict[str, Any] = {}
+        for rank in sorted(set(self._owners.values())):
+            mine = {
+                name: value for name, value in own.items() if self._owners.get(name) == self._session.rank
+            }
+            found.update(self._session.tell(mine if rank == self._session.rank else {}, rank))
+        return found
+
+    def _gather_shares(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The same, where each replica has a share of its own."""
+        return {name: value for theirs in self._session.gather(own) for name, value in theirs.items()}
+
+    # ------------------------------------------------------------ the deployment
+
+    @property
+    def plan(self) -> Plan:
+        if self._pinned is None:
+            raise RuntimeError("the model is spread when it is first called (call it once on all ranks)")
+        return self._pinned.plan
+
+    def save_deployment(self, file: str | os.PathLike[str]) -> None:
+        """Writes how the model is spread; rank 0 does, the others may call it too."""
+        self._deployed("save_deployment")
+        assert self._pinned is not None
+        if self._session.rank == 0:
+            deployment.save(file, self._pinned)
+
+    def undeploy(self) -> None:
+        """Says goodbye to the other ranks. Not needed at the end of a script."""
+        self._session.close()
+
+    def _deployed(self, what: str) -> Pipeline:
+        if self._pipeline is None:
+            raise RuntimeError(
+                f"{what} needs the model to be spread, which its first call does (call the model first)"
+            )
+        return self._pipeline
+
+    # ------------------------------------------------------------ as nn.Module users expect
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None or name.startswith("_"):
+                raise
+            return getattr(model, name)
+
+    def train(self, mode: bool = True) -> "RaNNCModule":
+        super().train(mode)
+        self._model.training = mode  # the one module of the model that is not among this one's
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "RaNNCModule":
+        log.warning("to(), cuda(), half() and their like have no effect: the model is on %s", self.device)
+        return self
+
+    # ------------------------------------------------------------ inside
+
+    def _open(self, stage_map: Any, rank: int) -> Session:
+        session = open_session(
+            stage_map,
+            rank=rank,
+            device=self.device,
+            timeout_seconds=self._timeout_seconds,
+            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+        )
+        weakref.finalize(self, session.close)
+        return session
+
+    @contextmanager
+    def _errors_reach_everyone(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            where = "" if self._pipeline is None else self._pipeline.trainer.engine.where
+            self._session.explain(error, where or what)
+            raise
+
+    def _write_trace(self) -> None:
+        assert self._pipeline is not None
+        own = self._pipeline.trainer.engine.recorder.timeline(self._session.rank, self._session.stage)
+        machines = self._session.gather(machine_identity())
+        whole = merge(on_one_clock(self._session.gather(own), machines))
+        if self._session.rank == 0:
+            write_whole(Path(self._configuration.event_trace_file), to_perfetto({"last call": whole}))
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else f"of shape {list(shape)}"

@@ -1,0 +1,125 @@
+"""A wrapped model trains as one plain process would, at every layout, with whatever batches come."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.pyrannc.jobs import train, train_plainly
+from tests.pyrannc.use import use
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-8}
+LAYOUTS = {1: [(1, 2)], 2: [(2, 2), (1, 1)], 3: [(3, 4), (1, 2)], 4: [(2, 8), (4, 2)]}
+
+
+def batches(world: int) -> list[list[int]]:
+    """Of five steps: even, uneven, all on one rank, one each, fewer than ranks."""
+    return [
+        [4] * world,
+        [5] + [2] * (world - 1),
+        [0] * (world - 1) + [7],
+        [1] * world,
+        [3] + [0] * (world - 1),
+    ]
+
+
+@cache
+def plain(name: str, world: int) -> dict[str, Any]:
+    return train_plainly(name, counts=batches(world))
+
+
+def several(names: list[str], layouts: list[tuple[int, int]], counts: list[list[int]]) -> dict[Any, Any]:
+    return {
+        (name, *layout): train(
+            name, counts=counts, options={"partition_num": layout[0], "pipeline_num": layout[1]}
+        )
+        for name in names
+        for layout in layouts
+    }
+
+
+def check(found: dict[str, Any], expected: dict[str, Any], counts: list[list[int]], rank: int) -> None:
+    for part in ("state", "gradients"):
+        for key, value in expected[part].items():
+            torch.testing.assert_close(
+                found[part][key], value, **CLOSE, msg=lambda m, k=key, p=part: f"{p} of {k}: {m}"
+            )
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["optimizer"].get("state", {}).items():
+        torch.testing.assert_close(found["optimizer"]["state"][index]["exp_avg"], state["exp_avg"], **CLOSE)
+    for step, sizes in enumerate(counts):
+        out, whole = found["outputs"][step], expected["outputs"][step]
+        if isinstance(out, torch.Tensor):
+            first = sum(sizes[:rank])
+            torch.testing.assert_close(out, whole.detach()[first : first + sizes[rank]], **CLOSE)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_equals_one_process(pool: Pool, world: int) -> None:
+    """R1, R2, R3, R4, R5, R8: losses in and out of the model, nesting, kwargs, constants, masks, ties,
+    branches; five steps of Adam with uneven and empty batches; the state of model and optimizer."""
+    names = ["Simple", "Shared", "Branching", "WithLoss", *(["Bert"] if world in (2, 4) else [])]
+    counts = batches(world)
+    results = pool.run(several, world, names, LAYOUTS[world], counts, timeout=150)
+    for rank, found in enumerate(results):
+        for (name, *_), its in found.items():
+            check(its, plain(name, world), counts, rank)
+
+
+@pytest.mark.parametrize(("world", "microbatches"), [(5, 2), (6, 8)])
+def test_any_number_of_ranks_and_microbatches(pool: Pool, world: int, microbatches: int) -> None:
+    """R4: world sizes that nothing divides by."""
+    layouts = [(world, microbatches)] if world == 5 else [(3, microbatches)]
+    counts = batches(world)
+    for rank, found in enumerate(pool.run(several, world, ["WithLoss"], layouts, counts, timeout=150)):
+        for its in found.values():
+            check(its, plain("WithLoss", world), counts, rank)
+
+
+def test_models_of_next_to_nothing(pool: Pool) -> None:
+    """R5: no parameters, one operation, none at all."""
+    counts = [[2, 3]]
+    for found in pool.run(several, 2, ["Identity", "OneOperation"], [(1, 2)], counts):
+        for (name, *_), its in found.items():
+            assert its["state"] == {} and its["gradients"] == {}
+            assert its["outputs"][0].shape[0] in (2, 3), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_batch_norm_and_dropout_are_those_of_the_same_microbatches(pool: Pool, recompute: bool) -> None:
+    """R9: over 2 stages of 2 replicas, recomputed or not."""
+    counts = [[2, 2, 2, 2], [2, 2, 2, 2]]
+    options = {"partition_num": 2, "pipeline_num": 2, "checkpointing": recompute}
+    expected = train_plainly("Norm", counts=counts, microbatches=[[2] * 4] * 2)
+    for rank, found in enumerate(pool.run(train, 4, "Norm", counts=counts, options=options)):
+        check(found, expected, counts, rank)
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 1), (2, 2), (4, 2)])
+def test_a_script_may_use_it_in_every_way(pool: Pool, world: int, stages: int) -> None:
+    """R2, R4, R7, R8, R9: accumulation, clipping, several forwards and backwards, evaluation, state into a
+    plain model and another layout, a part of a larger model, samples on rank 0 alone."""
+    pool.run(use, world, stages, timeout=150)
+
+
+def test_a_sharded_optimizer_and_bf16(pool: Pool) -> None:
+    """R16: the same updates with each replica keeping a share of the state; bf16 near to fp32."""
+    for sharded, plainly, low, high, sharded_optimizer, optimizer in pool.run(shard, 2):
+        for name, value in plainly.items():
+            torch.testing.assert_close(sharded[name], value, rtol=1e-6, atol=1e-8)
+        assert sharded_optimizer["state"].keys() == optimizer["state"].keys()
+        assert low.dtype == torch.bfloat16
+        torch.testing.assert_close(low.float(), high, rtol=0.05, atol=0.05)
+
+
+def shard() -> tuple[Any, ...]:
+    counts = [[3, 2], [2, 2]]
+    options = {"partition_num": 1, "pipeline_num": 2}
+    one = train("Simple", counts=counts, options={**options, "shard_optimizer": True}, dtype=torch.float32)
+    two = train("Simple", counts=counts, options=options, dtype=torch.float32)
+    low = train("Simple", counts=counts[:1], options={**options, "precision": "bf16"}, dtype=torch.float32)
+    return (
+        one["state"], two["state"], low["outputs"][0], two["outputs"][0], one["optimizer"], two["optimizer"],
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Hands tensors from every rank to every other in one message, where both sides know what will come.
+
+Over the group of all ranks, through the host: for inputs that lie with other ranks than those that compute
+on them, and for what comes out. Nothing is sent where nobody has anything for another rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from varuna.execute.session import Session
+
+ALIGNMENT = 16
+"""Each tensor begins at a multiple of so many bytes: what arrives is used where it lies."""
+
+
+class Form(NamedTuple):
+    """What a tensor will be that is on its way."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def exchange(
+    session: Session,
+    outgoing: Sequence[Sequence[Tensor]],  # for each rank
+    expected: Sequence[Sequence[Form]],  # from each rank
+    *,
+    device: torch.device,
+    needed: bool = True,  # False, on all ranks alike: each has something for itself alone
+) -> list[list[Tensor]]:
+    """What came from each rank."""
+    own = session.rank
+    if not needed or session.everyone is None:
+        return [[t.to(device) for t in outgoing[own]] if rank == own else [] for rank in range(len(expected))]
+    sent = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(_forms(outgoing))]
+    coming = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(expected)]
+    send, receive = torch.empty(sum(sent), dtype=torch.uint8), torch.empty(sum(coming), dtype=torch.uint8)
+    place = 0
+    for rank, tensors in enumerate(outgoing):
+        for tensor in tensors if rank != own else ():
+            form = Form(tensor.dtype, tuple(tensor.shape))
+            _seen_as(send, place, form).copy_(tensor)
+            place += _padded(form)
+    work = dist.all_to_all_single(receive, send, coming, sent, group=session.everyone, async_op=True)
+    assert work is not None and session.waiter is not None
+    session.waiter.for_work(work, lambda: "what other ranks have for this one")
+    place, found = 0, []
+    for rank, forms in enumerate(expected):
+        taken: list[Tensor] = [t.to(device) for t in outgoing[own]] if rank == own else []
+        for form in forms if rank != own else ():
+            taken.append(_seen_as(receive, place, form).to(device))
+            place += _padded(form)
+        found.append(taken)
+    return found
+
+
+def _forms(outgoing: Sequence[Sequence[Tensor]]) -> list[list[Form]]:
+    return [[Form(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] for tensors in outgoing]
+
+
+def _padded(form: Form) -> int:
+    return -(-form.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _seen_as(buffer: Tensor, place: int, form: Form) -> Tensor:
+    return buffer[place : place + form.num_bytes].view(form.dtype).view(form.shape)
