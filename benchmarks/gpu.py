@@ -199,6 +199,7 @@ class Run(msgspec.Struct, frozen=True):
     losses: list[float]
     num_parameters: int
     setup_seconds: float = 0.0
+    busy_seconds: float = 0.0  # of one step: what the device's kernels take, one after the other
 
     @property
     def median(self) -> float:
@@ -224,11 +225,19 @@ def measure(size: Size, make: Callable[[], Bare | Ours]) -> Run:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated()
-    found = Run(seconds, warm, peak, losses, side.num_parameters, ready - started)
+    busy = busy_seconds(side.step)
+    found = Run(seconds, warm, peak, losses, side.num_parameters, ready - started, busy)
     del side
     gc.collect()
     torch.cuda.empty_cache()
     return found
+
+
+def busy_seconds(step: Callable[[], float]) -> float:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(row.self_device_time_total for row in profile.key_averages()) / 1e6
 
 
 # ---------------------------------------------------------------- what workers do
@@ -451,6 +460,7 @@ def one_process(size: Size) -> Iterator[Figure]:
     what = f"step, P=1, eager, {size.microbatches} × {size.microbatch} samples"
     yield against(what, "bare loop", ours.median, bare.median, "s", target=1.01)
     yield memories("peak memory, P=1, eager", "bare loop", ours, bare, target=1.03)
+    yield idle("eager", ours)
     difference = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, bare.losses, strict=True))
     yield Figure(
         "largest difference of losses",
@@ -471,17 +481,8 @@ def compiling(size: Size) -> Iterator[Figure]:
             ours = pool.run(run_compiled, 1, size, True, timeout=TIMEOUT)[0]
         with fresh(f"{cache}/ours") as pool:
             again = pool.run(run_compiled, 1, few, True, timeout=TIMEOUT)[0]
-        flops = size.flops(ours.num_parameters) / 1e12
-        rate = flops / ours.median
-        yield Figure(
-            "use of the card, compiled",
-            f"{ceiling:.0f} TFLOP/s of a matrix product",
-            rate / ceiling,
-            f"{rate:.0f} TFLOP/s",
-            "",
-            target=0.54,
-            at_least=True,
-        )
+        yield use_of_the_card("compiled", size, ours, ceiling)
+        yield idle("compiled", ours)
         with fresh(f"{cache}/bare") as pool:
             bare = pool.run(run_compiled, 1, size, False, timeout=TIMEOUT)[0]
     finally:
@@ -491,13 +492,41 @@ def compiling(size: Size) -> Iterator[Figure]:
     yield against("compiling, first start", "the whole model", start, whole, "s", target=0.2)
     yield against("compiling, restart", "the whole model", restart, whole, "s", target=0.05)
     yield memories("peak memory, compiled", "bare loop, compiled", ours, bare, target=1.03)
-    rate = flops / bare.median
-    yield Figure(
-        "use of the card, bare loop, compiled",
-        f"{ceiling:.0f} TFLOP/s",
+    yield use_of_the_card("bare loop, compiled", size, bare, ceiling)
+
+
+def larger_microbatches(size: Size) -> Iterator[Figure]:
+    """The same batch in fewer micro-batches, as far as memory goes: what the card is used for then."""
+    with fresh() as pool:
+        ceiling = pool.run(matmul_ceiling, 1)[0]
+    for factor in (2, 4):
+        if size.microbatches % factor == 0:
+            at = msgspec.structs.replace(
+                size, microbatch=size.microbatch * factor, microbatches=size.microbatches // factor
+            )
+            with fresh() as pool:
+                run = pool.run(run_compiled, 1, at, True, timeout=TIMEOUT)[0]
+            yield use_of_the_card(f"compiled, {at.microbatches} × {at.microbatch} samples", at, run, ceiling)
+
+
+def use_of_the_card(what: str, size: Size, run: Run, ceiling: float) -> Figure:
+    rate = size.flops(run.num_parameters) / 1e12 / run.median
+    return Figure(
+        f"use of the card, {what}",
+        f"{ceiling:.0f} TFLOP/s of a matrix product",
         rate / ceiling,
-        "",
         f"{rate:.0f} TFLOP/s",
+        gib(run.peak_bytes),
+        target=0.54,
+        at_least=True,
+    )
+
+
+def idle(what: str, run: Run) -> Figure:
+    """The most that CUDA graphs could win."""
+    share = 1 - run.busy_seconds / run.median
+    return Figure(
+        f"device idle in a step, {what}", "", share, f"{share:.1%}", f"{run.busy_seconds:.4g} s busy"
     )
 
 
@@ -609,6 +638,7 @@ CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
     "four-stages": lambda size: stages(size, 4),
     "host-state": host_state,
     "compiling": compiling,
+    "larger-microbatches": larger_microbatches,
 }
 
 

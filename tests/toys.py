@@ -146,6 +146,20 @@ class Reused(nn.Module):
         return F.mse_loss(x, y), x
 
 
+class Paired(nn.Module):
+    """Two layers, each used in two of three segments: ties of which no two stages have the same."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(width, width), nn.Linear(width, width)
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.cuts[0](torch.tanh(self.early(x)))
+        x = self.cuts[1](torch.tanh(self.late(torch.tanh(self.early(x)))))
+        return F.mse_loss(self.late(x), y)
+
+
 class Fork(nn.Module):
     """A branch on data: which layer runs depends on the values. One that never runs gets no gradient."""
 
@@ -210,7 +224,7 @@ def make_inputs(
         return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
     if name == "Odd":
         return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
-    if name in ("Reused", "Branching", "Counting"):
+    if name in ("Reused", "Paired", "Branching", "Counting"):
         return {"x": rand(batch, 5), "y": rand(batch, 5)}
     raise KeyError(name)
 

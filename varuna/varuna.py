@@ -714,15 +714,11 @@ class Varuna(nn.Module):
         for segment in captured.graph.segments:
             for name in segment.parameters:
                 holders.setdefault(name, []).append(segment.index)
-        shared = {
-            name: stages
-            for name, stages in stages_of_ties(self.plan, holders).items()
-            if session.stage in stages and self._state.tensor(name).requires_grad
-        }
+        ties = stages_of_ties(self.plan, holders)
+        groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
         program = captured.carve(self._own.first, self._own.stop)
         # A weight that the model never uses has no gradient, here as in one process.
         used = {self._state.tensor(name) for name in program.state}
-        groups = tie_groups(session, list(shared.values()), timeout_seconds=timeout_seconds)
         reducer = Reducer(
             parameters=[p for _, p in self._state.named_parameters() if p.requires_grad and p in used],
             replicas=session.replicas,
@@ -730,9 +726,9 @@ class Varuna(nn.Module):
             counts_norm=session.replica == 0,
             waiter=session.waiter,
             ties=[
-                Tie(self._state.tensor(name), group, counts_here=session.stage == stages[0])
-                for (name, stages), group in zip(shared.items(), groups, strict=True)
-                if group is not None
+                Tie(self._state.tensor(name), groups[stages], counts_here=session.stage == stages[0])
+                for name, stages in ties.items()
+                if session.stage in stages and self._state.tensor(name).requires_grad
             ],
             may_skip_parameters=bool(program.leaves),
             asks=self._asks,

@@ -158,6 +158,13 @@ def test_ties_stay_equal_to_the_bit(pool: Pool) -> None:
         compare(found[0], plain("GPT", **shared), **F64)
 
 
+def test_stages_may_be_tied_to_different_ones(pool: Pool) -> None:
+    """V6: the first to the second and the second to the third, in two replicas; nobody waits in vain."""
+    shared: dict[str, Any] = {"batch": 8, "dtype": torch.float64}
+    found = pool.run(train, 6, "Paired", 3, 2, chunk=2, **shared)[0]
+    compare(found, plain("Paired", **shared), **F64)
+
+
 def test_held_microbatches_stay_within_the_bound(pool: Pool) -> None:
     """V19: activation memory per stage is bounded by the schedule, in the engine too."""
     from varuna.schedule import held

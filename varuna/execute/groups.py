@@ -51,20 +51,22 @@ def reduce_backend(devices: Sequence[str | None]) -> str:
 
 
 def make_group(
-    ranks: Sequence[int], *, timeout_seconds: float, backend: str | None = None
+    ranks: Sequence[int],
+    *,
+    timeout_seconds: float,
+    backend: str | None = None,
+    by_members_alone: bool = True,
 ) -> dist.ProcessGroup | None:
-    """None where one rank is all: nothing to reduce."""
+    """None where one rank is all: nothing to reduce. Called by its members, or by all ranks of the job."""
     if len(ranks) < 2:
         return None
-    # Only members take part, so idle ranks of the job need not know of the group.
     group = dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=timeout_seconds * GLOO_PATIENCE),
         backend=backend,
-        use_local_synchronization=True,
+        use_local_synchronization=by_members_alone,
     )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def stages_of_ties(plan: Plan, holders: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

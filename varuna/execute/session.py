@@ -4,7 +4,7 @@ One rank alone has none of these, and needs no torch.distributed.
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -176,12 +176,26 @@ def open_session(
 
 
 def tie_groups(
-    session: Session, ties: Sequence[tuple[int, ...]], *, timeout_seconds: float
-) -> list[dist.ProcessGroup | None]:
-    """For each tie (the stages that share a tensor) the group of this replica's ranks among them."""
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for stages in ties:
-        if session.stage in stages and stages not in made:
-            ranks = [session.stage_map[stage][session.replica] for stage in stages]
-            made[stages] = make_group(ranks, timeout_seconds=timeout_seconds, backend=session.backend)
-    return [made.get(stages) for stages in ties]
+    session: Session, ties: Iterable[tuple[int, ...]], *, timeout_seconds: float
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """For each tie (the stages that share a tensor) that this stage has part in, the group of this replica's
+    ranks. All ranks call it, with all ties of the model.
+
+    torch names a group that its members alone make by how many groups they are in. Ranks with unequal ties
+    would not find each other: so where ties differ, all ranks make all groups.
+    """
+    distinct = sorted(set(ties))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for stages in distinct:
+        for replica in range(session.width):
+            ranks = [session.stage_map[stage][replica] for stage in stages]
+            if session.rank in ranks or len(distinct) > 1:
+                group = make_group(
+                    ranks,
+                    timeout_seconds=timeout_seconds,
+                    backend=session.backend,
+                    by_members_alone=len(distinct) == 1,
+                )
+                if session.rank in ranks and group is not None:
+                    made[stages] = group
+    return made
