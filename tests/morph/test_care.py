@@ -29,6 +29,18 @@ class SeveralAws(clouds.Aws):
         return 404, clouds.NO_HEADERS, b"not found"
 
 
+class SeveralAzure(clouds.Azure):
+    """Each machine has a name of its own."""
+
+    num_machines = 0
+
+    def reply(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> clouds.Reply:
+        if path == "/metadata/instance/compute/name":
+            self.num_machines += 1
+            return 200, clouds.NO_HEADERS, f"trainer_{self.num_machines}".encode()
+        return super().reply(method, path, query, headers, body)
+
+
 class SeveralGcp(clouds.Gcp):
     """One machine's flag changes, whichever waits for it first."""
 
@@ -203,7 +215,7 @@ def test_a_slow_machine_is_listed_and_left_and_azure_need_not_wait_for_its_deadl
     tmp_path: Path, peace: dict[int, float]
 ) -> None:
     """V44, V41, V47"""
-    azure = clouds.Azure()
+    azure = SeveralAzure()
     options = ["--exclude_slow", "--cloud", "azure", "--cloud_url", azure.url]
     with clouds.running(azure), Job(tmp_path, machines=3, script=SLOW + TRAIN, options=options) as job:
         job.wait_for("slow machine: 127.0.0.3 computes more slowly than others")
@@ -213,8 +225,10 @@ def test_a_slow_machine_is_listed_and_left_and_azure_need_not_wait_for_its_deadl
         (events,) = tmp_path.glob("varuna_logs/*/events.jsonl")
         assert "slow machine" in [json.loads(line)["what"] for line in events.read_text().splitlines()]
 
-        azure.schedule("Preempt", azure.machine, seconds=30)  # of all of them
-        azure.wait_for(lambda: azure.events[0]["EventStatus"] == "Started")
+        for number in range(1, azure.num_machines + 1):  # all of them, the slow one too
+            azure.schedule("Preempt", f"trainer_{number}", seconds=30, name=f"E-{number}")
+        job.wait_for("varuna: saving: ")
+        azure.wait_for(lambda: sum(event["EventStatus"] == "Started" for event in azure.events) > 1)
         azure.events.clear()
         job.wait_for_change("generation: 3: ")
         check(job, peace)
