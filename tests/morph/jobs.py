@@ -29,6 +29,17 @@ from varuna.morph.messages import Ask
 
 STEPS = 300
 
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.cut = CutPoint()
+
+    def forward(self, x, y):
+        return ((self.last(self.cut(torch.tanh(self.first(x)))) - y) ** 2).mean()
+"""
+
 TRAIN = f"""
 import os, sys, time
 from pathlib import Path
@@ -39,15 +50,7 @@ from varuna import CutPoint, SampleOrder, Varuna
 STEPS, EVERY = {STEPS}, globals().get("EVERY", 10)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.cut = CutPoint()
-
-    def forward(self, x, y):
-        return ((self.last(self.cut(torch.tanh(self.first(x)))) - y) ** 2).mean()
-
+{NET}
 
 torch.manual_seed(1)
 x = torch.randn(64, 4)
