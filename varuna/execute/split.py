@@ -9,7 +9,9 @@ computes just what is asked for, node by node, so nothing is computed twice:
 
 Forks may share no weight: a path from one fork through the next would count it twice. Where they
 do (one weight used twice in a stage), part I does the whole backward and part W is empty: exact,
-and only as fast as an unsplit backward. The method of splitting is Zero Bubble's (Qi et al., 2023).
+and only as fast as an unsplit backward. A function written in Python (`torch.autograd.Function`)
+makes all its gradients at one go and cannot be started again, so part I takes those of its weights too.
+The method of splitting is Zero Bubble's (Qi et al., 2023).
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 @dataclass(frozen=True)
@@ -41,31 +44,32 @@ def backward_inputs(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Pending]:
     """Part I: the gradients of `leaves`, and what is left for part W."""
-    forks = _find_forks(roots, leaves)
-    if forks is None:
+    found = _find_forks(roots, leaves)
+    if found is None:
         torch.autograd.backward(roots, gradients)
         return [leaf.grad for leaf in leaves], Pending(())
+    forks = [fork for fork in found if not isinstance(fork.node, BackwardCFunction)]
+    whole = [fork for fork in found if isinstance(fork.node, BackwardCFunction)]
+    at_once = [weight for fork in whole for weight in fork.weights]
     hooks = [fork.node.register_prehook(fork.caught.append) for fork in forks]
-    found = torch.autograd.grad(roots, leaves, gradients, retain_graph=True, allow_unused=True)
+    made = torch.autograd.grad(roots, [*leaves, *at_once], gradients, retain_graph=True, allow_unused=True)
     for hook in hooks:
         hook.remove()
-    return list(found), Pending(tuple(forks))
+    for weight, gradient in zip(at_once, made[len(leaves) :], strict=True):
+        if gradient is not None:
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    return list(made[: len(leaves)]), Pending(tuple(forks))
 
 
 def backward_weights(pending: Pending) -> None:
     """Part W: adds each weight's gradient to its `.grad`."""
     for fork in pending.forks:
         for caught in fork.caught:  # empty where no gradient came this way
-            there = [(index, tensor) for index, tensor in enumerate(caught) if tensor is not None]
-            # As `torch.autograd.backward`, which asks for shapes that a function of Python does not tell.
-            _engine_run_backward(
-                tuple(GradientEdge(fork.node, index) for index, _ in there),
-                tuple(tensor for _, tensor in there),
-                False,  # the graph is not kept
-                False,  # and none made
-                fork.weights,
-                allow_unreachable=True,
-                accumulate_grad=True,
+            edges = [
+                GradientEdge(fork.node, index) for index, tensor in enumerate(caught) if tensor is not None
+            ]
+            torch.autograd.backward(
+                edges, [tensor for tensor in caught if tensor is not None], inputs=list(fork.weights)
             )
         fork.caught.clear()
 
