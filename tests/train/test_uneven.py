@@ -36,7 +36,7 @@ def run(pool: Pool, name: str, mapping: str, **options: Any) -> list[dict[str, A
     return pool.run(train, world, name, 0, 0, mapping=mapping, dtype=torch.float64, **options)
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     mapping=st.sampled_from(MAPS),
     batches=st.lists(st.integers(1, 13), min_size=2, max_size=2),
