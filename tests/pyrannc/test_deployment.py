@@ -27,7 +27,7 @@ def test_a_deployment_is_saved_loaded_shown_and_refused(
 ) -> None:
     """R10, R13, R14: a model that fits gets one stage; the search is skipped where there is a file."""
     file, forced = tmp_path / "deployment.json", tmp_path / "forced.json"
-    for chosen, as_forced, loaded, messages in pool.run(deploy, 2, str(file), str(forced)):
+    for chosen, as_forced, loaded, messages in pool.run(deploy, 2, str(file), str(forced), timeout=150):
         assert chosen == [(0, 1)] and as_forced == [(0,), (1,)] and loaded == as_forced
         assert "another model" in messages[0] and "needs the model to be spread" in messages[1]
     assert read_plan(file).plan.depth == 1
