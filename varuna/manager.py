@@ -246,9 +246,13 @@ class Manager:
         if signals:
             self.answer_signals()
         ticking = asyncio.create_task(self.tick())
+        ticking.add_done_callback(lambda _: self.events.put_nowait(Tick({})))
         try:
             while not self.finished.is_set():
-                self.happened(await self.events.get())
+                event = await self.events.get()
+                if ticking.done():
+                    ticking.result()  # an error ends the manager: better none than one that is deaf
+                self.happened(event)
             assert self.verdict is not None
             await self.see_agents_off()
             return self.verdict
