@@ -101,7 +101,8 @@ def clean(store: Store, manifest: Manifest) -> None:
 def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int]:
     """Removes interrupted saves, and complete ones beyond the newest `keep_last`; returns their steps.
 
-    Those that a job has saved by itself do not count among these: two of them are kept.
+    Those that a job has saved by itself do not count among these: two of them are kept, for as long as
+    they are newer than the oldest of these.
 
     The manifest has just been committed, by the one job that writes here: so nothing else is under way.
     """
@@ -109,9 +110,13 @@ def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int
     newest = manifest.facts.step
     found = find(store)
     complete = [one.manifest.facts for one in found if one.manifest is not None and not one.problem]
-    surplus = _surplus([facts.step for facts in complete if facts.by_itself], OWN_KEPT, newest)
+    own = [facts.step for facts in complete if facts.by_itself]
+    asked = [facts.step for facts in complete if not facts.by_itself]
+    surplus = _surplus(own, OWN_KEPT, newest)
     if keep_last is not None:
-        surplus += _surplus([facts.step for facts in complete if not facts.by_itself], keep_last, newest)
+        surplus += _surplus(asked, keep_last, newest)
+        kept = [step for step in asked if step not in surplus]
+        surplus += [step for step in own if len(kept) >= keep_last and step < min(kept)]
     interrupted = [one.step for one in found if one.interrupted]
     removed = sorted({*surplus, *interrupted} - {newest})
     for step in removed:
