@@ -1,7 +1,7 @@
 """What workers of the pool do, and the same done by one plain process."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,16 @@ class RememberingSource(Source):
         return self.remembered[key]
 
 
+@contextmanager
+def remembering(toy: Hashable) -> Iterator[None]:
+    """Within, what is wrapped is this toy."""
+    varuna.varuna.Source, RememberingSource.toy = RememberingSource, toy  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        varuna.varuna.Source = Source  # type: ignore[misc]
+
+
 def train(
     name: str,
     depth: int,
@@ -93,20 +103,19 @@ def train(
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica = get_this_rank_config_varuna(mapping, rank)[1]
     model = make_model(name, dtype=dtype, **(model_options or {}))
-    varuna.varuna.Source = RememberingSource  # type: ignore[misc]
-    RememberingSource.toy = (name, dtype, str(model_options))
     sample = make_inputs(name, 2, torch.Generator().manual_seed(1), dtype)
-    wrapped = Varuna(
-        model,
-        mapping,
-        sample,
-        batch,
-        chunk,
-        device=device,
-        seed=seed,
-        timeout_seconds=timeout_seconds,
-        **options,
-    )
+    with remembering((name, dtype, str(model_options))):
+        wrapped = Varuna(
+            model,
+            mapping,
+            sample,
+            batch,
+            chunk,
+            device=device,
+            seed=seed,
+            timeout_seconds=timeout_seconds,
+            **options,
+        )
     opt = make_optimizer(optimizer, wrapped.parameters())
     wrapped.set_optimizer(opt, init_loss_scale=1024)
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "most_held": 0}
