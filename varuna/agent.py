@@ -48,7 +48,7 @@ from varuna.morph.messages import (
     write,
 )
 from varuna.morph.notices import Notice, Service, service
-from varuna.morph.placement import worker_environment, worker_flags
+from varuna.morph.placement import WORKER_DEFAULTS, worker_environment, worker_flags
 from varuna.morph.start import AgentOrders
 from varuna.morph.state import Outcome, Pulse
 from varuna.morph.wire import Refused, Wire
@@ -358,12 +358,7 @@ class Agent:
     # ------------------------------------------------------------ workers
 
     async def open_nursery(self, environment: dict[str, str]) -> None:
-        defaults = {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-            "VARUNA_JOB_ID": self.orders.job,
-        }
+        defaults = {**WORKER_DEFAULTS, "VARUNA_JOB_ID": self.orders.job}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",

@@ -23,6 +23,7 @@ import msgspec
 from varuna.codec import decode
 from varuna.morph.failures import ErrorFile, WorkerFailure, describe, find_cause
 from varuna.morph.placement import (
+    WORKER_DEFAULTS,
     WORKER_FLAGS,
     Layout,
     flags_taken,
@@ -132,8 +133,7 @@ def start_workers(job: Job) -> "SubprocessContext":
 
     # Its notes on signals sent to workers would stand between the user and the reason.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    unset = {name: value for name, value in WORKER_DEFAULTS.items() if name not in os.environ}
     runner = (str(Path(__file__).with_name("worker.py")), str(os.getpid()), job.code_dir, job.script)
     args: dict[int, tuple[str, ...]] = {}
     environments: dict[int, dict[str, str]] = {}

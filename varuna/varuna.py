@@ -166,9 +166,8 @@ class Varuna(nn.Module):
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         is_first = (self._session.stage, self._session.replica) == (0, 0)
         self._own_saves = OwnSaves(told_rhythm() if is_first else None)
-        self._saves_to = (
-            os.environ.get(STORE_VARIABLE) or None
-        )  # or where the script has saved, or goes on from
+        # Or where the script has saved, or goes on from.
+        self._saves_to = os.environ.get(STORE_VARIABLE) or None
         with self._errors_reach_everyone("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             self._sample = self._batch(inputs)

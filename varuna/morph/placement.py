@@ -7,6 +7,8 @@ import msgspec
 
 from varuna.types import StageMap, format_stage_map, format_widths, place_in_map, spread_evenly
 
+WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Of a worker's environment, unless they are set already: all that starts workers goes by these."""
 WORKER_FLAGS = (
     "--rank",
     "--local_rank",

@@ -97,11 +97,12 @@ def search(
         ("where needed", "everywhere") if recompute is None else ("everywhere",) if recompute else ("never",),
         shard_optimizer,
         headroom,
-        microbatch_sizes is None,
     )
     ground = Ground(cluster)
     ranking = Search(costs, ground, asked, every_depth=every_depth).run()
-    return _with_uneven(ranking, costs, ground, asked, modes_open=recompute is None)
+    if microbatch_sizes is not None or recompute is not None:  # which an uneven layout chooses by itself
+        return ranking
+    return _with_uneven(ranking, costs, ground, asked)
 
 
 def cut_layout(
@@ -145,21 +146,17 @@ def cut_layout(
     return Search(costs, ground, asked).cut(ground.look_at(stage_map))
 
 
-def _with_uneven(
-    ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked", *, modes_open: bool
-) -> Ranking:
+def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked") -> Ranking:
     """With the best layout whose stages differ in their replicas, where it is faster than all others."""
-    found = None
-    if modes_open and asked.open_sizes:
-        found = best_uneven(
-            costs,
-            ground,
-            batch_size=asked.batch_size,
-            depths=asked.depths,
-            schedules=asked.schedules,
-            shard_optimizer=asked.shard_optimizer,
-            headroom=asked.headroom,
-        )
+    found = best_uneven(
+        costs,
+        ground,
+        batch_size=asked.batch_size,
+        depths=asked.depths,
+        schedules=asked.schedules,
+        shard_optimizer=asked.shard_optimizer,
+        headroom=asked.headroom,
+    )
     before = ranking.best
     if found is None or found.forecast.seconds * UNEVEN_GAIN >= before.forecast.seconds:
         return ranking
@@ -188,7 +185,6 @@ class Asked(NamedTuple):
     modes: tuple[Mode, ...]
     shard_optimizer: bool
     headroom: float
-    open_sizes: bool = False  # any micro-batch may be chosen
 
 
 class Node(NamedTuple):
