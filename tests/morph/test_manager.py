@@ -33,10 +33,22 @@ class Nobody:
         raise OSError("this machine is far away")
 
 
+class Broken:
+    """Starts agents that cannot be asked how they are."""
+
+    def start(self, orders: AgentOrders) -> StartedAgent:
+        return self  # type: ignore[return-value]
+
+    def ended(self) -> str | None:
+        raise RuntimeError("the scheduler has lost its mind")
+
+
 class Led:
     """A manager in a thread of its own, which is what it costs to talk to it from a test."""
 
-    def __init__(self, folder: Path, *, secret: bytes = SECRET) -> None:
+    def __init__(
+        self, folder: Path, *, secret: bytes = SECRET, starter: Nobody | Broken | None = None
+    ) -> None:
         (folder / "machines").write_text("10.9.9.9\n")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
@@ -62,7 +74,7 @@ class Led:
                 job,
                 JobState(since=clock.now()),
                 planner=lambda machines: Proposal(machines, problem="no plan"),
-                starter_of=lambda machine: Nobody(),
+                starter_of=lambda machine: starter or Nobody(),
                 newest=lambda store: None,
                 address_for=lambda machine: "127.0.0.1",
                 journal=Journal(folder / "journal"),
@@ -71,7 +83,8 @@ class Led:
             )
             await manager.lead(self.listener, signals=False)
 
-        self.thread = threading.Thread(target=asyncio.run, args=(lead(),))
+        self.lead = lead
+        self.thread = threading.Thread(target=lambda: asyncio.run(lead()))
 
     def ask(self, what: str, *, secret: bytes = SECRET, **facts: object) -> Answer:
         return talk("127.0.0.1", self.port, secret, Ask("job", what, **facts))  # type: ignore[arg-type]
@@ -174,3 +187,16 @@ def test_an_agent_of_an_earlier_job_ends_when_the_manager_there_does_not_know_it
         )
         assert agent.returncode == 0
         assert all("wrong signature" in why for why in manager.refusals())
+
+
+def test_a_manager_that_can_look_after_nobody_ends_with_the_reason(tmp_path: Path) -> None:
+    manager = Led(tmp_path, starter=Broken())
+    with pytest.raises(RuntimeError, match="lost its mind"):
+        asyncio.run(manager.lead())
+
+
+def test_a_full_disk_under_the_event_log_does_not_end_the_manager(tmp_path: Path) -> None:
+    """V45"""
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with led(tmp_path) as manager:
+        assert json.loads(bytes(manager.ask("status").status))["job"] == "job"
