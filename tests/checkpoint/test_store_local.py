@@ -1,6 +1,7 @@
 """A local folder under fire: killed writers, a full disk, readers in between, a second job."""
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -325,6 +326,20 @@ def test_a_run_waits_for_an_earlier_one_of_its_job_that_is_about_to_end(tmp_path
         earlier.release()
         later.result().check()
     later.result().release()
+
+
+def test_a_folder_that_changes_hands_just_now_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V42: locked, though its record is empty: its holder is about to write its name, or has released it."""
+    holder = os.open(tmp_path / RECORD, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    monkeypatch.setattr(claim_module, "NAMELESS_SECONDS", 0.0)
+    with pytest.raises(StoreTaken, match="has not written its name yet"):
+        LocalStore(str(tmp_path)).claim(MINE)
+    monkeypatch.setattr(claim_module, "NAMELESS_SECONDS", 60.0)
+    monkeypatch.setattr(claim_module.time, "sleep", lambda seconds: os.close(holder))
+    LocalStore(str(tmp_path)).claim(MINE).release()
 
 
 def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_over(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from varuna.errors import StoreTaken
 RECORD = OWN_PREFIX + "owner"
 NOBODY = "-"  # repeated, the token of no owner
 STALE_SECONDS = 15 * 60.0  # a record that nobody renewed for so long belongs to a dead job
+NAMELESS_SECONDS = 1.0  # a lock whose record is empty is being taken or released just now
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -154,6 +155,18 @@ class FolderClaim:
         self._fd: int | None = None
 
     def take(self) -> None:
+        deadline = time.monotonic() + NAMELESS_SECONDS
+        while True:
+            try:
+                return self._try_to_take()
+            except BlockingIOError:
+                record = self._read()
+                if record is not None or time.monotonic() >= deadline:
+                    way_out = "give this job a folder of its own, or wait until that one ends"
+                    raise refusal(record, self._owner, place=self._folder, way_out=way_out) from None
+            time.sleep(0.01)
+
+    def _try_to_take(self) -> None:
         self._fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         HELD.add(self)
         close_in_children()
@@ -162,7 +175,7 @@ class FolderClaim:
             self._write(self._fd)
         except BlockingIOError:
             self._let_go()
-            raise self._refused("give this job a folder of its own, or wait until that one ends") from None
+            raise
         except OSError as error:
             self._let_go()
             raise OSError(error.errno, error.strerror, self._place) from error
