@@ -9,7 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from benchmarks import checkpoints as ck
+from benchmarks import rannc as rn
 from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import steps_and_makespans
@@ -300,6 +303,38 @@ def checkpoints(lab: Lab) -> list[Row]:
     return rows
 
 
+def rannc(lab: Lab) -> list[Row]:
+    """Single steps in turn, many of them: half a second is long on a machine that is not always as fast."""
+    settings = msgspec.structs.replace(lab.settings, repeats=7 * lab.settings.repeats, sample_seconds=0.0)
+
+    def turns(world: int, *contenders: Contender) -> Turns:
+        return Turns(lab.run(rn.turns, world, list(contenders), settings))
+
+    rows = []
+    subjects = rn.SMALL[:1] if lab.quick else rn.SUBJECTS
+    for subject in subjects:
+        same = {"subject": subject}
+        for world, other in ((1, "plain loop"), (2, "DistributedDataParallel")):
+            found = turns(world, Contender("RaNNCModule", same), Contender(other, same))
+            rows.append(found.row("rannc", f"{subject.name}, W={world}", other, target=1.02))
+    for subject in subjects:
+        cut = {"subject": subject, "microbatches": 4}
+        ours = Contender("RaNNCModule", {**cut, "stages": 2})
+        gpipe = Contender("Varuna", {**cut, "schedule": "gpipe"})
+        found = turns(2, ours, gpipe, Contender("Varuna", cut))
+        case = f"{subject.name}, 2 stages, M=4"
+        rows.append(found.row("rannc", case, "Varuna, gpipe", target=1.05))
+        rows.append(found.row("rannc", case, "Varuna, its own schedule", other=2))
+    for subject in subjects[:2]:
+        cut = {"subject": subject, "microbatches": 4}
+        both = [Contender("RaNNCModule", {**cut, "stages": 2}), Contender("Varuna", cut)]
+        by_rank = lab.run(rn.first_calls, 2, both, min(lab.settings.repeats, 5))
+        seconds = [slowest([rank[index] for rank in by_rank]) for index in range(2)]
+        case = f"from the plain model to the end of the first step, {subject.name}, 2 stages"
+        rows.append(of_time("rannc", case, "Varuna", *seconds))
+    return rows
+
+
 def accuracy(lab: Lab) -> list[Row]:
     found = []
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
@@ -356,7 +391,12 @@ def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def of_time(
-    benchmark: str, case: str, against: str, ours: Sequence[float], other: Sequence[float], target: float
+    benchmark: str,
+    case: str,
+    against: str,
+    ours: Sequence[float],
+    other: Sequence[float],
+    target: float | None = None,
 ) -> Row:
     return Row(
         benchmark=benchmark,
@@ -383,6 +423,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "planning": lambda lab: planning(lab.run, lab.settings.repeats, quick=lab.quick),
     "planning-memory": lambda lab: planning_memory(quick=lab.quick),
     "accuracy": accuracy,
+    "rannc": rannc,
     "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),
     "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
 }

@@ -330,18 +330,10 @@ class Pipeline:
                 "these outputs have had their backward (for several backwards of one forward, call "
                 "pyrannc.keep_graph(True) before the first)"
             )
-        reducer = self.trainer.reducer
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        may_skip = reducer.may_skip_parameters
-        reducer.may_skip_parameters = may_skip or not all(
-            there
-            for there, result in zip(present, passing.form.results, strict=True)
-            if result.differentiable
-        )
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
-        reducer.may_skip_parameters = may_skip
         self.reduced = not delays
         if self.must_agree_on_overflow and not delays:
             self._agree_on_overflow()
@@ -372,6 +364,8 @@ class Pipeline:
         """Which results any rank has a gradient for; and of what has no batch, the sum over the ranks."""
         results = passing.form.results
         unbatched = [number for number, result in enumerate(results) if result.dim is None]
+        if self.session.depth == 1 and self.gathers and not unbatched:  # to each rank its own samples'
+            return [gradient is not None for gradient in gradients], [None] * len(results)
         weight = passing.weight(self.session.rank)
         numbers = [float(gradient is not None) for gradient in gradients]
         for number in unbatched:

@@ -67,7 +67,7 @@ def assemble(
             for name, stages in ties.items()
             if session.stage in stages and state.tensor(name).requires_grad
         ],
-        may_skip_parameters=bool(program.leaves),
+        watches=not program.leaves,
         asks=asks,
     )
     return Trainer(

@@ -43,12 +43,14 @@ class WaitsForWork(Protocol):
 
 @dataclass
 class Bucket:
-    """Gradients that are reduced as one flat tensor."""
+    """Gradients that are reduced as one flat tensor, and after them, for each, how many replicas have it."""
 
     parameters: list[Tensor]
     flat: Tensor
     views: list[Tensor]
+    counts: Tensor
     missing: int = 0  # gradients not there yet in this step
+    absent: list[int] = field(default_factory=list)  # those that this replica has not
     work: dist.Work | None = None
 
 
@@ -81,7 +83,7 @@ class Reducer:
     counts_norm: bool  # one replica of each stage does
     waiter: WaitsForWork | None
     ties: Sequence[Tie] = ()
-    may_skip_parameters: bool = False  # an opaque leaf may leave a weight without gradient
+    watches: bool = True  # False: an opaque leaf may add to a gradient more than once in a backward
     asks: Callable[[], bool] = lambda: False  # whether this rank wants all ranks to do something
     attention: bool = False  # some rank has asked, as all know by now; whoever sees to it sets it back
     _buckets: list[Bucket] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Reducer:
 
     def expect_last_backward(self) -> Callable[[], None]:
         """Watches gradients become final, starting each bucket as it fills; returns how to stop watching."""
-        if self.replicas is None or self.may_skip_parameters:
+        if self.replicas is None or not self.watches:
             return lambda: None
         if not self._buckets:
             self._make_buckets()
@@ -177,12 +179,11 @@ class Reducer:
             self._add_bucket(run)
 
     def _add_bucket(self, parameters: list[Tensor]) -> None:
-        flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        pieces = torch.split(flat, [p.numel() for p in parameters])
+        sizes = [p.numel() for p in parameters]
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        *pieces, counts = torch.split(flat, [*sizes, len(sizes)])
         views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        bucket = Bucket(parameters, flat, views)
+        bucket = Bucket(parameters, flat, views, counts)
         self._buckets.append(bucket)
         self._bucket_of.update((parameter, bucket) for parameter in parameters)
 
@@ -195,8 +196,11 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             gradients = [p.grad for p in bucket.parameters]
-            if any(gradient is None for gradient in gradients):
-                bucket.flat.zero_()
+            bucket.absent = [number for number, gradient in enumerate(gradients) if gradient is None]
+            bucket.counts.fill_(1)
+            if bucket.absent:  # the others may live in the bucket already
+                torch._foreach_zero_([bucket.views[number] for number in bucket.absent])
+                bucket.counts[bucket.absent] = 0
             there = [(v, g) for v, g in zip(bucket.views, gradients, strict=True) if g is not None]
             if there:
                 torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
@@ -212,7 +216,6 @@ class Reducer:
         assert self.waiter is not None
         if not self._buckets:
             self._make_buckets()
-        present = self._present_somewhere() if self.may_skip_parameters else None
         for bucket in self._buckets[self._num_started :]:
             self._start(bucket)
         self._num_started = 0
@@ -220,14 +223,11 @@ class Reducer:
             assert bucket.work is not None
             self.waiter.for_work(bucket.work, lambda: "the all-reduce of gradients over the replicas")
             bucket.work = None
-        for parameter, there in zip(self.parameters, present or (), strict=False):
-            if not there:
-                parameter.grad = None
-
-    def _present_somewhere(self) -> list[bool]:
-        flags = torch.tensor([float(p.grad is not None) for p in self.parameters])
-        self._all_reduce(flags, self.replicas, "the count of gradients over the replicas")
-        return [bool(flag) for flag in flags.tolist()]
+            # What no replica has a gradient for has none, as in one process.
+            counts = bucket.counts.tolist() if bucket.absent else []
+            for number in bucket.absent:
+                if not counts[number]:
+                    bucket.parameters[number].grad = None
 
     def _reduce_ties(self) -> None:
         """Each stage that holds a tied tensor gets the sum, to the same bits, so copies stay equal."""
@@ -318,23 +318,26 @@ def average_buffers(
     BatchNorm's running value after a micro-batch is (1 - momentum) × value + momentum × statistic, so
     what a replica's micro-batches did is an affine map of the value before the step, and the maps of
     all replicas in order compose to what one process running all micro-batches in order would hold.
-    Counters add up what each replica added; anything else is averaged.
+    Counters add up what each replica added; anything else is averaged. All of it travels as one message.
     """
+    keep = {name: 1.0 - share for name, share in momentum.items() if share is not None}
+    later = sum(counts[replica + 1 :])
+    parts: list[Tensor] = []
     for name, buffer in buffers.items():
-        old = before[name]
-        share = momentum.get(name)
-        if share is not None:
-            keep = 1.0 - share
-            own = keep ** counts[replica]
-            later = keep ** sum(counts[replica + 1 :])
-            change = (buffer - own * old).mul_(later)
-            reduce(change)
-            buffer.copy_(change.add_(old, alpha=keep ** sum(counts)))
+        old, part = before[name], buffer
+        if name in keep:
+            part = (buffer - keep[name] ** counts[replica] * old).mul_(keep[name] ** later)
         elif not buffer.is_floating_point():
-            change = buffer.to(torch.int64) - old.to(torch.int64)
-            reduce(change)
-            buffer.copy_(old + change.to(buffer.dtype))
+            part = buffer.to(torch.int64) - old.to(torch.int64)
+        parts.append(part.double().reshape(-1))  # which counts exactly, as far as any counter gets
+    flat = torch.cat(parts)
+    reduce(flat)
+    sums = torch.split(flat, [part.numel() for part in parts])
+    for (name, buffer), found in zip(buffers.items(), sums, strict=True):
+        old, total = before[name], found.view(buffer.shape)
+        if name in keep:
+            buffer.copy_(total.add_(old, alpha=keep[name] ** sum(counts)))
+        elif not buffer.is_floating_point():
+            buffer.copy_(old + total.to(torch.int64))
         else:
-            total = buffer.clone()
-            reduce(total)
             buffer.copy_(total.div_(len(counts)))
