@@ -331,7 +331,7 @@ def rannc(lab: Lab) -> list[Row]:
         by_rank = lab.run(rn.first_calls, 2, both, min(lab.settings.repeats, 5))
         seconds = [slowest([rank[index] for rank in by_rank]) for index in range(2)]
         case = f"from the plain model to the end of the first step, {subject.name}, 2 stages"
-        rows.append(of_time("rannc", case, "Varuna", *seconds))
+        rows.append(of_time("rannc", case, "Varuna", seconds[0], seconds[1]))
     return rows
 
 

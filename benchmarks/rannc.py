@@ -69,6 +69,7 @@ class Net(nn.Module):
         self.kind = subject.kind
         self.first: nn.Module
         self.last: nn.Module
+        layers: list[nn.Module]
         if subject.kind == "mlp":
             self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
             layers = [
@@ -123,6 +124,8 @@ def make_batch(subject: Subject, samples: int) -> tuple[Tensor, Tensor]:
 class Loop(Side):
     """The plain loop over one process's model, whatever wraps it; each rank has samples of its own."""
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -136,7 +139,7 @@ class Loop(Side):
             loss: Tensor = self.model(self.x, self.y)
         else:
             loss = self.net.loss(self.model(self.x), self.y)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     def step(self) -> float | None:

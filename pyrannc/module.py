@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from varuna.assembling import assemble
 from varuna.capture import Captured, Program, Source
 from varuna.capture.calling import Structured
 from varuna.capture.state import StageState, adopted_state
+from varuna.errors import WorkerError
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -534,7 +536,7 @@ class RaNNCModule(nn.Module):
             timeout_seconds=self._timeout_seconds,
             host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
         )
-        weakref.finalize(self, session.close)
+        weakref.finalize(self, _end, session)
         return session
 
     @contextmanager
@@ -553,6 +555,14 @@ class RaNNCModule(nn.Module):
         whole = merge(on_one_clock(self._session.gather(own), machines))
         if self._session.rank == 0:
             write_whole(Path(self._configuration.event_trace_file), to_perfetto({"last call": whole}))
+
+
+def _end(session: Session) -> None:
+    """Says goodbye to the other ranks; where an error of the script ends this process, that error."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception) and not isinstance(error, WorkerError) and not session.closed:
+        session.explain(error, "between two calls of the model")
+    session.close()
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
