@@ -339,7 +339,7 @@ class Pipeline:
         """Which results any rank has a gradient for; and of what has no batch, the sum over the ranks."""
         results = passing.form.results
         unbatched = [number for number, result in enumerate(results) if result.dim is None]
-        if self.session.depth == 1 and self.gathers and not unbatched:  # to each rank its own samples'
+        if passing.stays and not unbatched:  # each rank's gradients are of what it computes itself
             return [gradient is not None for gradient in gradients], [None] * len(results)
         weight = passing.weight(self.session.rank)
         numbers = [float(gradient is not None) for gradient in gradients]
