@@ -141,8 +141,9 @@ class RaNNCModule(nn.Module):
             if not way.agreed.draft.keeps:
                 results, _ = run()
             else:
-                names = [leaf.name for leaf in way.agreed.draft.tensors if leaf.has_gradient]
-                given = [leaves[name] for name in names if name in leaves]
+                wanting = [leaf.name for leaf in way.agreed.draft.tensors if leaf.has_gradient]
+                names = [name for name in wanting if name in leaves]
+                given = [leaves[name] for name in names]
                 back = self._backward
                 apply: Any = Passage.apply
                 results = apply(run, back, names, self._anchor[0], *given)
@@ -294,7 +295,11 @@ class RaNNCModule(nn.Module):
             held = {name: p for name, p in self._state.named_parameters() if name in self._owners}
             self._patched.spread(held, names, self._gather_named)
             if self._shards_optimizer and session.replicas is not None:
-                shard(self._optimizer, replica=session.replica, group=session.replicas)
+                owners = shard(self._optimizer, replica=session.replica, group=session.replicas)
+                reducer = trainer.reducer
+                reducer.own_share = frozenset(
+                    p for p in reducer.parameters if owners.get(p, 0) == session.replica
+                )
             if self._shards_optimizer:  # all ranks ask alike, also those of a stage with one replica
                 self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)

@@ -57,8 +57,19 @@ class Patched:
             group["params"] = kept
 
     def share(self, gather: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """The optimizer has been left a share of what this rank holds."""
+        """The optimizer has been left a share of what this rank holds; it sets all gradients to none still."""
         assert self._held is not None
+        everything, plain_zero_grad = list(self._held.values()), self._optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            plain_zero_grad(set_to_none)
+            for parameter in everything:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+        self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         here = {p for group in self._optimizer.param_groups for p in group["params"]}
         self._held = {name: p for name, p in self._held.items() if p in here}
         self._gather = gather

@@ -494,11 +494,12 @@ class Passage(torch.autograd.Function):
         back: Callable[[Passing, Sequence[Tensor | None]], dict[str, Tensor]],
         names: Sequence[str],
         _anchor: Tensor,
-        *_inputs: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         results, passing = run()
         ctx.set_materialize_grads(False)
-        ctx.passing, ctx.back, ctx.names = passing, back, names
+        ctx.passing, ctx.back = passing, back
+        ctx.devices = {name: tensor.device for name, tensor in zip(names, inputs, strict=True)}
         ctx.mark_non_differentiable(
             *(
                 tensor
@@ -512,4 +513,4 @@ class Passage(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         found = ctx.back(ctx.passing, gradients)
-        return (None, None, None, None, *(found.get(name) for name in ctx.names))
+        return (None, None, None, None, *(found[name].to(device) for name, device in ctx.devices.items()))

@@ -1,4 +1,4 @@
-"""A script as users start it: `python -m tests.pyrannc.launched FOLDER WHAT STAGES`; its findings go there."""
+"""A script as users start it: `python -m tests.pyrannc.launched FOLDER WHAT STAGES`, for what it finds."""
 
 import os
 import signal

@@ -102,24 +102,3 @@ def test_a_script_may_use_it_in_every_way(pool: Pool, world: int, stages: int) -
     """R2, R4, R7, R8, R9: accumulation, clipping, several forwards and backwards, evaluation, state into a
     plain model and another layout, a part of a larger model, samples on rank 0 alone."""
     pool.run(use, world, stages, timeout=150)
-
-
-def test_a_sharded_optimizer_and_bf16(pool: Pool) -> None:
-    """R16: the same updates with each replica keeping a share of the state; bf16 near to fp32."""
-    for sharded, plainly, low, high, sharded_optimizer, optimizer in pool.run(shard, 2):
-        for name, value in plainly.items():
-            torch.testing.assert_close(sharded[name], value, rtol=1e-6, atol=1e-8)
-        assert sharded_optimizer["state"].keys() == optimizer["state"].keys()
-        assert low.dtype == torch.bfloat16
-        torch.testing.assert_close(low.float(), high, rtol=0.05, atol=0.05)
-
-
-def shard() -> tuple[Any, ...]:
-    counts = [[3, 2], [2, 2]]
-    options = {"partition_num": 1, "pipeline_num": 2}
-    one = train("Simple", counts=counts, options={**options, "shard_optimizer": True}, dtype=torch.float32)
-    two = train("Simple", counts=counts, options=options, dtype=torch.float32)
-    low = train("Simple", counts=counts[:1], options={**options, "precision": "bf16"}, dtype=torch.float32)
-    return (
-        one["state"], two["state"], low["outputs"][0], two["outputs"][0], one["optimizer"], two["optimizer"],
-    )  # fmt: skip
