@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from pyrannc.configuration import Configuration
-from pyrannc.layouts import Layouts, spans_for
+from pyrannc.layouts import Layouts, best_unequal, map_of, spans_for
 from varuna.capture import Captured, Source
 from varuna.errors import PlanError
 from varuna.estimating import estimate_captured
@@ -25,7 +25,7 @@ from varuna.plan.search import cut_layout
 from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
 from varuna.planned import cluster_of
 from varuna.profiling import device_memory_bytes
-from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap
+from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap, spread_evenly
 from varuna.units import duration
 from varuna.wrapping import plan_stages
 
@@ -102,6 +102,21 @@ def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
                 continue
             log.info("%d stages, micro-batches of %d: %s", depth, size, duration(proposal.forecast.seconds))
             found.append(proposal)
+    if not any(_is_plain(proposal.plan) for proposal in found):
+        unequal = best_unequal(
+            profile,
+            cluster,
+            subject.captured,
+            configuration,
+            depths=layouts.uneven_depths,
+            batch_size=subject.batch_size,
+            schedule=SCHEDULE,
+            than=min((proposal.forecast.seconds for proposal in found), default=math.inf),
+        )
+        found += [] if unequal is None else [unequal]
+    if not found and configuration.partition_num:  # what is forced is run, whatever it will cost
+        stage_map = map_of(spread_evenly(subject.world, parts=configuration.partition_num))
+        return _with_forecast(_forced(subject, configuration, stage_map), subject, configuration)
     if not found:
         raise PlanError(
             f"no layout of {subject.world} ranks fits; the one that needs least: {refused[-1]} "
@@ -120,6 +135,11 @@ def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
         refused=tuple(refused),
         cluster=cluster,
     )
+
+
+def _is_plain(plan: Plan) -> bool:
+    """One stage that keeps all: no other layout does less."""
+    return plan.depth == 1 and not plan.stages[0].recompute
 
 
 def _layouts(subject: Subject, configuration: Configuration) -> Layouts:

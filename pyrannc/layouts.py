@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 
 from pyrannc.configuration import Configuration
 from varuna.capture import Captured
 from varuna.errors import CaptureError, PlanError, some
+from varuna.plan.costs import Costs
 from varuna.plan.partition import Spans, balance_over
-from varuna.types import StageMap, in_few
+from varuna.plan.place import Ground
+from varuna.plan.search import UNEVEN_GAIN
+from varuna.plan.stages import Terms
+from varuna.plan.uneven import best_uneven
+from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, in_few
 from varuna.units import count
 
 
@@ -103,9 +109,58 @@ def spans_for(widths: Sequence[int], captured: Captured) -> Spans:
         reasons = [why for cut in range(1, captured.num_segments) for why in captured.inseparable(cut)]
         raise CaptureError(
             f"replica_num {in_few(widths)} needs {count(len(widths) - 1, 'cut')} over which all can be "
-            f"parted by sample, but the model has {len(bounds) - 2}: {some(reasons)} (give all stages as many "
-            "replicas, or ask for fewer stages)"
+            f"parted by sample, but the model has {len(bounds) - 2}: {some(reasons)} (give all stages as "
+            "many replicas, or ask for fewer stages)"
         )
     segments = captured.graph.segments
     work = [sum(s.flops_per_sample for s in segments[first:stop]) for first, stop in pairwise(bounds)]
     return tuple((bounds[first], bounds[stop]) for first, stop in balance_over(work, widths))
+
+
+def best_unequal(
+    profile: Profile,
+    cluster: Cluster,
+    captured: Captured,
+    configuration: Configuration,
+    *,
+    depths: Sequence[int],
+    batch_size: int,
+    schedule: ScheduleName,
+    than: float,  # seconds, of the best in which stages have equally many replicas
+) -> Proposal | None:
+    """The fastest in which they have not, where that is faster still."""
+    found = best_uneven(
+        Costs(profile),
+        Ground(cluster),
+        batch_size=batch_size,
+        depths=depths,
+        schedules=(schedule,),
+        shard_optimizer=False,
+        terms=Terms(
+            schedule,
+            configuration.checkpointing,
+            configuration.mem_margin,
+            separable_cuts(captured),
+            leaves_none_idle=True,
+        ),
+        microbatches=numbers_of_microbatches(batch_size, configuration),
+        than=than / UNEVEN_GAIN,
+        thins_out=True,
+    )
+    if found is None:
+        return None
+    gain = "" if than == inf else f", {1 - found.forecast.seconds / than:.1%} less than with equal numbers"
+    reason = f"the shortest step of all layouts: {format_widths(found.plan.widths)}{gain}"
+    return Proposal(found.plan, found.forecast, (), reason)
+
+
+def numbers_of_microbatches(batch_size: int, configuration: Configuration) -> list[int]:
+    """Those to look at; the samples that are counted are those of a stage with one replica."""
+    if configuration.pipeline_num:
+        return [configuration.pipeline_num]
+    least, number = configuration.min_pipeline, configuration.min_pipeline
+    found = [least]
+    while (number := 2 * number) <= min(configuration.max_pipeline, batch_size):
+        if batch_size // number >= configuration.min_pipeline_bs:
+            found.append(number)
+    return found
