@@ -304,35 +304,43 @@ def checkpoints(lab: Lab) -> list[Row]:
 
 
 def rannc(lab: Lab) -> list[Row]:
-    """Single steps in turn, many of them: half a second is long on a machine that is not always as fast."""
-    settings = msgspec.structs.replace(lab.settings, repeats=7 * lab.settings.repeats, sample_seconds=0.0)
-
-    def turns(world: int, *contenders: Contender) -> Turns:
-        return Turns(lab.run(rn.turns, world, list(contenders), settings))
-
-    rows = []
     subjects = rn.SMALL[:1] if lab.quick else rn.SUBJECTS
-    for subject in subjects:
-        same = {"subject": subject}
-        for world, other in ((1, "plain loop"), (2, "DistributedDataParallel")):
-            found = turns(world, Contender("RaNNCModule", same), Contender(other, same))
-            rows.append(found.row("rannc", f"{subject.name}, W={world}", other, target=1.02))
-    for subject in subjects:
-        cut = {"subject": subject, "microbatches": 4}
-        ours = Contender("RaNNCModule", {**cut, "stages": 2})
-        gpipe = Contender("Varuna", {**cut, "schedule": "gpipe"})
-        found = turns(2, ours, gpipe, Contender("Varuna", cut))
-        case = f"{subject.name}, 2 stages, M=4"
-        rows.append(found.row("rannc", case, "Varuna, gpipe", target=1.05))
-        rows.append(found.row("rannc", case, "Varuna, its own schedule", other=2))
-    for subject in subjects[:2]:
-        cut = {"subject": subject, "microbatches": 4}
-        both = [Contender("RaNNCModule", {**cut, "stages": 2}), Contender("Varuna", cut)]
-        by_rank = lab.run(rn.first_calls, 2, both, min(lab.settings.repeats, 5))
-        seconds = [slowest([rank[index] for rank in by_rank]) for index in range(2)]
-        case = f"from the plain model to the end of the first step, {subject.name}, 2 stages"
-        rows.append(of_time("rannc", case, "Varuna", seconds[0], seconds[1]))
-    return rows
+    rows = [row for world in (1, 2) for subject in subjects for row in rannc_whole(lab, subject, world)]
+    rows += [row for subject in subjects for row in rannc_stages(lab, subject)]
+    return rows + [row for subject in subjects[:2] for row in rannc_first_calls(lab, subject)]
+
+
+def rannc_turns(lab: Lab, world: int, *contenders: Contender) -> Turns:
+    """Single steps in turn, many of them: half a second is long on a machine that is not always as fast."""
+    settings = msgspec.structs.replace(lab.settings, repeats=5 * lab.settings.repeats, sample_seconds=0.0)
+    return Turns(lab.run(rn.turns, world, list(contenders), settings))
+
+
+def rannc_whole(lab: Lab, subject: rn.Subject, world: int) -> Iterator[Row]:
+    """A model that fits one device."""
+    same, other = {"subject": subject}, "plain loop" if world == 1 else "DistributedDataParallel"
+    turns = rannc_turns(lab, world, Contender("RaNNCModule", same), Contender(other, same))
+    yield turns.row("rannc", f"{subject.name}, W={world}", other, target=1.02)
+
+
+def rannc_stages(lab: Lab, subject: rn.Subject) -> Iterator[Row]:
+    """Calls that come before all losses are known must run all forwards first, as gpipe does."""
+    cut = {"subject": subject, "microbatches": 4}
+    ours = Contender("RaNNCModule", {**cut, "stages": 2})
+    gpipe = Contender("Varuna", {**cut, "schedule": "gpipe"})
+    turns = rannc_turns(lab, 2, ours, gpipe, Contender("Varuna", cut))
+    case = f"{subject.name}, 2 stages, M=4"
+    yield turns.row("rannc", case, "Varuna, gpipe", target=1.05)
+    yield turns.row("rannc", case, "Varuna, its own schedule", other=2)
+
+
+def rannc_first_calls(lab: Lab, subject: rn.Subject) -> Iterator[Row]:
+    cut = {"subject": subject, "microbatches": 4}
+    both = [Contender("RaNNCModule", {**cut, "stages": 2}), Contender("Varuna", cut)]
+    by_rank = lab.run(rn.first_calls, 2, both, min(lab.settings.repeats, 3))
+    ours, other = (slowest([rank[index] for rank in by_rank]) for index in range(2))
+    case = f"from the plain model to the end of the first step, {subject.name}, 2 stages"
+    yield of_time("rannc", case, "Varuna", ours, other)
 
 
 def accuracy(lab: Lab) -> list[Row]:
