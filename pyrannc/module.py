@@ -568,7 +568,7 @@ def _end(session: Session) -> None:
     """Says goodbye to the other ranks; where an error of the script ends this process, that error."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and not isinstance(error, WorkerError) and not session.closed:
-        session.explain(error, "between two calls of the model")
+        session.explain(error, "the script, between two calls of the model")
     session.close()
 
 
