@@ -569,6 +569,8 @@ def _end(session: Session) -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and not isinstance(error, WorkerError) and not session.closed:
         session.explain(error, "the script, between two calls of the model")
+    if session.waiter is not None:
+        session.waiter.outlive()
     session.close()
 
 

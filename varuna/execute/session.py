@@ -145,8 +145,6 @@ class Session:
         if self.closed:
             return
         self.closed = True
-        if self.waiter is not None:
-            self.waiter.outlive()
         if self.network is not None:
             self.network.close()
         if self.board is not None:
