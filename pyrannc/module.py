@@ -217,6 +217,7 @@ class RaNNCModule(nn.Module):
             self._ways[number] = Way(
                 self._agreed[number],
                 tuple(map(classify, captured.results)),
+                captured.disordered,
                 captured.structure,
                 [inputs for _, inputs in told],
             )

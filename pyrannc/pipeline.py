@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import Agreed, Leaf
 from varuna.capture.calling import Structure
-from varuna.errors import CaptureError
+from varuna.errors import CaptureError, some
 from varuna.execute.division import Division, divide_alike, divide_batch
 from varuna.execute.exchange import Cargo, Form, redistribute
 from varuna.execute.scatter import MicroBatch, join, put_in_order, samples_of
@@ -89,6 +89,7 @@ class Way:
 
     agreed: Agreed
     results: tuple[Result, ...]
+    disordered: Sequence[str]  # of the results those that cannot be put together from parts, in words
     structure: Structure
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
 
@@ -141,6 +142,7 @@ class Pipeline:
         self, form: Way, leaves: Mapping[str, Any], counts: Sequence[int]
     ) -> tuple[list[Tensor], Passing]:
         passing = self._spread(form, counts)
+        self._refuse_disorder(passing)
         agreed = form.agreed
         flight = self.trainer.forwards(
             self._hand_out(passing, leaves),
@@ -174,6 +176,18 @@ class Pipeline:
             stays=stays,
             division=self._divide(taken, total),
         )
+
+    def _refuse_disorder(self, passing: Passing) -> None:
+        """Alike on all ranks: how many parts there are follows from the batch."""
+        division, disordered = passing.division, some(passing.form.disordered)
+        wholes = [self._lasts(passing).values(), passing.given if self.gathers else ()]
+        parts = [sum(first < stop for first, stop in spans) for spans in wholes if not passing.stays]
+        if disordered and max(*parts, len(division.runs), *division.num_microbatches) > 1:
+            raise CaptureError(
+                f"of what the model gives, {disordered}, so that it cannot be put together from several "
+                "micro-batches or replicas, nor parted for several ranks (give each sample its own rows: "
+                "torch.stack([a, b], 1) in place of torch.cat([a, b], 0), say)"
+            )
 
     def _divide(self, taken: Sequence[Span], total: int) -> Division:
         session = self.session

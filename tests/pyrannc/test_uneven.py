@@ -17,7 +17,7 @@ from pyrannc.configuration import Configuration, read_configuration
 from pyrannc.layouts import Layouts, map_of
 from tests.plan.profiles import MB, machines, profile, segment
 from tests.pool import Pool
-from tests.pyrannc.jobs import SEED, batch_of, make, rows, train
+from tests.pyrannc.jobs import SEED, batch_of, make, train
 from tests.pyrannc.models import WIDTH
 from tests.pyrannc.test_training import CLOSE, batches, check, plain
 from varuna import plain_randomness
@@ -283,10 +283,23 @@ def test_layouts_that_do_not_fit_are_refused_with_the_way_out(options: dict[str,
         Layouts(4, 3, Configuration(**options))
 
 
+class Twice(nn.Module):
+    """Two views of the batch, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        return torch.cat([y, -y])
+
+
 def refusal(what: str) -> str:
-    model: nn.Module = Summing() if what == "Summing" else make("Simple")
-    replicas = "2+1" if what == "Summing" else "2+2"
-    x, _ = rows((torch.randn(3, WIDTH), 0), 0, None)
+    models = {"Summing": Summing, "Twice": Twice}
+    model = models[what]() if what in models else make("Simple")
+    replicas, x = "2+1" if what in models else "2+2", torch.randn(3, WIDTH)
     with pytest.raises(Exception) as refused:
         RaNNCModule(model, device="cpu", timeout_seconds=20, replica_num=replicas)(x)
     return str(refused.value)
@@ -296,11 +309,12 @@ def refusal(what: str) -> str:
     ("what", "words"),
     [
         ("Summing", ["replica_num 2+1", "parted by sample", "sums up all samples", "as many replicas"]),
+        ("Twice", ["does not hold the samples one after the other", "torch.stack([a, b], 1)"]),
         ("too many", ["replica_num 2+2", "4 ranks", "there are 3 ranks"]),
     ],
 )
 def test_a_refusal_reaches_every_rank(pool: Pool, what: str, words: list[str]) -> None:
-    """R17."""
+    """R11, R17: also where results could not be put together again from the replicas'."""
     for message in pool.run(refusal, 3, what):
         for word in words:
             assert word in message, message
