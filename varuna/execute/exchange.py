@@ -46,10 +46,12 @@ def redistribute(
     cargoes: Sequence[Cargo],
     *,
     device: torch.device,
-    needed: bool = True,  # as in `exchange`
+    needed: bool = True,  # False, on all ranks alike: each wants what it holds itself
 ) -> list[list[tuple[Piece, Tensor]]]:
     """Of each cargo, what of this rank's samples came from which rank, in the order of samples."""
     own = session.rank
+    if not needed:
+        return [_kept(own, cargo, device) for cargo in cargoes]
     outgoing: list[list[Tensor]] = [[] for _ in range(session.num_ranks)]
     expected: list[list[Form]] = [[] for _ in range(session.num_ranks)]
     coming: list[list[Piece]] = []
@@ -59,8 +61,18 @@ def redistribute(
         coming.append(_common(own, wanted, held))
         for rank, first, stop in coming[-1]:
             expected[rank].append(form(stop - first))
-    arrived = [iter(parts) for parts in exchange(session, outgoing, expected, device=device, needed=needed)]
+    arrived = [iter(parts) for parts in exchange(session, outgoing, expected, device=device)]
     return [[(piece, next(arrived[piece.peer])) for piece in several] for several in coming]
+
+
+def _kept(own: int, cargo: Cargo, device: torch.device) -> list[tuple[Piece, Tensor]]:
+    """What a rank holds and wants itself, which is the same."""
+    if own not in cargo.held or own not in cargo.wanted:
+        return []
+    first, stop = cargo.held[own]
+    assert cargo.wanted[own] == (first, stop), "samples that stay where they are"
+    size = stop - first
+    return [(Piece(own, 0, size), cargo.rows(0, size).to(device))] if size else []
 
 
 def _common(own: int, ours: Mapping[int, Span], theirs: Mapping[int, Span]) -> list[Piece]:
@@ -78,11 +90,10 @@ def exchange(
     expected: Sequence[Sequence[Form]],  # from each rank
     *,
     device: torch.device,
-    needed: bool = True,  # False, on all ranks alike: each has something for itself alone
 ) -> list[list[Tensor]]:
     """What came from each rank."""
     own = session.rank
-    if not needed or session.everyone is None:
+    if session.everyone is None:
         return [[t.to(device) for t in outgoing[own]] if rank == own else [] for rank in range(len(expected))]
     sent = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(_forms(outgoing))]
     coming = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(expected)]
