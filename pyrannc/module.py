@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.joining import join
 from pyrannc.logs import configure_logging
+from pyrannc.measuring import Measuring, some_samples
 from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
 from pyrannc.switches import switches
@@ -128,7 +129,7 @@ class RaNNCModule(nn.Module):
                 )
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
-                self._deploy(number, sum(counts))
+                self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
             pipeline, self._number = self._pipeline, number
@@ -227,7 +228,7 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ spread over the ranks
 
-    def _deploy(self, number: int, batch_size: int) -> None:
+    def _deploy(self, number: int, leaves: Mapping[str, Any], counts: Sequence[int]) -> None:
         model, session = self._model, self._session
         if session.waiter is not None:
             session.waiter.patience = DEPLOYING_PATIENCE
@@ -238,18 +239,12 @@ class RaNNCModule(nn.Module):
         self._agree_on_model(captured)
         machines = session.gather(machine_identity())
         seed = session.gather(torch.initial_seed() if self._seed is None else self._seed)[0] % 2**63
-        pinned = None
-        if session.rank == 0:
-            agreed = self._agreed[number]
-            inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
-            sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
-            subject = deployment.Subject(
-                self._source, captured, batch_size, sample_bytes, machines, self.device
-            )
-            pinned = self._plan(subject)
-        pinned = session.tell(pinned, 0)
-        assert pinned is not None
-        self._pinned, plan = pinned, pinned.plan
+        agreed = self._agreed[number]
+        inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
+        sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
+        subject = deployment.Subject(self._source, captured, sum(counts), sample_bytes, machines, self.device)
+        self._pinned = pinned = self._plan(subject, leaves, counts, agreed.dims)
+        plan = pinned.plan
         if self._configuration.sync_params_on_init and switches.syncs_parameters:
             self._take_over_values()
         if session.waiter is not None:
@@ -295,17 +290,53 @@ class RaNNCModule(nn.Module):
                 self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)
 
-    def _plan(self, subject: deployment.Subject) -> PinnedPlan:
-        configuration = self._configuration
+    def _plan(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> PinnedPlan:
+        """Rank 0 decides, for all; what it wants to know of the model's costs, all of them find out."""
+        session, configuration = self._session, self._configuration
         file = self._deployment_to_load
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
+        decides = session.rank == 0
         if file is not None:
-            return deployment.load(file, subject)
-        pinned = deployment.choose(subject, configuration)
-        if configuration.save_deployment:
+            return self._told(deployment.load(file, subject) if decides else None)
+        wish, known, circumstances = None, None, ""
+        if decides:
+            wish = deployment.what_to_measure(subject, configuration)
+            circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
+            known = deployment.known_costs(subject, configuration, circumstances)
+        wish = session.tell(None if known is not None else wish, 0)
+        if wish is not None and any(counts):
+            donor = max(range(len(counts)), key=counts.__getitem__)
+            own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
+            samples = session.tell(own, donor)
+            assert samples is not None
+            known = Measuring(
+                session,
+                subject.source,
+                subject.captured,
+                subject.described,
+                samples,
+                self.device,
+                wish,
+            ).run(self._optimizer, self._host)
+            if decides and known is not None:
+                deployment.keep_costs(known, configuration, circumstances)
+        pinned = deployment.choose(subject, configuration, known) if decides else None
+        if pinned is not None and configuration.save_deployment:
             deployment.save(configuration.deployment_file, pinned)
-        return pinned
+        return self._told(pinned)
+
+    def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
+        """Rank 0's, on all ranks."""
+        found = self._session.tell(pinned, 0)
+        assert found is not None
+        return found
 
     def _agree_on_model(self, captured: Captured) -> None:
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
@@ -526,13 +557,17 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ inside
 
+    @property
+    def _host(self) -> str:
+        return address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
     def _open(self, stage_map: Any, rank: int) -> Session:
         session = open_session(
             stage_map,
             rank=rank,
             device=self.device,
             timeout_seconds=self._timeout_seconds,
-            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            host=self._host,
         )
         weakref.finalize(self, session.close)
         return session

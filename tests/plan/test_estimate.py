@@ -5,7 +5,8 @@ import random
 import pytest
 
 from tests.plan.profiles import profile
-from varuna.plan.estimate import Speed, calibrate, estimate
+from varuna.plan.calibrate import calibrate
+from varuna.plan.estimate import Speed, estimate
 from varuna.types import Dim, Segment, SegmentCost
 
 
