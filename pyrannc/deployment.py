@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from pyrannc.configuration import Configuration
+from pyrannc.layouts import Layouts, best_unequal, map_of, separable_cuts, spans_for
 from pyrannc.measuring import Wish
 from varuna.cache import read_costs, write_costs
 from varuna.capture import Captured, Source
@@ -41,6 +42,7 @@ from varuna.types import (
     ScheduleName,
     StageMap,
     StagePlan,
+    spread_evenly,
 )
 from varuna.units import duration
 from varuna.wrapping import plan_stages
@@ -102,20 +104,14 @@ class Costs(NamedTuple):
     speed: Speed
 
 
-def interleaved(depth: int, width: int) -> StageMap:
-    """Neighbouring ranks are neighbouring stages."""
-    return tuple(tuple(stage + depth * replica for replica in range(width)) for stage in range(depth))
-
-
 def choose(subject: Subject, configuration: Configuration, measured: Profile | None = None) -> PinnedPlan:
     """By what was measured, or else by estimates. A PlanError says what does not fit, and the way out."""
-    depths = _depths(subject.world, configuration)
+    layouts = _layouts(subject, configuration)
     costs = look_up(subject, configuration, measured)
-    forced = bool(configuration.partition_num or configuration.replica_num)
-    if forced and configuration.pipeline_num:
-        pinned = _as_forced(subject, configuration, depths[0], costs)
+    if layouts.forced and configuration.pipeline_num:
+        pinned = _as_forced(subject, configuration, layouts.maps[0], costs)
     else:
-        pinned = _fastest(subject, configuration, depths, costs, forced=forced)
+        pinned = _fastest(subject, configuration, layouts, costs)
     return msgspec.structs.replace(
         pinned,
         contents=_contents(subject, pinned.plan),
@@ -155,35 +151,45 @@ def _data_parallel(subject: Subject, costs: Costs) -> Proposal:
     return Proposal(plan, forecast, (), "plain data parallel")
 
 
-def _fastest(
-    subject: Subject, configuration: Configuration, depths: Sequence[int], costs: Costs, *, forced: bool
-) -> PinnedPlan:
+def _fastest(subject: Subject, configuration: Configuration, layouts: Layouts, costs: Costs) -> PinnedPlan:
     found: list[Proposal] = []
     refused: list[str] = []
-    for depth in depths:
-        if depth > subject.captured.num_segments:
-            continue
-        for size in sorted(
-            set(_microbatch_sizes(subject, configuration, subject.world // depth)), reverse=True
-        ):
+    for stage_map in layouts.maps:
+        depth, widths = len(stage_map), {len(ranks) for ranks in stage_map}
+        for size in sorted(set(_microbatch_sizes(subject, configuration, min(widths))), reverse=True):
             try:
                 proposal = cut_layout(
                     costs.profile,
                     costs.cluster,
-                    interleaved(depth, subject.world // depth),
+                    stage_map,
                     batch_size=subject.batch_size,
                     microbatch_size=size,
                     schedule=SCHEDULE,
                     recompute=configuration.checkpointing,
                     headroom=configuration.mem_margin,
+                    cuts=separable_cuts(subject.captured) if len(widths) > 1 else None,
                 )
             except PlanError as error:
                 refused.append(f"{depth} stages, micro-batches of {size}: {error}")
                 continue
             log.info("%d stages, micro-batches of %d: %s", depth, size, duration(proposal.forecast.seconds))
             found.append(proposal)
-    if not found and forced:  # what is forced is run, whatever it will cost
-        return _as_forced(subject, configuration, depths[0], costs)
+    if configuration.dp_search_all or not any(_is_plain(proposal.plan, configuration) for proposal in found):
+        unequal = best_unequal(
+            costs.profile,
+            costs.cluster,
+            subject.captured,
+            configuration,
+            depths=layouts.uneven_depths,
+            batch_size=subject.batch_size,
+            schedule=SCHEDULE,
+            than=min((proposal.forecast.seconds for proposal in found), default=math.inf),
+        )
+        found += [] if unequal is None else [unequal]
+    if not found and (layouts.forced or configuration.partition_num):  # is run, whatever it will cost
+        even = spread_evenly(subject.world, parts=max(1, configuration.partition_num))
+        stage_map = layouts.maps[0] if layouts.forced else map_of(even)
+        return _as_forced(subject, configuration, stage_map, costs)
     if not found:
         raise PlanError(
             f"no layout of {subject.world} ranks fits; the one that needs least: {refused[-1]} "
@@ -219,11 +225,7 @@ def _best(found: Sequence[Proposal], configuration: Configuration) -> Proposal:
         return min(near, key=lambda proposal: (proposal.plan.depth, -proposal.plan.microbatch_size))
 
     fastest = simplest(found)
-    whole = [
-        proposal
-        for proposal in found
-        if proposal.plan.depth == 1 and not (configuration.checkpointing is None and _recomputes(proposal))
-    ]
+    whole = [proposal for proposal in found if _is_plain(proposal.plan, configuration)]
     if configuration.dp_search_all or not whole or fastest in whole:
         return fastest
     chosen = simplest(whole)
@@ -236,23 +238,13 @@ def _best(found: Sequence[Proposal], configuration: Configuration) -> Proposal:
     return msgspec.structs.replace(chosen, reason="the model fits: one stage")
 
 
-def _recomputes(proposal: Proposal) -> bool:
-    return any(stage.recompute for stage in proposal.plan.stages)
+def _is_plain(plan: Plan, configuration: Configuration) -> bool:
+    """One stage that keeps all, unless it is to recompute: no other layout does less."""
+    return plan.depth == 1 and (bool(configuration.checkpointing) or not plan.stages[0].recompute)
 
 
-def _depths(world: int, configuration: Configuration) -> list[int]:
-    stages, replicas = configuration.partition_num, configuration.replica_num
-    if replicas and not stages and world % replicas == 0:
-        stages = world // replicas
-    if stages and world % stages == 0 and replicas in (0, world // stages):
-        return [stages]
-    if stages or replicas:
-        raise PlanError(
-            f"partition_num {stages or 'open'} and replica_num {replicas or 'open'} do not fit {world} "
-            "ranks: expected as many ranks as stages times replicas (start another number of ranks, or "
-            "leave one open)"
-        )
-    return [depth for depth in range(1, world + 1) if world % depth == 0]
+def _layouts(subject: Subject, configuration: Configuration) -> Layouts:
+    return Layouts(subject.world, subject.captured.num_segments, configuration)
 
 
 def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int) -> Iterator[int]:
@@ -272,24 +264,26 @@ def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int
 
 def _every_size(subject: Subject, configuration: Configuration) -> list[int]:
     """Of micro-batches, in any layout."""
-    widths = [subject.world // depth for depth in _depths(subject.world, configuration)]
+    widths = _layouts(subject, configuration).widths
     sizes = {size for width in widths for size in _microbatch_sizes(subject, configuration, width)}
     return sorted(sizes | {-(-subject.batch_size // subject.world)})
 
 
-def _as_forced(subject: Subject, configuration: Configuration, depth: int, costs: Costs) -> PinnedPlan:
+def _as_forced(
+    subject: Subject, configuration: Configuration, stage_map: StageMap, costs: Costs
+) -> PinnedPlan:
     """What is forced is run, whatever it will cost."""
-    width = subject.world // depth
+    widths = [len(ranks) for ranks in stage_map]
     plan = Plan(
         stages=plan_stages(
-            interleaved(depth, width),
+            stage_map,
             subject.captured,
-            None,
+            spans_for(widths, subject.captured) if len(set(widths)) > 1 else None,
             bool(configuration.checkpointing),
             from_cache=False,
         ),
         batch_size=subject.batch_size,
-        microbatch_size=next(_microbatch_sizes(subject, configuration, width)),
+        microbatch_size=next(_microbatch_sizes(subject, configuration, min(widths))),
         schedule=SCHEDULE,
         precision=subject.source.precision,
         fingerprint=subject.captured.graph.fingerprint,
@@ -380,11 +374,11 @@ def keep_costs(measured: Profile, configuration: Configuration, circumstances: s
 
 def what_to_measure(subject: Subject, configuration: Configuration) -> Wish | None:
     """None where nothing is to be decided by times, or they are not to be measured."""
-    depths = _depths(subject.world, configuration)
-    forced = configuration.partition_num or configuration.replica_num
-    if not configuration.measure or (forced and configuration.pipeline_num):
+    layouts = _layouts(subject, configuration)
+    if not configuration.measure or (layouts.forced and configuration.pipeline_num):
         return None
-    if depths == [1] and _fits_easily(subject, configuration):
+    depths = {*map(len, layouts.maps), *layouts.uneven_depths}
+    if depths == {1} and _fits_easily(subject, configuration):
         return None
     sizes = [max(2, size) for size in _every_size(subject, configuration)]
     kind = subject.device.type
