@@ -38,7 +38,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     mem_limit_gb: Annotated[float, Meta(ge=0)] = 0.0  # of each device; 0: all that it has
     opt_param_factor: Annotated[float, Meta(ge=0)] = 2.0  # the optimizer's state, in times the parameters
     measure: bool = True  # run the model's segments before choosing; else estimate them from their shapes
-    measure_seconds: Annotated[float, Meta(gt=0)] = 5.0  # when they are over, the rest is estimated
+    measure_seconds: Annotated[float, Meta(gt=0)] = 3.0  # when they are over, the rest is estimated
     profiling_iter: Positive = 3  # runs of each segment that count, at least
     save_graph_profile: bool = False
     load_graph_profile: bool = False

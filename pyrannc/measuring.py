@@ -30,7 +30,7 @@ from varuna.measure.reductions import measure_reductions
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.measuring import AtSize, Bench, held_at_once, in_short, merged, own_kinds
 from varuna.neighbour import measure_link_between
-from varuna.plan.calibrate import speed_of
+from varuna.plan.calibrate import resized, speed_of
 from varuna.plan.estimate import estimate
 from varuna.profiler import first_of
 from varuna.profiling import Parts, available_bytes, finish_in, trained_forms
@@ -174,7 +174,9 @@ class Measuring:
         which = spans(place for place, kind in enumerate(self.described.segments) if kind in left_out)
         about = f"segments {which} with micro-batches of {size}"
         why = left_out[min(left_out)]
-        log.warning("%s are not measured but estimated: %s", about, why)
+        known = all(draft.sizes[kind] for kind in left_out)  # at another size
+        speaks = logging.INFO if known or self.session.rank else logging.WARNING
+        log.log(speaks, "%s are not measured but estimated: %s", about, why)
         return draft.with_note(about, f"estimated: {why}")
 
     def _at_size(self, size: int, draft: Draft) -> AtSize | None:
@@ -201,7 +203,7 @@ class Measuring:
             inputs,
             kinds=kinds,
             with_overheads=with_overheads,
-            refuse=lambda kind: self._no_room(kind, size) or self._no_time(),
+            refuse=lambda kind: self._no_room(kind, size) or self._no_time(kind, size, draft),
         )
 
     @cached_property
@@ -229,8 +231,15 @@ class Measuring:
             return None
         return f"it needs about {needed >> 20} MiB, {int(self._available) >> 20} MiB are available"
 
-    def _no_time(self) -> str | None:
-        return f"{self.wish.seconds:g} s were over" if self._elapsed > self.wish.seconds else None
+    def _no_time(self, kind: int, size: int, draft: Draft) -> str | None:
+        """At a size larger than another, the time that it will take is known, about."""
+        expected = 0.0
+        for near in draft.sizes[kind][-1:]:
+            each = near.forward.seconds + near.backward.seconds
+            expected = RUNS * each * size / near.microbatch_size
+        if self._elapsed + expected <= self.wish.seconds:
+            return None
+        return f"it would have taken longer than {self.wish.seconds:g} s"
 
     def _bytes(self, kind: int, size: int, held: int) -> int:
         of = self.described.kinds[kind]
@@ -257,9 +266,11 @@ class Measuring:
             device=self.described.device,
         )
         for kind, costs in enumerate(draft.sizes):
-            known = {cost.microbatch_size for cost in costs}
-            for cost in estimate(self._segment(kind), speed, set(sizes) - known):
-                draft = draft.with_sizes({kind: cost})
+            segment = self._segment(kind)
+            for size in set(sizes) - {cost.microbatch_size for cost in costs}:
+                (guess,) = estimate(segment, speed, [size])
+                near = min(costs, key=lambda cost: abs(cost.microbatch_size - size), default=None)
+                draft = draft.with_sizes({kind: resized(near, segment, speed, size) if near else guess})
         return draft
 
     # ------------------------------------------------------------ what goes between processes

@@ -33,7 +33,7 @@ from varuna.observe.record import on_one_clock
 from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
-from varuna.types import Plan, PrecisionName
+from varuna.types import Plan, PrecisionName, Profile
 from varuna.wrapping import check_name, find_device, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
@@ -299,40 +299,46 @@ class RaNNCModule(nn.Module):
         counts: Sequence[int],
         dims: Mapping[str, int],
     ) -> PinnedPlan:
-        """Rank 0 decides, for all; what it wants to know of the model's costs, all of them find out."""
-        session, configuration = self._session, self._configuration
+        """Rank 0 decides, for all."""
+        configuration, decides = self._configuration, self._session.rank == 0
         file = self._deployment_to_load
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
-        decides = session.rank == 0
         if file is not None:
             return self._told(deployment.load(file, subject) if decides else None)
+        measured = self._measured(subject, leaves, counts, dims)
+        pinned = deployment.choose(subject, configuration, measured) if decides else None
+        if pinned is not None and configuration.save_deployment:
+            deployment.save(configuration.deployment_file, pinned)
+        return self._told(pinned)
+
+    def _measured(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> Profile | None:
+        """What rank 0 wants to know of the model's costs: known to it already, or found out by all ranks."""
+        session, configuration = self._session, self._configuration
         wish, known, circumstances = None, None, ""
-        if decides:
+        if session.rank == 0:
             wish = deployment.what_to_measure(subject, configuration)
             circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
             known = deployment.known_costs(subject, configuration, circumstances)
         wish = session.tell(None if known is not None else wish, 0)
-        if wish is not None and any(counts):
-            donor = max(range(len(counts)), key=counts.__getitem__)
-            own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
-            samples = session.tell(own, donor)
-            assert samples is not None
-            known = Measuring(
-                session,
-                subject.source,
-                subject.captured,
-                subject.described,
-                samples,
-                self.device,
-                wish,
-            ).run(self._optimizer, self._host)
-            if decides and known is not None:
-                deployment.keep_costs(known, configuration, circumstances)
-        pinned = deployment.choose(subject, configuration, known) if decides else None
-        if pinned is not None and configuration.save_deployment:
-            deployment.save(configuration.deployment_file, pinned)
-        return self._told(pinned)
+        if wish is None or not any(counts):
+            return known
+        donor = max(range(len(counts)), key=counts.__getitem__)
+        own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
+        samples = session.tell(own, donor)
+        assert samples is not None
+        source, captured, described = subject.source, subject.captured, subject.described
+        measuring = Measuring(session, source, captured, described, samples, self.device, wish)
+        found = measuring.run(self._optimizer, self._host)
+        if found is not None and session.rank == 0:
+            deployment.keep_costs(found, configuration, circumstances)
+        return found
 
     def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
         """Rank 0's, on all ranks."""

@@ -106,7 +106,7 @@ def extended(
             if not smallest.microbatch_size <= size <= largest.microbatch_size
         }
         known = {size.microbatch_size: size for size in cost.sizes}
-        known.update({size: _resized(near, segment, speed, size) for size, near in outside.items()})
+        known.update({size: resized(near, segment, speed, size) for size, near in outside.items()})
         added.update(outside)
         sizes = tuple(known[size] for size in sorted(known))
         kinds.append(msgspec.structs.replace(cost, sizes=sizes))
@@ -116,7 +116,8 @@ def extended(
     return msgspec.structs.replace(profile, kinds=tuple(kinds), notes=(*profile.notes, note))
 
 
-def _resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCost:
+def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCost:
+    """A segment's cost at another size than it was measured with."""
     slower = speed.seconds(segment, size) / speed.seconds(segment, near.microbatch_size)
     larger = size / near.microbatch_size
 
