@@ -36,7 +36,7 @@ from varuna.profiler import first_of
 from varuna.profiling import Parts, available_bytes, finish_in, trained_forms
 from varuna.tables import spans
 from varuna.team import Place, Places
-from varuna.types import LinkCost, OptimizerCost, Profile, ReduceCost, Segment
+from varuna.types import LinkCost, OptimizerCost, Profile, ReduceCost, Segment, SizeCost
 from varuna.units import count, duration
 
 log = logging.getLogger("pyrannc.measure")
@@ -164,8 +164,10 @@ class Measuring:
             left_out = {kind: why for theirs in found for kind, why in theirs.left_out.items()}
             draft = self._note(draft, size, {kind: left_out[kind] for kind in left_out.keys() - costs.keys()})
             log.info("micro-batches of %d: %s", size, duration(self._elapsed - began))
-            if not costs or max(elapsed for _, elapsed in told) > self.wish.seconds / 2:
-                break  # a larger size takes longer, and what is known tells of it
+            # The same on all ranks, so that all of them go on or none does.
+            so_far = max(elapsed for _, elapsed in told)
+            if not costs or so_far + sum(map(_expected_seconds, costs.values())) > self.wish.seconds:
+                break
         return draft
 
     def _note(self, draft: Draft, size: int, left_out: Mapping[int, str]) -> Draft:
@@ -233,10 +235,9 @@ class Measuring:
 
     def _no_time(self, kind: int, size: int, draft: Draft) -> str | None:
         """At a size larger than another, the time that it will take is known, about."""
-        expected = 0.0
-        for near in draft.sizes[kind][-1:]:
-            each = near.forward.seconds + near.backward.seconds
-            expected = RUNS * each * size / near.microbatch_size
+        expected = sum(
+            _expected_seconds(near) * size / near.microbatch_size for near in draft.sizes[kind][-1:]
+        )
         if self._elapsed + expected <= self.wish.seconds:
             return None
         return f"it would have taken longer than {self.wish.seconds:g} s"
@@ -370,3 +371,8 @@ class Measuring:
             except Exception as error:  # one that cannot be made anew is no reason not to train
                 log.info("%s is taken to cost what %s does: %s", kind.__name__, found.name, in_short(error))
         return self.session.tell(found, 0)
+
+
+def _expected_seconds(cost: SizeCost) -> float:
+    """To measure a segment that costs so much."""
+    return RUNS * (cost.forward.seconds + cost.backward.seconds)

@@ -120,6 +120,7 @@ def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCo
     """A segment's cost at another size than it was measured with."""
     slower = speed.seconds(segment, size) / speed.seconds(segment, near.microbatch_size)
     larger = size / near.microbatch_size
+    fixed = min(near.working_bytes, segment.parameter_bytes)  # a new gradient, before it is added to the old
 
     def scaled(duration: Duration) -> Duration:
         return Duration(duration.seconds * slower, duration.spread * slower)
@@ -132,7 +133,7 @@ def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCo
         backward_inputs=scaled(near.backward_inputs),
         backward_weights=scaled(near.backward_weights),
         activation_bytes=round(near.activation_bytes * larger),
-        working_bytes=round(near.working_bytes * larger),
+        working_bytes=fixed + round((near.working_bytes - fixed) * larger),
         split_bytes=round(near.split_bytes * larger),
         entry_seconds=near.entry_seconds * slower,
     )
