@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +18,7 @@ from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.joining import join
 from pyrannc.logs import configure_logging
+from pyrannc.measuring import Measuring, some_samples
 from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
 from pyrannc.switches import switches
@@ -34,7 +35,7 @@ from varuna.observe.record import on_one_clock
 from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
-from varuna.types import Plan, PrecisionName
+from varuna.types import Plan, PrecisionName, Profile
 from varuna.wrapping import check_name, find_device, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
@@ -130,7 +131,7 @@ class RaNNCModule(nn.Module):
                 )
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
-                self._deploy(number, sum(counts))
+                self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
             pipeline, self._number = self._pipeline, number
@@ -232,7 +233,7 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ spread over the ranks
 
-    def _deploy(self, number: int, batch_size: int) -> None:
+    def _deploy(self, number: int, leaves: Mapping[str, Any], counts: Sequence[int]) -> None:
         model, session = self._model, self._session
         if session.waiter is not None:
             session.waiter.patience = DEPLOYING_PATIENCE
@@ -243,18 +244,12 @@ class RaNNCModule(nn.Module):
         self._agree_on_model(captured)
         machines = session.gather(machine_identity())
         seed = session.gather(torch.initial_seed() if self._seed is None else self._seed)[0] % 2**63
-        pinned = None
-        if session.rank == 0:
-            agreed = self._agreed[number]
-            inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
-            sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
-            subject = deployment.Subject(
-                self._source, captured, batch_size, sample_bytes, machines, self.device
-            )
-            pinned = self._plan(subject)
-        pinned = session.tell(pinned, 0)
-        assert pinned is not None
-        self._pinned, plan = pinned, pinned.plan
+        agreed = self._agreed[number]
+        inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
+        sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
+        subject = deployment.Subject(self._source, captured, sum(counts), sample_bytes, machines, self.device)
+        self._pinned = pinned = self._plan(subject, leaves, counts, agreed.dims)
+        plan = pinned.plan
         if self._configuration.sync_params_on_init and switches.syncs_parameters:
             self._take_over_values()
         if session.waiter is not None:
@@ -305,17 +300,59 @@ class RaNNCModule(nn.Module):
                 self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)
 
-    def _plan(self, subject: deployment.Subject) -> PinnedPlan:
-        configuration = self._configuration
+    def _plan(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> PinnedPlan:
+        """Rank 0 decides, for all."""
+        configuration, decides = self._configuration, self._session.rank == 0
         file = self._deployment_to_load
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
         if file is not None:
-            return deployment.load(file, subject)
-        pinned = deployment.choose(subject, configuration)
-        if configuration.save_deployment:
+            return self._told(deployment.load(file, subject) if decides else None)
+        measured = self._measured(subject, leaves, counts, dims)
+        pinned = deployment.choose(subject, configuration, measured) if decides else None
+        if pinned is not None and configuration.save_deployment:
             deployment.save(configuration.deployment_file, pinned)
-        return pinned
+        return self._told(pinned)
+
+    def _measured(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> Profile | None:
+        """What rank 0 wants to know of the model's costs: known to it already, or found out by all ranks."""
+        session, configuration = self._session, self._configuration
+        wish, known, circumstances = None, None, ""
+        if session.rank == 0:
+            wish = deployment.what_to_measure(subject, configuration)
+            circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
+            known = deployment.known_costs(subject, configuration, circumstances)
+        wish = session.tell(None if known is not None else wish, 0)
+        if wish is None or not any(counts):
+            return known
+        donor = max(range(len(counts)), key=counts.__getitem__)
+        own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
+        samples = session.tell(own, donor)
+        assert samples is not None
+        source, captured, described = subject.source, subject.captured, subject.described
+        measuring = Measuring(session, source, captured, described, samples, self.device, wish)
+        found = measuring.run(self._optimizer, self._host)
+        if found is not None and session.rank == 0:
+            deployment.keep_costs(found, configuration, circumstances)
+        return found
+
+    def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
+        """Rank 0's, on all ranks."""
+        found = self._session.tell(pinned, 0)
+        assert found is not None
+        return found
 
     def _agree_on_model(self, captured: Captured) -> None:
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
@@ -536,13 +573,17 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ inside
 
+    @property
+    def _host(self) -> str:
+        return address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
     def _open(self, stage_map: Any, rank: int) -> Session:
         session = open_session(
             stage_map,
             rank=rank,
             device=self.device,
             timeout_seconds=self._timeout_seconds,
-            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            host=self._host,
         )
         weakref.finalize(self, _end, session)
         return session

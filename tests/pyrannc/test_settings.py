@@ -17,7 +17,9 @@ def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> 
     values = {
         "partition_num": 2, "replica_num": 3, "pipeline_num": 4, "min_pipeline": 2, "max_pipeline": 8,
         "min_pipeline_bs": 2, "checkpointing": True, "mem_margin": 0.2, "mem_limit_gb": 1.5,
-        "opt_param_factor": 1.0, "save_deployment": True, "load_deployment": True, "deployment_file": "d",
+        "opt_param_factor": 1.0, "dp_search_all": True, "measure": False, "measure_seconds": 2.5,
+        "profiling_iter": 1, "save_graph_profile": True, "load_graph_profile": True,
+        "graph_profile_file": "p", "save_deployment": True, "load_deployment": True, "deployment_file": "d",
         "trace_events": True, "event_trace_file": "t", "sync_params_on_init": False,
         "show_config_items": True,
     }  # fmt: skip
