@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from varuna.capture import Captured, Source
+from varuna.capturing import watch
 from varuna.plan.blocks import partition
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed, estimate
@@ -45,6 +46,7 @@ def estimate_profile(
         shared_weights=shared_weights,
         precision=precision,
         partition=partition,
+        watch=watch(speaks=True),
     )
     batches = Batches(get_batch, source)
     return estimate_captured(
