@@ -20,13 +20,14 @@ FILE = "rannc_conf.toml"
 Number = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """Every option that does something here, with its default."""
 
     partition_num: Number = 0  # stages; 0: to be chosen
-    replica_num: Number = 0  # of each stage
+    replica_num: Number | Counts = 0  # of each stage; or one number for each of them
     pipeline_num: Number = 0  # micro-batches of each replica's batch
     min_pipeline: Positive = 1
     max_pipeline: Positive = 32
@@ -164,12 +165,18 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
 
 def _checked(key: str, value: object, source: str) -> object:
     expected = type(getattr(DEFAULTS, key)) if getattr(DEFAULTS, key) is not None else bool
+    read = value
     if isinstance(value, str) and expected is bool:
-        value = {"1": True, "0": False, "true": True, "false": False}.get(value.lower(), value)
+        read = {"1": True, "0": False, "true": True, "false": False}.get(value.lower(), value)
+    elif isinstance(value, str) and key == "replica_num" and "+" in value:
+        read = [count.strip() for count in value.split("+")]
     try:
-        return msgspec.convert(value, KINDS[key], strict=not isinstance(value, str))
+        return msgspec.convert(read, KINDS[key], strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{key}, in {source}, is {value!r}: {error}") from None
+        form = ' (1 or more: a number for all stages, or one for each: [1, 3] or "1+3")'
+        raise ValueError(
+            f"{key}, in {source}, is {value!r}: {error}{form if key == 'replica_num' else ''}"
+        ) from None
 
 
 def _nearest(key: str) -> str:

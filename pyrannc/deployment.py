@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from pyrannc.configuration import Configuration
+from pyrannc.layouts import Layouts, best_unequal, map_of, spans_for
 from varuna.capture import Captured, Source
 from varuna.errors import PlanError
 from varuna.estimating import estimate_captured
@@ -24,7 +25,7 @@ from varuna.plan.search import cut_layout
 from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
 from varuna.planned import cluster_of
 from varuna.profiling import device_memory_bytes
-from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap
+from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap, spread_evenly
 from varuna.units import duration
 from varuna.wrapping import plan_stages
 
@@ -53,11 +54,6 @@ class Subject(NamedTuple):
         return len(self.machines)
 
 
-def interleaved(depth: int, width: int) -> StageMap:
-    """Neighbouring ranks are neighbouring stages."""
-    return tuple(tuple(stage + depth * replica for replica in range(width)) for stage in range(depth))
-
-
 def choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
     """A PlanError says what does not fit, and the way out."""
     pinned = _choose(subject, configuration)
@@ -80,24 +76,21 @@ def _contents(subject: Subject, plan: Plan) -> tuple[StageContents, ...]:
 
 
 def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
-    depths = _depths(subject.world, configuration)
-    if configuration.partition_num or configuration.replica_num:
-        return _with_forecast(_forced(subject, configuration, depths[0]), subject, configuration)
+    layouts = _layouts(subject, configuration)
+    if layouts.forced:
+        return _with_forecast(_forced(subject, configuration, layouts.maps[0]), subject, configuration)
     profile = estimated_profile(subject, configuration)
     cluster = cluster_of(subject.machines, profile.device_memory_bytes)
     found: list[Proposal] = []
     refused: list[str] = []
-    for depth in depths:
-        if depth > subject.captured.num_segments:
-            continue
-        for size in sorted(
-            set(_microbatch_sizes(subject, configuration, subject.world // depth)), reverse=True
-        ):
+    for stage_map in layouts.maps:
+        depth = len(stage_map)
+        for size in sorted(set(_microbatch_sizes(subject, configuration, len(stage_map[0]))), reverse=True):
             try:
                 proposal = cut_layout(
                     profile,
                     cluster,
-                    interleaved(depth, subject.world // depth),
+                    stage_map,
                     batch_size=subject.batch_size,
                     microbatch_size=size,
                     schedule=SCHEDULE,
@@ -109,6 +102,21 @@ def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
                 continue
             log.info("%d stages, micro-batches of %d: %s", depth, size, duration(proposal.forecast.seconds))
             found.append(proposal)
+    if not any(_is_plain(proposal.plan) for proposal in found):
+        unequal = best_unequal(
+            profile,
+            cluster,
+            subject.captured,
+            configuration,
+            depths=layouts.uneven_depths,
+            batch_size=subject.batch_size,
+            schedule=SCHEDULE,
+            than=min((proposal.forecast.seconds for proposal in found), default=math.inf),
+        )
+        found += [] if unequal is None else [unequal]
+    if not found and configuration.partition_num:  # what is forced is run, whatever it will cost
+        stage_map = map_of(spread_evenly(subject.world, parts=configuration.partition_num))
+        return _with_forecast(_forced(subject, configuration, stage_map), subject, configuration)
     if not found:
         raise PlanError(
             f"no layout of {subject.world} ranks fits; the one that needs least: {refused[-1]} "
@@ -129,19 +137,13 @@ def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
     )
 
 
-def _depths(world: int, configuration: Configuration) -> list[int]:
-    stages, replicas = configuration.partition_num, configuration.replica_num
-    if replicas and not stages and world % replicas == 0:
-        stages = world // replicas
-    if stages and world % stages == 0 and replicas in (0, world // stages):
-        return [stages]
-    if stages or replicas:
-        raise PlanError(
-            f"partition_num {stages or 'open'} and replica_num {replicas or 'open'} do not fit {world} "
-            "ranks: expected as many ranks as stages times replicas (start another number of ranks, or "
-            "leave one open)"
-        )
-    return [depth for depth in range(1, world + 1) if world % depth == 0]
+def _is_plain(plan: Plan) -> bool:
+    """One stage that keeps all: no other layout does less."""
+    return plan.depth == 1 and not plan.stages[0].recompute
+
+
+def _layouts(subject: Subject, configuration: Configuration) -> Layouts:
+    return Layouts(subject.world, subject.captured.num_segments, configuration)
 
 
 def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int) -> Iterator[int]:
@@ -159,18 +161,18 @@ def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int
         yield 1
 
 
-def _forced(subject: Subject, configuration: Configuration, depth: int) -> Plan:
-    width = subject.world // depth
+def _forced(subject: Subject, configuration: Configuration, stage_map: StageMap) -> Plan:
+    widths = [len(ranks) for ranks in stage_map]
     return Plan(
         stages=plan_stages(
-            interleaved(depth, width),
+            stage_map,
             subject.captured,
-            None,
+            spans_for(widths, subject.captured) if len(set(widths)) > 1 else None,
             bool(configuration.checkpointing),
             from_cache=False,
         ),
         batch_size=subject.batch_size,
-        microbatch_size=next(_microbatch_sizes(subject, configuration, width)),
+        microbatch_size=next(_microbatch_sizes(subject, configuration, min(widths))),
         schedule=SCHEDULE,
         precision=subject.source.precision,
         fingerprint=subject.captured.graph.fingerprint,
@@ -179,7 +181,8 @@ def _forced(subject: Subject, configuration: Configuration, depth: int) -> Plan:
 
 def _with_forecast(plan: Plan, subject: Subject, configuration: Configuration) -> PinnedPlan:
     """What is forced is run, whatever it will cost."""
-    profile = estimated_profile(subject, configuration, sizes=[plan.microbatch_size])
+    sizes = {-(-plan.microbatch_size * plan.width // width) for width in plan.widths}
+    profile = estimated_profile(subject, configuration, sizes=sorted(sizes))
     cluster = cluster_of(subject.machines, profile.device_memory_bytes)
     forecast, _ = forecast_plan(profile, cluster, plan)
     return PinnedPlan(plan, forecast, (), "as forced", cluster=cluster)
@@ -196,7 +199,7 @@ def estimated_profile(
     if configuration.mem_limit_gb:
         memory = min(memory, int(configuration.mem_limit_gb * (1 << 30)))
     if sizes is None:
-        widths = [subject.world // depth for depth in _depths(subject.world, configuration)]
+        widths = _layouts(subject, configuration).widths
         sizes = [size for width in widths for size in _microbatch_sizes(subject, configuration, width)]
     # The last micro-batch may be smaller than the others.
     every = sorted({part for size in sizes for part in range(1, size + 1)}) if max(sizes) <= 64 else sizes

@@ -34,7 +34,7 @@ from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
 from varuna.types import Plan, PrecisionName
-from varuna.wrapping import check_name, find_device
+from varuna.wrapping import check_name, find_device, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 
@@ -207,6 +207,7 @@ class RaNNCModule(nn.Module):
                     f"called so, the model has {captured.num_segments} segments; when it was spread it had "
                     f"{plan.stages[-1].stop} (its CutPoints must not depend on the inputs)"
                 )
+            refuse_inseparable(plan, captured)
             own = plan.stages[self._session.stage]
             program = captured.carve(own.first, own.stop)
             told = self._session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
@@ -297,6 +298,7 @@ class RaNNCModule(nn.Module):
             self._patched.spread(held, names, self._gather_named)
             if self._shards_optimizer and session.replicas is not None:
                 shard(self._optimizer, replica=session.replica, group=session.replicas)
+            if self._shards_optimizer:  # all ranks ask alike, also those of a stage with one replica
                 self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)
 

@@ -62,6 +62,7 @@ def assemble(
                 state.tensor(name),
                 groups[stages],
                 counts_here=session.stage == stages[0],
+                num_stages=len(stages),
                 is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
             )
             for name, stages in ties.items()

@@ -23,7 +23,7 @@ import msgspec
 from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
 from varuna.morph.interval import SaveRhythm
-from varuna.morph.journal import Journal, Launched, Over, Saving, StoreSeen
+from varuna.morph.journal import Journal, Launched, Over, Saving, StoreSeen, count, counts_anew
 from varuna.morph.machines import is_loopback, read_machines
 from varuna.morph.messages import (
     Answer,
@@ -358,6 +358,8 @@ class Manager:
         self.state, commands = decide(self.state, event, self.clock.now())
         if self.state.store != before.store:
             self.journal.write(StoreSeen(self.state.store))
+        if counts_anew(before, self.state):
+            self.journal.write(count(self.state, self.clock.now() - self.begun_at))
         for command in commands:
             self.carry_out(command)
 
@@ -603,7 +605,7 @@ class Manager:
         rhythm = SaveRhythm(
             every_seconds=self.job.save_every_seconds,
             failures=self.state.losses,
-            observed_seconds=self.clock.now() - self.begun_at,
+            observed_seconds=self.state.seconds_before + self.clock.now() - self.begun_at,
             save_seconds=self.state.save_seconds,
         )
         environment = {**generation.environment, SAVES_VARIABLE: msgspec.json.encode(rhythm).decode()}

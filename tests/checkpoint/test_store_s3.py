@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.s3 import BUCKET, S3Server
+from varuna.checkpoint.claim import refuse_disowned
 from varuna.checkpoint.remote import GAP_BYTES, RemoteStore
 from varuna.checkpoint.store import Entry, Owner, open_store, retrying
 from varuna.errors import StoreTaken
@@ -265,6 +266,24 @@ def test_a_server_that_does_not_come_back_is_given_up_with_how_often_and_how_lon
     assert f"{store.url}/{folder}/part" in str(caught.value)
     with pytest.raises(OSError, match="tried"):
         tireless.list()
+
+
+def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_over(
+    store: RemoteStore,
+) -> None:
+    """V42"""
+    store.disown()
+    earlier = store.claim(Owner(job="mine", token="1", host="here", pid=1))
+    earlier.check()
+    store.disown()
+    with pytest.raises(StoreTaken, match="writes nothing there any more"):
+        earlier.check()
+    with pytest.raises(StoreTaken, match="which writes no more"):
+        refuse_disowned(store)
+    later = store.claim(Owner(job="mine", token="2", host="there", pid=2))
+    earlier.release()
+    later.check()
+    later.release()
 
 
 def test_a_claim_is_a_record_that_another_job_respects_and_this_one_takes_over(store: RemoteStore) -> None:

@@ -73,6 +73,7 @@ class World:
         self.iteration = 0
         self.num_agents = 0
         self.starts_agents = True
+        self.hung = False  # its workers hear nothing
         self.verdict: Finish | None = None
         self.happens(ListRead(tuple(machines)))
 
@@ -128,7 +129,7 @@ class World:
                         self.workers[machine] = command.generation.number
                         self.happens(StoreReady(machine, self.agents[machine], 2000))
             elif isinstance(command, SaveAndEnd):
-                if not self.deaf & set(command.machines):
+                if not self.hung and not self.deaf & set(command.machines):
                     for machine in command.machines:
                         self.end_workers(machine, SAVED)
             elif isinstance(command, KillWorkers):
@@ -402,6 +403,19 @@ def test_a_hung_job_is_restarted_and_a_slow_one_is_not() -> None:
     world.passes(1, steps=1)
     world.passes(300, in_step=False)
     assert len(world.generations) == 2
+
+
+def test_a_hung_job_that_is_asked_to_save_is_still_a_hung_one() -> None:
+    """V43: it waits for the limit of a hang, and not for that of a save as well."""
+    world = begun("a", "b")
+    world.hung = True
+    world.passes(40)
+    world.happens(ListRead(("a", "b", "c")))
+    world.passes(15)
+    assert world.state.phase == "saving"
+    world.hung = False
+    world.passes(7)
+    assert world.generations == [("a", "b"), ("a", "b", "c")] and "no progress for" in world.launched[1].why
 
 
 def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_to_settle() -> None:

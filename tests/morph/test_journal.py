@@ -6,9 +6,33 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from varuna.morph.decide import decide
-from varuna.morph.journal import Begun, Journal, Launched, Over, Record, Saving, StoreSeen, read, restore
+from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
+from varuna.morph.journal import (
+    Begun,
+    Journal,
+    Launched,
+    Over,
+    Record,
+    Saving,
+    StoreSeen,
+    count,
+    counts_anew,
+    read,
+    restore,
+)
 from varuna.morph.placement import lay_out
-from varuna.morph.state import AgentJoined, Generation, Outcome, SaveAndEnd, Settings, Verdict, WorkersEnded
+from varuna.morph.state import (
+    AgentJoined,
+    Generation,
+    Outcome,
+    Pulse,
+    SaveAndEnd,
+    Settings,
+    Tick,
+    Verdict,
+    WorkerFailed,
+    WorkersEnded,
+)
 
 LAYOUT = lay_out(2, 1, batch_size=4, microbatch_size=1)
 RECORDS: list[Record] = [
@@ -59,6 +83,26 @@ def test_a_manager_that_was_killed_within_a_morph_goes_on_with_it(tmp_path: Path
         assert any(isinstance(command, SaveAndEnd) for command in commands), "it may not have heard"
         state, _ = decide(state, WorkersEnded(machine, agent, 2, (Outcome(None, on_demand=True),)), 51.0)
     assert state.phase == "gathering" and state.verdict is None
+
+
+def test_a_manager_started_again_goes_on_counting_crashes(tmp_path: Path) -> None:
+    """V45: an error after the first step is one to be tried again, whoever leads the job meanwhile."""
+    state = restore(RECORDS, settings=Settings(), now=0.0)
+    for machine, agent in (("b", "y"), ("a", "z")):
+        state, _ = decide(state, AgentJoined(machine, agent, 2), 1.0)
+    beaten, _ = decide(state, Tick({"a": ("z", 2, (Pulse(rank=1, iteration=3, steps=3),))}), 2.0)
+    assert counts_anew(state, beaten) and not counts_anew(beaten, beaten)
+    error = ErrorFile(ErrorMessage("ValueError: no", ExtraInfo("", "2", ("builtins.ValueError",), 2.5)))
+    told = WorkerFailed("a", "z", 2, Outcome(WorkerFailure(1, 1, error)))
+    failed, _ = decide(beaten, told, 3.0)
+    assert failed.crashes == failed.losses == 1 and failed.verdict is None
+
+    write(tmp_path / "journal", [*RECORDS, count(failed, 3.0), RECORDS[-1]])
+    again = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
+    assert (again.crashes, again.losses, again.best_iteration) == (1, 1, 3)
+    assert count(again, 4.0).seconds == 7.0
+    failed, _ = decide(again, told, 51.0)
+    assert failed.crashes == 2 and failed.verdict is None, "it has come beyond its first step"
 
 
 def test_only_the_last_job_counts_and_an_end_is_one(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Tie:
     parameter: Tensor
     group: dist.ProcessGroup
     counts_here: bool  # in the norm: exactly one of its stages counts it
+    num_stages: int
     is_summed: bool = True  # of ranks that hold the same sum, one gives it to the group
 
 
@@ -150,7 +151,7 @@ class Reducer:
         """Leaves each rank its part of gradients that are reduced already: `settle` sums them up again."""
         copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
         for tie in self.ties:
-            copies[tie.parameter] *= tie.group.size()
+            copies[tie.parameter] *= tie.num_stages
         for parameter, count in copies.items():
             if parameter.grad is not None and count > 1:
                 parameter.grad.div_(count)

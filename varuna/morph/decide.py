@@ -583,6 +583,8 @@ class Thought:
                 self.finish(Verdict("finished", 0, "every worker ended normally"))
             else:
                 self.enter("gathering", self.state.reason)
+        elif self.state.in_step and self.hangs():  # it will never come to the save
+            self.end_hang()
         elif self.now >= self.state.deadline:
             self.end(f"{self.state.reason}; but the workers did not save and end in time")
 

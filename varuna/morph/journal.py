@@ -39,11 +39,21 @@ class StoreSeen(Record, frozen=True):
     store: str
 
 
+class Counted(Record, frozen=True):
+    """Crashes and losses so far, in a time, and how far the job had come."""
+
+    crashes: int
+    losses: int
+    iteration: int
+    iteration_at_crash: int
+    seconds: float  # that this was watched for, by all managers
+
+
 class Over(Record, frozen=True):
     verdict: Verdict
 
 
-_decoder = msgspec.json.Decoder(Begun | Launched | Saving | StoreSeen | Over)
+_decoder = msgspec.json.Decoder(Begun | Launched | Saving | StoreSeen | Counted | Over)
 
 
 class Journal:
@@ -91,6 +101,25 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Record]:
             return
 
 
+def counts_anew(before: JobState, after: JobState) -> bool:
+    """Whether what has happened is worth a line; a step after the first is not."""
+
+    def told(state: JobState) -> tuple[int, ...]:
+        return state.crashes, state.losses, state.iteration_at_crash, int(state.best_iteration > 0)
+
+    return told(before) != told(after)
+
+
+def count(state: JobState, seconds: float) -> Counted:
+    return Counted(
+        state.crashes,
+        state.losses,
+        state.best_iteration,
+        state.iteration_at_crash,
+        state.seconds_before + seconds,
+    )
+
+
 def restore(records: Iterable[Record], *, settings: Settings, now: float) -> JobState:
     """The state of a manager that was killed: its agents are expected to dial in again."""
     state = JobState(settings=settings, since=now, attach_until=now + settings.attach_seconds)
@@ -102,6 +131,15 @@ def restore(records: Iterable[Record], *, settings: Settings, now: float) -> Job
             state = msgspec.structs.replace(state, phase="saving", deadline=deadline)
         elif isinstance(record, StoreSeen):
             state = msgspec.structs.replace(state, store=record.store)
+        elif isinstance(record, Counted):
+            state = msgspec.structs.replace(
+                state,
+                crashes=record.crashes,
+                losses=record.losses,
+                best_iteration=record.iteration,
+                iteration_at_crash=record.iteration_at_crash,
+                seconds_before=record.seconds,
+            )
         elif isinstance(record, Over):
             state = msgspec.structs.replace(state, phase="over", verdict=record.verdict)
     return state

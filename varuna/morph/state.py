@@ -169,6 +169,7 @@ class JobState(msgspec.Struct, frozen=True):
     save_seconds: float = 0.0
     save_every_seconds: float = 0.0
     losses: int = 0  # of machines or workers, since the start
+    seconds_before: float = 0.0  # that managers of before have watched for them
     attach_until: float = 0.0  # agents of before may dial in: no second one is started
     verdict: Verdict | None = None  # to be carried out when all has ended
 
