@@ -109,7 +109,7 @@ class _Level:
 
 
 def _numbered(level: _Level, most: int) -> list[int]:
-    """The block of each operation; the shortest goes together with its shorter neighbour while they are too many."""
+    """The block of each operation; while there are too many, the shortest joins its shorter neighbour."""
     blocks = [(level.durations[number], level.groups[number]) for number in level.in_order()]
     while len(blocks) > most:
         place = min(range(len(blocks)), key=lambda i: blocks[i][0])

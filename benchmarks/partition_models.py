@@ -1,6 +1,7 @@
-"""Models of all sorts for the benchmark of cuts: as their authors write them, with the blocks one would cut by hand."""
+"""Models of all sorts for the benchmark of cuts, with the blocks after which one would cut them by hand."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,13 @@ def _hugging_face(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mo
 
 def gpt2(layers: int) -> Subject:
     make = _hugging_face("GPT2LMHeadModel", "GPT2Config", n_layer=layers, n_head=16, n_embd=1024)
-    return Subject("gpt2", make, numbered("transformer.h.{}", layers), text)
+    return Subject(f"gpt2-{layers}", make, numbered("transformer.h.{}", layers), text)
 
 
 def llama(layers: int) -> Subject:
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816}
     make = _hugging_face("LlamaForCausalLM", "LlamaConfig", num_hidden_layers=layers, **sizes)
-    return Subject("llama", make, numbered("model.layers.{}", layers), text)
+    return Subject(f"llama-{layers}", make, numbered("model.layers.{}", layers), text)
 
 
 def bert(layers: int) -> Subject:
@@ -63,7 +64,7 @@ def bert(layers: int) -> Subject:
     make = _hugging_face(
         "BertForMaskedLM", "BertConfig", num_hidden_layers=layers, max_position_embeddings=TOKENS, **sizes
     )
-    return Subject("bert", make, numbered("bert.encoder.layer.{}", layers), text)
+    return Subject(f"bert-{layers}", make, numbered("bert.encoder.layer.{}", layers), text)
 
 
 def bart(layers: int) -> Subject:
@@ -71,7 +72,7 @@ def bart(layers: int) -> Subject:
         "BartForConditionalGeneration", "BartConfig", encoder_layers=layers, decoder_layers=layers
     )
     blocks = (*numbered("model.encoder.layers.{}", layers + 1), *numbered("model.decoder.layers.{}", layers))
-    return Subject("bart", make, blocks, text)
+    return Subject(f"bart-{layers}", make, blocks, text)
 
 
 def mixtral(layers: int) -> Subject:
@@ -82,7 +83,7 @@ def mixtral(layers: int) -> Subject:
         "num_key_value_heads": 4,
     }
     make = _hugging_face("MixtralForCausalLM", "MixtralConfig", num_hidden_layers=layers, **sizes)
-    return Subject("mixtral", make, numbered("model.layers.{}", layers), text)
+    return Subject(f"mixtral-{layers}", make, numbered("model.layers.{}", layers), text)
 
 
 class Residual(nn.Module):
@@ -251,6 +252,13 @@ class ProjectedFirst(nn.Module):
         return F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
 
 
+def two_towers(layers: int) -> Subject:
+    make = partial(TwoTowers, layers)
+    return Subject(
+        f"two towers-{layers}", make, numbered("towers.1.{}", layers + 1)[:-1] or ("embed.1",), text
+    )
+
+
 MODELS: dict[str, Subject] = {
     subject.name: subject
     for subject in (
@@ -272,7 +280,7 @@ MODELS: dict[str, Subject] = {
             ),
             images,
         ),
-        Subject("two towers", TwoTowers, numbered("towers.1.{}", 12), text),
+        two_towers(12),
         Subject(
             "projected first",
             ProjectedFirst,
