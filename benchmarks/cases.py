@@ -20,6 +20,7 @@ from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take
 from benchmarks.memory import Held, held
 from benchmarks.models import MEDIUM, TINY, Size, chain
 from benchmarks.morphing import manager, morphing
+from benchmarks.partition import partition_rows
 from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
 from tests.pool import Pool
@@ -430,6 +431,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "checkpoints": checkpoints,
     "planning": lambda lab: planning(lab.run, lab.settings.repeats, quick=lab.quick),
     "planning-memory": lambda lab: planning_memory(quick=lab.quick),
+    "partition": lambda lab: partition_rows(quick=lab.quick),
     "accuracy": accuracy,
     "rannc": rannc,
     "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),

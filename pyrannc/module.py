@@ -26,6 +26,7 @@ from varuna.assembling import assemble
 from varuna.capture import Captured, Program, Source
 from varuna.capture.calling import Structured
 from varuna.capture.state import StageState, adopted_state
+from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.session import Session, open_session
@@ -238,7 +239,11 @@ class RaNNCModule(nn.Module):
         if session.waiter is not None:
             session.waiter.patience = DEPLOYING_PATIENCE
         self._source = Source(
-            model, precision=self._precision, device_type=self.device.type, partition=partition
+            model,
+            precision=self._precision,
+            device_type=self.device.type,
+            partition=partition,
+            watch=watch(speaks=session.rank == 0),
         )
         captured = self._capture(number, training=True)
         self._agree_on_model(captured)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from varuna.capture import Captured, Source
+from varuna.capturing import watch
 from varuna.measure.draft import Subject
 from varuna.plan.blocks import partition
 from varuna.plan.calibrate import calibrate
@@ -48,6 +49,7 @@ def estimate_profile(
         shared_weights=shared_weights,
         precision=precision,
         partition=partition,
+        watch=watch(speaks=True),
     )
     batches = Batches(get_batch, source)
     return estimate_captured(

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
+from varuna.capturing import watch
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.groups import make_group
 from varuna.execute.shard import share_values
@@ -111,6 +112,7 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
             partition=partition,
+            watch=watch(speaks=self._team.rank == 0),
         )
         self._make_optimizer: MakeOptimizer | None = None
 

@@ -15,7 +15,7 @@ from varuna.capture.cutpoint import cutpoints
 from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
-from varuna.capture.trace import trace
+from varuna.capture.trace import Watch, trace
 from varuna.errors import CaptureError
 from varuna.types import Partition, PrecisionName
 
@@ -32,8 +32,13 @@ class Source:
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
         partition: Partition | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """`partition` cuts a model without CutPoints; without it, such a model is one segment."""
+        """`partition` cuts a model without CutPoints; without it, such a model is one segment.
+
+        `watch` shows how far a capture is.
+        """
+        self._watch = watch
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.hollow = hollow(model)
@@ -86,7 +91,13 @@ class Source:
             self.capture(inputs, training=True, batch=batch, calling=calling)  # which is the one that is cut
         self._set_mode(training)
         traced = trace(
-            self.hollow, inputs, batch, precision=self.precision, device=self.device, calling=calling
+            self.hollow,
+            inputs,
+            batch,
+            precision=self.precision,
+            device=self.device,
+            calling=calling,
+            watch=self._watch,
         )
         whole = flatten(traced, self.canonical)
         partition = None if traced.num_cuts else self._partition

@@ -161,6 +161,7 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
         shard_optimizer=asked.shard_optimizer,
         terms=Terms(headroom=asked.headroom),
         than=before.forecast.seconds / UNEVEN_GAIN,
+        thins_out=True,
     )
     if found is None:
         return ranking
