@@ -86,6 +86,8 @@ class Way:
     results: tuple[Result, ...]
     structure: Structure
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
+    # This rank's parameters that get no gradient where only these of the results get one.
+    untouched: Callable[[tuple[bool, ...]], Sequence[Tensor]]
 
 
 @dataclass
@@ -114,7 +116,6 @@ class Pipeline:
         gathers: bool,
         pipeline_num: int,  # 0: as the plan has it
         reduction: Reduction,
-        must_agree_on_overflow: bool,
     ) -> None:
         self.session = session
         self.trainer = trainer
@@ -122,8 +123,9 @@ class Pipeline:
         self.gathers = gathers
         self.pipeline_num = pipeline_num
         self.reduction = reduction
-        self.must_agree_on_overflow = must_agree_on_overflow
+        self.must_agree_on_overflow = False  # some call was made in fp16
         self.reduced = True  # whether what is in `.grad` is of all replicas
+        self._untouched: set[Tensor] = set()  # by the backwards since it was reduced last
 
     # ------------------------------------------------------------ forward
 
@@ -330,18 +332,13 @@ class Pipeline:
                 "these outputs have had their backward (for several backwards of one forward, call "
                 "pyrannc.keep_graph(True) before the first)"
             )
-        reducer = self.trainer.reducer
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        may_skip = reducer.may_skip_parameters
-        reducer.may_skip_parameters = may_skip or not all(
-            there
-            for there, result in zip(present, passing.form.results, strict=True)
-            if result.differentiable
-        )
+        untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
+        self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
-        reducer.may_skip_parameters = may_skip
+        self._leave_untouched()
         self.reduced = not delays
         if self.must_agree_on_overflow and not delays:
             self._agree_on_overflow()
@@ -354,9 +351,15 @@ class Pipeline:
         """Sums what delayed backwards have left over the replicas."""
         if not self.reduced:
             self.trainer.reducer.settle()
+            self._leave_untouched()
             self.reduced = True
             if self.must_agree_on_overflow:
                 self._agree_on_overflow()
+
+    def _leave_untouched(self) -> None:
+        """Cuts and sums hand on zeros; in one process such a parameter has no gradient, so no decay."""
+        for parameter in self._untouched:
+            parameter.grad = None
 
     def _prepare(self, delays: bool) -> None:
         """What is reduced already must not be summed over the replicas again."""

@@ -28,7 +28,7 @@ from varuna.types import PrecisionName
 
 LARGEST_BATCH = 1 << 15
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
