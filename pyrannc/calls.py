@@ -14,6 +14,7 @@ from torch import Tensor
 from varuna.capture.batch import Batch
 from varuna.errors import CaptureError
 from varuna.execute.exchange import Form
+from varuna.types import PrecisionName
 
 
 class Leaf(NamedTuple):
@@ -41,6 +42,7 @@ class Draft(NamedTuple):
     constants: tuple[tuple[str, str, Any], ...]
     training: bool
     keeps: bool  # what a backward needs
+    precision: PrecisionName
 
 
 Sizes = Mapping[str, int]
@@ -75,6 +77,7 @@ def look_at(
     gradients: frozenset[str],
     training: bool,
     keeps: bool,
+    precision: PrecisionName,
 ) -> tuple[Draft, dict[str, int]]:
     tensors: list[Leaf] = []
     constants: list[tuple[str, str, Any]] = []
@@ -100,7 +103,7 @@ def look_at(
                 f"the input {name!r} is a {type(value).__name__}; expected tensors and constants (None, "
                 "bool, int, float, str), in tuples, lists and dicts"
             )
-    return Draft(nesting, tuple(tensors), tuple(constants), training, keeps), sizes
+    return Draft(nesting, tuple(tensors), tuple(constants), training, keeps, precision), sizes
 
 
 def agree(drafts: Sequence[Draft], sizes: Sequence[Sizes], batch_dims: Mapping[str, int | None]) -> Agreed:
@@ -154,6 +157,8 @@ def _difference(found: Draft, expected: Draft) -> str:
             return f"{constant[0]!r} is {constant[2]!r}, there {elsewhere[0]!r} is {elsewhere[2]!r}"
     if found.training != expected.training:
         return f"it is in {'train' if found.training else 'eval'} mode, there it is not"
+    if found.precision != expected.precision:
+        return f"it runs in {found.precision}, there in {expected.precision}"
     if found.keeps != expected.keeps:
         return f"gradients are {'on' if found.keeps else 'off'}, there they are not"
     return f"its arguments are nested as {found.nesting}, there as {expected.nesting}"

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ from varuna.assembling import assemble
 from varuna.capture import Captured, Program, Source
 from varuna.capture.calling import Structured
 from varuna.capture.state import StageState, adopted_state
+from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import address_facing, machine_identity
@@ -125,17 +127,13 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._errors_reach_everyone("forward"):
-            if torch.is_autocast_enabled(self.device.type):
-                raise RuntimeError(
-                    "the model is called under torch.autocast, but was wrapped to run in "
-                    f"{self._precision} by itself (call it outside, and pass precision='bf16' or 'fp16')"
-                )
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
                 self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
             pipeline, self._number = self._pipeline, number
+            pipeline.must_agree_on_overflow |= way.agreed.draft.precision == "fp16"
 
             def run() -> tuple[list[Tensor], Passing]:
                 return pipeline.forward(way, leaves, counts)
@@ -178,6 +176,7 @@ class RaNNCModule(nn.Module):
                 gradients=calling.gradients,
                 training=self.training,
                 keeps=keeps,
+                precision=self._precision_now(),
             )
             for index, agreed in enumerate(self._agreed):
                 found = agreed.num_samples(draft, sizes)
@@ -200,6 +199,18 @@ class RaNNCModule(nn.Module):
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
         return number, leaves, counts + [0] * (len(words) - len(counts))
 
+    def _precision_now(self) -> PrecisionName:
+        """The one that the model was wrapped in, unless it is called under autocast."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return self._precision
+        dtype = torch.get_autocast_dtype(self.device.type)
+        found = next((name for name, low in LOW_PRECISION.items() if low == dtype), None)
+        if found is None:
+            raise ValueError(
+                f"the model is called under torch.autocast with {dtype} (expected bfloat16 or float16)"
+            )
+        return found
+
     def _way(self, number: int) -> Way:
         """What all ranks know of a call, found out when it first comes."""
         if number not in self._ways:
@@ -216,12 +227,19 @@ class RaNNCModule(nn.Module):
             program = captured.carve(own.first, own.stop)
             told = self._session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
             self._refuse_other_models([fingerprint for fingerprint, _ in told], captured)
+            state = self._state
+
+            @cache
+            def untouched(present: tuple[bool, ...]) -> list[Tensor]:
+                return [state.tensor(name) for name in captured.untouched(present) if name in state.canonical]
+
             self._ways[number] = Way(
                 self._agreed[number],
                 tuple(map(classify, captured.results)),
                 captured.disordered,
                 captured.structure,
                 [inputs for _, inputs in told],
+                untouched,
             )
         return self._ways[number]
 
@@ -230,7 +248,13 @@ class RaNNCModule(nn.Module):
         inputs, batch = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), size)
         ordered = {name: inputs[name] for name in self._callings[number].names}
         mode = agreed.draft.training if training is None else training
-        return self._source.capture(ordered, training=mode, batch=batch, calling=self._callings[number])
+        return self._source.capture(
+            ordered,
+            training=mode,
+            batch=batch,
+            calling=self._callings[number],
+            precision=agreed.draft.precision,
+        )
 
     # ------------------------------------------------------------ spread over the ranks
 
@@ -240,7 +264,7 @@ class RaNNCModule(nn.Module):
             session.waiter.patience = DEPLOYING_PATIENCE
         self._source = Source(
             model,
-            precision=self._precision,
+            precision=self._agreed[number].draft.precision,
             device_type=self.device.type,
             partition=partition,
             watch=watch(speaks=session.rank == 0),
@@ -290,7 +314,6 @@ class RaNNCModule(nn.Module):
             gathers=self._gathers,
             pipeline_num=self._configuration.pipeline_num,
             reduction=self._reduction,
-            must_agree_on_overflow=self._precision == "fp16",
         )
         if self._patched is not None and self._optimizer is not None:
             held = {name: p for name, p in self._state.named_parameters() if name in self._owners}
@@ -512,7 +535,7 @@ class RaNNCModule(nn.Module):
         with self._errors_reach_everyone("get_param"):
             own = look(tensors[name]) if self._owners[name] == self._session.rank else None
             told: Tensor | None = self._session.tell(
-                None if own is None else own.detach().cpu(), self._owners[name]
+                None if own is None else own.detach().cpu().clone(), self._owners[name]
             )
             return told
 

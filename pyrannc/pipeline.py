@@ -92,6 +92,8 @@ class Way:
     disordered: Sequence[str]  # of the results those that cannot be put together from parts, in words
     structure: Structure
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
+    # This rank's parameters that get no gradient where only these of the results get one.
+    untouched: Callable[[tuple[bool, ...]], Sequence[Tensor]]
 
 
 @dataclass
@@ -125,7 +127,6 @@ class Pipeline:
         gathers: bool,
         pipeline_num: int,  # 0: as the plan has it
         reduction: Reduction,
-        must_agree_on_overflow: bool,
     ) -> None:
         self.session = session
         self.trainer = trainer
@@ -133,8 +134,9 @@ class Pipeline:
         self.gathers = gathers
         self.pipeline_num = pipeline_num
         self.reduction = reduction
-        self.must_agree_on_overflow = must_agree_on_overflow
+        self.must_agree_on_overflow = False  # some call was made in fp16
         self.reduced = True  # whether what is in `.grad` is of all replicas
+        self._untouched: set[Tensor] = set()  # by the backwards since it was reduced last
 
     # ------------------------------------------------------------ forward
 
@@ -321,8 +323,12 @@ class Pipeline:
             )
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
+        if self.session.depth > 1:  # cuts hand on zeros; one stage leaves such gradients out by itself
+            untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
+            self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
+        self._leave_untouched()
         self.reduced = not delays
         if self.must_agree_on_overflow and not delays:
             self._agree_on_overflow()
@@ -335,9 +341,15 @@ class Pipeline:
         """Sums what delayed backwards have left over the replicas."""
         if not self.reduced:
             self.trainer.reducer.settle()
+            self._leave_untouched()
             self.reduced = True
             if self.must_agree_on_overflow:
                 self._agree_on_overflow()
+
+    def _leave_untouched(self) -> None:
+        """In one process a parameter that no wanted result depends on has no gradient, so no decay."""
+        for parameter in self._untouched:
+            parameter.grad = None
 
     def _prepare(self, delays: bool) -> None:
         """What is reduced already must not be summed over the replicas again."""

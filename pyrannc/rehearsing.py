@@ -60,6 +60,7 @@ def dry_run(
         gradients=calling.gradients,
         training=True,
         keeps=True,
+        precision=precision,
     )
     agreed = agree([draft], [sizes], dims)
     # A torch without CUDA knows no tensors there, not even such as have no values.

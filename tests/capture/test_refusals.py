@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from typing import Any
 
@@ -76,11 +77,90 @@ class Custom(nn.Module):
         return Doubled.apply(x)
 
 
-def test_a_custom_function_is_refused_by_name_because_its_backward_would_be_lost() -> None:
-    """V7"""
-    text = refusal(Layers(Custom()))
-    assert text.startswith(line_of(Custom, "Doubled.apply"))
-    assert "Doubled" in text and 'varuna.opaque(model, "between")' in text
+class Scaled(torch.autograd.Function):
+    """With a parameter, a constant and two results, one of them without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        ctx.save_for_backward(x, weight)
+        signs = x.sign()
+        ctx.mark_non_differentiable(signs)
+        return x * weight * factor, signs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad * weight * 3, (grad * x).sum(0), None
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, signs = Scaled.apply(x, self.weight, 0.5)
+        y, _ = Scaled.apply(F.dropout(y, 0.3), self.weight, 0.25)
+        return y + signs
+
+
+@pytest.mark.parametrize("between", [Custom, Weighted])
+def test_a_custom_function_keeps_its_own_backward(between: type[nn.Module]) -> None:
+    """V7, R6: for one sample too, and with what is drawn beside it."""
+    captured = assert_same(Layers(between()), batch_of(4), batch=4)
+    assert not captured.carve(0, 1).leaves
+    assert_same(Layers(between()), batch_of(1), batch=1)
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, changes: bool) -> Tensor:
+        return x.mul_(2) if changes else x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Careless(nn.Module):
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noisy.apply(x.clone(), self.changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [(True, "changes what it is given"), (False, "draws random numbers")]
+)
+def test_a_custom_function_that_is_none_of_its_tensors_is_refused_by_its_line(
+    changes: bool, why: str
+) -> None:
+    """V7, R6"""
+    text = refusal(Layers(Careless(changes)))
+    assert text.startswith(line_of(Careless, "Noisy.apply"))
+    assert f"Noisy {why}" in text and 'varuna.opaque(model, "between")' in text
+
+
+class Asserting(nn.Module):
+    """Habits that need no refusal: assertions on data, len of a tensor, a move that moves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.isfinite(x).all(), "not a number"
+        assert (x < 1e6).all().item()
+        self.inner = self.inner.to(x.dtype)
+        return self.inner(x).view(len(x), 2, 3).flatten(1)
+
+
+def test_habits_that_ask_nothing_of_the_data_are_no_reason_to_refuse() -> None:
+    """R6"""
+    assert_same(Layers(Asserting()), batch_of(4), batch=4)
 
 
 @pytest.mark.parametrize("between", [Branches, Custom])
@@ -216,7 +296,7 @@ def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
 
 def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:
     """V7: one call, not one for each layer."""
-    model = Layers(nn.Sequential(Custom(), nn.Identity(), Custom()))
+    model = Layers(nn.Sequential(Careless(False), nn.Identity(), Careless(False)))
     assert 'varuna.opaque(model, "between.*")' in refusal(model)
     opaque(model, "between.*")
     assert list(assert_same(model, batch_of(4), batch=4).carve(0, 1).leaves) == [
@@ -233,7 +313,8 @@ def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
 
 
 def test_a_failed_capture_leaves_nothing_behind() -> None:
-    refusal(Layers(Custom()))
+    refusal(Layers(Careless(True)))
+    assert len is builtins.len and isinstance(len(torch.ones(2)), int)
     x = torch.ones(2, requires_grad=True)
     Doubled.apply(x).sum().backward()
     assert x.grad is not None and float(x.grad[0]) == 2

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
+from torch import fx
 
 from varuna.capture import automatic, tidy
 from varuna.capture.apart import Apart
@@ -44,7 +45,6 @@ class Captured:
     ) -> None:
         """Cut by its CutPoints; or by `partition`; or as another capture of the same model was by that."""
         symbol = tidy.symbol_of(whole, batch.dims)
-        tidy.refuse_coupled_samples(whole, symbol)
         tidy.sizes_from_the_batch(whole, batch.dims, symbol)
         name_masks(whole)
         self.shared_draws = tidy.bind_randomness(whole, symbol, shared_draws)
@@ -52,6 +52,7 @@ class Captured:
         tidy.changes_where_their_values_are(whole)
         tidy.drop_needless_detaches(whole, Flow(whole))
         tidy.drop_dead(whole, Flow(whole))
+        tidy.refuse_coupled_samples(whole, symbol)
         flow = Flow(whole)
         if alike is not None:
             automatic.cut_alike(whole, flow, alike._places, alike._holders)
@@ -116,6 +117,19 @@ class Captured:
     def results(self) -> tuple[TensorSpec, ...]:
         """What the last stage gives: the loss, or all tensors of the `structure`."""
         return tuple(map(self._carver.spec, self._whole.results))
+
+    def untouched(self, wanted: Sequence[bool]) -> frozenset[str]:
+        """The parameters that get no gradient at all where only these of the results get one."""
+        flow = self._carver.flow
+        pending = [result for result, is_wanted in zip(self._whole.results, wanted, strict=True) if is_wanted]
+        pending += [writer for result in pending for writer in flow.writers.get(flow.root[result], ())]
+        reached: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in flow.needs_grad and node not in reached:
+                reached.add(node)
+                pending.extend(flow.dependencies(node))
+        return frozenset(name for name in self._whole.parameters if self._whole.state[name] not in reached)
 
     @property
     def listing(self) -> list[str]:

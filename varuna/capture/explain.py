@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import linecache
@@ -16,9 +17,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
+from varuna.capture.function import NotOneOperation, record_function
 from varuna.capture.recorder import Recorder
 from varuna.errors import CaptureError
 
@@ -76,15 +79,30 @@ def explained(recorder: Recorder, batch: int) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        if _depends_on_data(error):
+            raise DependsOnData(_explanation(error, recorder, batch), recorder.running) from error
         raise CaptureError(_explanation(error, recorder, batch)) from error
     finally:
         logger.setLevel(level)
 
 
+class DependsOnData(CaptureError):
+    """A line of the model asks for the values of a tensor."""
+
+    def __init__(self, text: str, module: str) -> None:
+        super().__init__(text)
+        self.module = module  # the one that was running, by its path
+
+
+def _depends_on_data(error: Exception) -> bool:
+    text = str(error).lower()
+    return "DataDependent" in type(error).__name__ or "data-dependent" in text or "data dependent" in text
+
+
 def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
     text, kind = str(error), type(error).__name__
     place = line_of(error) or f"in {recorder.running or 'the model'}"
-    if "DataDependent" in kind or "data-dependent" in text.lower() or "data dependent" in text.lower():
+    if _depends_on_data(error):
         switch = ""
         if "experts" in place.lower() or "moe" in place.lower() or "expert" in recorder.running.lower():
             switch = (
@@ -143,13 +161,18 @@ def _short(text: str) -> str:
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
     """Looks out for what torch.export would take silently, or refuse for no reason."""
-    with _without_custom_functions(recorder), _LayerDrop(recorder):
-        yield
+    checks = Distribution._validate_args  # of the values that a distribution is made with
+    Distribution.set_default_validate_args(False)
+    try:
+        with _whole_functions(recorder), _sizes_by_len(), _needless_moves(), _Branches(recorder):
+            yield
+    finally:
+        Distribution.set_default_validate_args(checks)
 
 
 @contextmanager
-def _without_custom_functions(recorder: Recorder) -> Iterator[None]:
-    """torch.export traces through a custom autograd.Function and loses its backward: refuse it by name."""
+def _whole_functions(recorder: Recorder) -> Iterator[None]:
+    """torch.export traces through a custom autograd.Function and loses its backward: keep it whole."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +181,15 @@ def _without_custom_functions(recorder: Recorder) -> Iterator[None]:
             return run(*operands)
         if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
             return original.__func__(cls, *args, **kwargs)
-        raise CaptureError(
-            f"{current_line()}: the custom autograd.Function {cls.__qualname__} would lose its own "
-            "backward in a "
-            "captured graph; expected ordinary operations (keep the module whole and eager with "
-            f"{way_out(recorder)})"
-        )
+        place = current_line()
+        try:
+            return record_function(cls, args, kwargs)
+        except NotOneOperation as error:
+            raise CaptureError(
+                f"{place}: the custom autograd.Function {cls.__qualname__} {error}, and would lose its own "
+                "backward in a captured graph; expected a function of its tensors (keep the module whole and "
+                f"eager with {way_out(recorder)})"
+            ) from error
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
@@ -172,8 +198,44 @@ def _without_custom_functions(recorder: Recorder) -> Iterator[None]:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
-class _LayerDrop(TorchFunctionMode):
-    """`if torch.rand([]) < self.layerdrop` is no branch on data where the answer is sure: at 0 and at 1."""
+@contextmanager
+def _sizes_by_len() -> Iterator[None]:
+    """`len(x)` is an int to Python, which would fix the batch; asked by name it is a size like others."""
+    original = builtins.len
+
+    def size(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() else original(value)
+
+    builtins.len = size
+    try:
+        yield
+    finally:
+        builtins.len = original
+
+
+@contextmanager
+def _needless_moves() -> Iterator[None]:
+    """`self.layer.to(dtype)` within a forward: where nothing changes, nothing is to be done."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        same = all((new := fn(t)).dtype == t.dtype and new.device == t.device for t in tensors)
+        return module if same else original(module, fn, recurse)  # type: ignore[no-untyped-call]
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+class _Branches(TorchFunctionMode):
+    """Branches on data of which the answer is sure.
+
+    `if torch.rand([]) < self.layerdrop` at 0 and at 1; `assert (ids >= 0).all()`, which holds, or else
+    the model itself would not run.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -192,6 +254,10 @@ class _LayerDrop(TorchFunctionMode):
                 "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
                 f"{way_out(self._recorder)})"
             )
+        if name in ("__bool__", "item") and args[0].dtype == torch.bool and not self._recorder.is_inside_leaf:
+            source = current_line().partition(": ")[2]
+            if source.startswith("assert "):
+                return True
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._drawn.append(result)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
+from varuna.capture.function import Applied, Applying
 from varuna.capture.opaque import OPAQUE, Leaf, LeafCall
 from varuna.capture.recorder import CUT
 from varuna.capture.trace import Trace
@@ -183,7 +184,12 @@ class _Flattener:
         if name == "getitem" and not isinstance(values := mapped(node.args[0]), fx.Node):
             return values[node.args[1]]
         if node.target is OPAQUE:
-            return self._leaf(node, mapped(node.args[0]), self._leaf_calls[int(str(node.args[1]))])
+            call = self._leaf_calls[int(str(node.args[1]))]
+            if not isinstance(call.module, Applying):
+                return self._leaf(node, mapped(node.args[0]), call)
+            new = self.whole.graph.call_function(Applied(call), tuple(mapped(node.args[0])))
+            new.meta = self._facts(node, autocast, no_grad)
+            return new
         new = self.whole.graph.create_node(
             node.op,
             node.target,
@@ -191,14 +197,16 @@ class _Flattener:
             self._nested(mapped(node.kwargs)),
             name=node.name,
         )
-        new.meta = {
-            key: node.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in node.meta
-        }
-        new.meta["segment"] = self.segment
-        new.meta["no_grad"] = no_grad
-        if autocast is not None:
-            new.meta["autocast"] = autocast
+        new.meta = self._facts(node, autocast, no_grad)
         return new
+
+    def _facts(self, node: fx.Node, autocast: Autocast | None, no_grad: bool) -> dict[str, Any]:
+        kept = ("val", "stack_trace", "nn_module_stack")
+        facts = {key: node.meta[key] for key in kept if key in node.meta}
+        facts.update(segment=self.segment, no_grad=no_grad)
+        if autocast is not None:
+            facts["autocast"] = autocast
+        return facts
 
     def _leaf(self, node: fx.Node, tensors: list[Any], call: LeafCall) -> fx.Node:
         """An opaque module, called with all of its state. Work and batch are filled in with the draws."""

@@ -6,7 +6,7 @@ stage's own parameters. It cannot be cut, and its draws belong to the samples as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -120,16 +120,35 @@ class _Stand:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = active()
-        assert recorder is not None
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        call = LeafCall(self._name, self._module, structure, constants)
-        recorder.leaf_calls.append(call)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        produced = iter(torch.ops.varuna.opaque(tensors, len(recorder.leaf_calls) - 1))
-        results = [next(produced) if constant is _TENSOR else constant for constant in call.constant_results]
-        return pytree.tree_unflatten(results, call.results)
+        return record_call(self._name, self._module, args, kwargs)
+
+
+def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Leaves one operation in the graph that is being traced, for whatever the module does."""
+    recorder = active()
+    assert recorder is not None
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+        raise CaptureError(
+            f"the opaque module {name!r} is given a number that follows from the batch or from data; "
+            "expected tensors and constants (let it read sizes off its tensors, or keep the module around "
+            f'it whole: varuna.opaque(model, "{_around(name)}"))'
+        )
+    call = LeafCall(name, module, structure, constants)
+    recorder.leaf_calls.append(call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    produced = iter(torch.ops.varuna.opaque(tensors, len(recorder.leaf_calls) - 1))
+    results = [next(produced) if constant is _TENSOR else constant for constant in call.constant_results]
+    return pytree.tree_unflatten(results, call.results)
+
+
+def _around(name: str) -> str:
+    """The path of the module that holds another, not counting lists of layers."""
+    parts = name.split(".")[:-1]
+    while parts and parts[-1].isdigit():
+        parts = parts[:-2]
+    return ".".join(parts)
 
 
 @torch.library.register_fake("varuna::opaque", lib=library)  # type: ignore[untyped-decorator]
@@ -162,7 +181,7 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
         torch.random.fork_rng(devices=[]),
     ):
         module = emptied(leaf.module)
-        del module.__dict__["forward"]
+        module.__dict__.pop("forward", None)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
         for batch in (3, 5):
@@ -229,11 +248,11 @@ class Leaf(nn.Module):
         results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*state, *tensors)):
             # The graph cannot look inside: every floating-point result counts as one that takes a gradient.
-            return [_open_to_gradients(result) for result in results]
+            return [open_to_gradients(result) for result in results]
         return results
 
 
-def _open_to_gradients(result: Tensor) -> Tensor:
+def open_to_gradients(result: Tensor) -> Tensor:
     if result.requires_grad or not result.is_floating_point():
         return result
     return result.detach().requires_grad_()

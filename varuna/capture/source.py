@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -12,12 +13,16 @@ from varuna.capture.batch import Batch, describe, find_batch
 from varuna.capture.calling import Calling
 from varuna.capture.captured import Captured
 from varuna.capture.cutpoint import cutpoints
+from varuna.capture.explain import DependsOnData
 from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
-from varuna.capture.trace import Watch, trace
+from varuna.capture.opaque import is_opaque, opaque
+from varuna.capture.trace import Trace, Watch, trace
 from varuna.errors import CaptureError
 from varuna.types import Partition, PrecisionName
+
+log = logging.getLogger("varuna")
 
 
 class Source:
@@ -68,37 +73,41 @@ class Source:
         training: bool,
         batch: Batch | None = None,
         calling: Calling | None = None,
+        precision: PrecisionName | None = None,
     ) -> Captured:
         """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
         calling = calling or Calling()
         calling.check(self.hollow, inputs)
         batch = batch or self.batch(inputs)
-        key = (describe(inputs, batch), training, calling.key)
+        precision = precision or self.precision
+        key = (describe(inputs, batch), training, calling.key, precision)
         if key not in self._captured:
-            self._captured[key] = self._capture(inputs, batch, training, calling)
+            self._captured[key] = self._capture(inputs, batch, training, calling, precision)
         return self._captured[key]
 
     def _capture(
-        self, inputs: Mapping[str, object], batch: Batch, training: bool, calling: Calling
+        self,
+        inputs: Mapping[str, object],
+        batch: Batch,
+        training: bool,
+        calling: Calling,
+        precision: PrecisionName,
     ) -> Captured:
         shared: frozenset[int] = frozenset()
         if batch.size == 1 and training:
             # With one sample no shape tells which draws are its own: the capture with several knows.
             shared = self.capture(
-                _doubled(inputs, batch), training=True, batch=Batch(2, batch.dims), calling=calling
+                _doubled(inputs, batch),
+                training=True,
+                batch=Batch(2, batch.dims),
+                calling=calling,
+                precision=precision,
             ).shared_draws
         elif self._partition is not None and self._first is None and not training:
-            self.capture(inputs, training=True, batch=batch, calling=calling)  # which is the one that is cut
+            # Which is the one that is cut.
+            self.capture(inputs, training=True, batch=batch, calling=calling, precision=precision)
         self._set_mode(training)
-        traced = trace(
-            self.hollow,
-            inputs,
-            batch,
-            precision=self.precision,
-            device=self.device,
-            calling=calling,
-            watch=self._watch,
-        )
+        traced = self._trace(inputs, batch, calling, precision)
         whole = flatten(traced, self.canonical)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
@@ -107,7 +116,7 @@ class Source:
             ties=self.ties,
             shared_draws=shared,
             momentum=_momentum(self.hollow),
-            precision=self.precision,
+            precision=precision,
             device=self.device,
             structure=traced.structure,
             partition=partition,
@@ -116,6 +125,35 @@ class Source:
         if partition is not None:
             self._first = self._first or captured
         return captured
+
+    def _trace(
+        self, inputs: Mapping[str, object], batch: Batch, calling: Calling, precision: PrecisionName
+    ) -> Trace:
+        try:
+            return trace(
+                self.hollow,
+                inputs,
+                batch,
+                precision=precision,
+                device=self.device,
+                calling=calling,
+                watch=self._watch,
+            )
+        except DependsOnData as error:
+            if not self._keep_experts_whole(error.module):
+                raise
+        return self._trace(inputs, batch, calling, precision)
+
+    def _keep_experts_whole(self, path: str) -> bool:
+        """Experts that loop over those that were chosen: each token is looked at alone, so they may."""
+        kind = type(self.hollow.get_submodule(path))
+        alike = [module for module in self.hollow.modules() if type(module) is kind and not is_opaque(module)]
+        if not kind.__name__.endswith("Experts") or not alike:
+            return False
+        log.info("%s loops over data: each stays whole, and runs as it is", kind.__name__)
+        for module in alike:
+            opaque(module)
+        return True
 
     def on_meta(self, name: str) -> bool:
         return self._tensor(name).device.type == "meta"

@@ -31,7 +31,7 @@ LARGEST_BATCH = 1 << 15
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Is told how many modules there are; in its context, how many have run."""
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

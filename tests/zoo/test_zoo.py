@@ -1,0 +1,101 @@
+"""Unlike models, wrapped as they are at several layouts, against one plain process.
+
+`python -m tests.zoo` walks through all of them; here are those that ask most of a capture.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyrannc import RaNNCModule
+from tests.pool import Pool
+from tests.zoo import hand_made
+from tests.zoo.graphs import graph
+from tests.zoo.here import run_here
+from tests.zoo.tours import case_of, try_one
+from tests.zoo.trial import Layout, made
+from varuna.errors import CaptureError
+
+
+def test_parameters_that_no_loss_reaches_are_left_alone(pool: Pool) -> None:
+    """R5: they have no gradient, as in one process, and so no decay; over stages and replicas."""
+    for layouts in ([Layout(2), Layout(1, 2, 3)], [Layout(2, 2)]):
+        world = layouts[0].stages * layouts[0].replicas
+        for answers in pool.run(try_one, world, "unused parameters", layouts):
+            assert answers == ["ok"] * len(layouts)
+
+
+@pytest.mark.parametrize("name", ["Switch Transformers", "Bloom"])
+def test_hugging_face_models_train_as_they_are(pool: Pool, name: str) -> None:
+    """B8, R5, R6: an encoder and a decoder whose experts loop over data; an autograd.Function."""
+    layouts = [Layout(2), Layout(1, 2, 3)]
+    for answers in pool.run(try_one, 2, name, layouts, timeout=150):
+        assert answers == ["ok"] * len(layouts)
+
+
+@pytest.mark.parametrize(
+    "name", ["in place", "nested in and out", "complex and integers", "own autograd.Function", "rows by data"]
+)
+def test_networks_written_by_hand_are_cut_anywhere(name: str) -> None:
+    """R2, R5, R6"""
+    run_here(hand_made.CASES[name], sizes=(7, 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_graphs_are_cut_anywhere(seed: int) -> None:
+    """R2, R5, R9: branches, joins, ties, changes in place, buffers, constants, results of any kind."""
+    run_here(graph(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("branch on data", "if y.sum() > 0"),
+        ("fixed batch", "view(7, 2, 3)"),
+        ("coupled samples", "compares every sample with every other"),
+        ("numpy inside", "y.detach().numpy()"),
+    ],
+)
+def test_what_means_something_else_in_each_microbatch_is_refused_by_its_line(name: str, words: str) -> None:
+    """R6"""
+    with pytest.raises(CaptureError) as refusal:
+        run_here(hand_made.CASES[name])
+    assert "hand_made.py:" in str(refusal.value) and words in str(refusal.value)
+
+
+def test_inputs_of_another_shape_or_dtype_are_captured_anew(pool: Pool) -> None:
+    """R2: and cut alike, on all ranks; evaluation and autocast too."""
+    pool.run(call_in_many_ways, 2)
+
+
+def call_in_many_ways() -> None:
+    case = case_of("Llama, no labels")
+    plain, model = made(case), made(case)
+    wrapped = RaNNCModule(model, device="cpu", partition_num=2, pipeline_num=2, timeout_seconds=60)
+    own = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    ids = torch.randint(5, 50, (6, 12), generator=torch.Generator().manual_seed(1))
+    calls: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (ids, {}),
+        (ids[:, :9], {}),
+        (ids.int(), {"attention_mask": (ids > 9).long()}),
+        (ids[:, :9], {"attention_mask": (ids[:, :9] > 9)}),
+    ]
+    for words, rest in calls:
+        low = words.dtype == torch.int32
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            expected = plain(words, **rest, use_cache=False)["logits"]
+            found = wrapped(words[own], **{name: value[own] for name, value in rest.items()})["logits"]
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected[own], rtol=0, atol=0.05 if low else 1e-5)
+        expected.float().square().mean().backward()
+        found.float().square().mean().backward()
+        close = {"rtol": 0.1, "atol": 0.05} if low else {"rtol": 1e-4, "atol": 1e-6}
+        gradient = plain.model.layers[0].mlp.up_proj.weight.grad  # type: ignore[union-attr, index]
+        torch.testing.assert_close(
+            wrapped.get_param_grad("model.layers.0.mlp.up_proj.weight"), gradient, **close
+        )
+        plain.zero_grad()
+        wrapped.zero_grad()
+    wrapped.undeploy()

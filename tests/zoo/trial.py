@@ -1,0 +1,336 @@
+"""One model, wrapped and plain: the same steps by both, compared by every rank, element by element."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import pyrannc.module
+from pyrannc import RaNNCModule
+from tests.tasks import stage_map
+from varuna import Varuna, plain_randomness
+from varuna.capture import Captured, Source
+from varuna.capture.batch import Batch
+from varuna.capture.calling import Calling
+from varuna.types import PrecisionName
+
+SEED = 7
+BATCHES = (7, 7, 5)
+"""Of the steps: no size of any model here, so that nobody takes another dimension for the batch."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it is called with, and what is made of its outputs."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int, torch.Generator], Call]  # of so many samples
+    loss: Callable[[Any], Tensor]
+    by_microbatch: bool = False  # as BatchNorm is: the samples that run together see each other
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the wrapper
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass(frozen=True)
+class Layout:
+    stages: int
+    replicas: int = 1
+    microbatches: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.stages} x {self.replicas}"
+
+
+def even_counts(total: int, ranks: int) -> list[int]:
+    return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+
+
+def run(case: Case, layout: Layout, *, key: Hashable) -> None:
+    """On every rank: raises where the wrapped model differs from the plain one."""
+    with default_dtype(case.dtype), remembering(key):
+        _compare(_wrapped(case, layout), _plain(case, layout), layout)
+
+
+def run_varuna(case: Case, layout: Layout) -> None:
+    """The same through `Varuna`, for models that compute their loss."""
+    with default_dtype(case.dtype):
+        _run_varuna(case, layout)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def made(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    return case.make().to(case.dtype).train()
+
+
+def made_plain(case: Case) -> nn.Module:
+    """The same without a cache for generation among its outputs: a wrapped model makes none."""
+    model = made(case)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    return model
+
+
+def batch_of(case: Case, step: int, size: int) -> Call:
+    torch.manual_seed(0)
+    return case.inputs(size, torch.Generator().manual_seed(100 + step))
+
+
+def rows(case: Case, call: Call, first: int, stop: int, size: int) -> Call:
+    args, kwargs = call
+    dims: Mapping[str, Any] = case.options.get("batch_dims", {})
+
+    def part(leaf: Any, dim: int | None = 0) -> Any:
+        if isinstance(leaf, Tensor) and dim is not None and leaf.dim() and leaf.shape[dim] == size:
+            return leaf.narrow(dim, first, stop - first)
+        return leaf
+
+    named = {
+        name: pytree.tree_map(lambda leaf, n=name: part(leaf, dims.get(n, 0)), value)
+        for name, value in kwargs.items()
+    }
+    return tuple(pytree.tree_map(part, args)), named
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    # With decay: a parameter that got no gradient is left alone, one that got zeros is not.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.003, weight_decay=0.1, eps=1e-4) if trained else None
+
+
+def _wrapped(case: Case, layout: Layout) -> dict[str, Any]:
+    model = made(case)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = optimizer_of(model)
+    world, rank = layout.stages * layout.replicas, dist.get_rank()
+    wrapped = RaNNCModule(
+        model,
+        optimizer,
+        device="cpu",
+        seed=SEED,
+        timeout_seconds=60,
+        partition_num=layout.stages,
+        pipeline_num=layout.microbatches,
+        **case.options,
+    )
+    outputs, losses = [], []
+    gradients: list[dict[str, Tensor | None]] = []
+    for step, size in enumerate(BATCHES):
+        counts = even_counts(size, world)
+        first = sum(counts[:rank])
+        args, kwargs = rows(case, batch_of(case, step, size), first, first + counts[rank], size)
+        out = wrapped(*args, **kwargs)
+        loss = case.loss(out)
+        if loss.requires_grad:
+            loss.backward()
+        losses.append(loss.detach())
+        outputs.append(_detached(out))
+        gradients.append({name: wrapped.get_param_grad(name) for name in names})
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = wrapped.state_dict()
+    depth = len(wrapped.plan.stages)
+    wrapped.undeploy()
+    assert depth == layout.stages
+    return {"outputs": outputs, "losses": losses, "gradients": gradients, "state": state}
+
+
+def _plain(case: Case, layout: Layout) -> dict[str, Any]:
+    model = made_plain(case)
+    optimizer = optimizer_of(model)
+    outputs, losses = [], []
+    gradients: list[dict[str, Tensor | None]] = []
+    for step, size in enumerate(BATCHES):
+        whole = batch_of(case, step, size)
+        spans = _microbatches(size, layout) if case.by_microbatch else [(0, size)]
+        parts, total = [], torch.zeros(())
+        for first, stop in spans:
+            args, kwargs = rows(case, whole, first, stop, size)
+            with plain_randomness(seed=SEED, step=step, batch_size=stop - first, first_sample=first):
+                out = model(*args, **kwargs)
+            loss = case.loss(out) * ((stop - first) / size)
+            if loss.requires_grad:
+                loss.backward()
+            total = total + loss.detach()
+            parts.append(_detached(out))
+        losses.append(total)
+        outputs.append(parts[0] if len(parts) == 1 else None)
+        gradients.append(
+            {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        )
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"outputs": outputs, "losses": losses, "gradients": gradients, "state": model.state_dict()}
+
+
+def _microbatches(size: int, layout: Layout) -> list[tuple[int, int]]:
+    """As the pipeline cuts the batch: evenly over replicas, each part into so many."""
+    found, first = [], 0
+    for count in even_counts(size, layout.replicas):
+        chunk = max(1, -(-count // layout.microbatches))
+        found += [(first + i, first + min(i + chunk, count)) for i in range(0, count, chunk)]
+        first += count
+    return found
+
+
+def _detached(out: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+
+
+def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], layout: Layout) -> None:
+    for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"], strict=True)):
+        largest = max(
+            (float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0
+        )
+        for name, gradient in theirs.items():
+            assert (gradient is None) == (mine[name] is None), (
+                f"step {step}: the gradient of {name} is {_kind(mine[name])}, expected {_kind(gradient)}"
+            )
+            if gradient is not None:
+                close(
+                    mine[name], gradient, f"step {step}: the gradient of {name}", atol=1e-6 * largest + 1e-12
+                )
+    assert found["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        close(found["state"][name], value, f"the state {name}", atol=1e-6)
+    world, rank = layout.stages * layout.replicas, dist.get_rank()
+    for step, size in enumerate(BATCHES):
+        whole = expected["outputs"][step]
+        if whole is None:
+            continue
+        ours, spec = pytree.tree_flatten(found["outputs"][step])
+        theirs, other = pytree.tree_flatten(whole)
+        assert str(spec) == str(other), f"step {step}: the outputs are nested as {spec}, expected {other}"
+        counts = even_counts(size, world)
+        first = sum(counts[:rank])
+        for i, (mine, value) in enumerate(zip(ours, theirs, strict=True)):
+            if not isinstance(value, Tensor):
+                assert mine == value, f"step {step}: output {i} is {mine!r}, expected {value!r}"
+                continue
+            dim = next((d for d, n in enumerate(value.shape) if n and n % size == 0), None)
+            if dim is not None:
+                each = value.shape[dim] // size
+                value = value.narrow(dim, first * each, counts[rank] * each)
+            close(mine, value, f"step {step}: output {i}", atol=1e-6)
+
+
+def _kind(gradient: Tensor | None) -> str:
+    return "None" if gradient is None else "zeros" if not gradient.any() else "there"
+
+
+def close(found: Any, expected: Tensor, what: str, *, atol: float) -> None:
+    if expected.dtype == torch.float32:  # whose sums depend on their order by so much
+        atol = max(atol, 1e-5)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _run_varuna(case: Case, layout: Layout) -> None:
+    model = made(case)
+    args, sample = batch_of(case, 0, 2)
+    assert not args, "Varuna calls a model by keywords"
+    size = BATCHES[0]
+    replica = dist.get_rank() // layout.stages
+    chunk = max(1, -(-size // (layout.replicas * layout.microbatches)))
+    wrapped = Varuna(
+        model,
+        stage_map(layout.stages, layout.replicas),
+        sample,
+        layout.replicas * (size // layout.replicas),
+        chunk,
+        device="cpu",
+        seed=SEED,
+        timeout_seconds=60,
+        from_cache=False,
+        **case.options,
+    )
+    parameters = list(wrapped.parameters())
+    wrapped.set_optimizer(
+        torch.optim.AdamW(parameters, lr=0.003, weight_decay=0.1, eps=1e-4) if parameters else None
+    )
+    each = size // layout.replicas
+    used = each * layout.replicas
+    plain = made_plain(case)
+    optimizer = optimizer_of(plain)
+    for step in range(3):
+        whole = batch_of(case, step, size)
+        _, mine = rows(case, whole, each * replica, each * (replica + 1), size)
+        found = wrapped.step(mine)
+        loss = found[0] if isinstance(found, tuple) else found
+        _, theirs = rows(case, whole, 0, used, size)
+        with plain_randomness(seed=SEED, step=step, batch_size=used):
+            expected = case.loss(plain(**theirs))
+        expected.backward()
+        close(
+            torch.as_tensor(float(loss)),
+            torch.as_tensor(float(expected)),
+            f"step {step}: the loss",
+            atol=1e-6,
+        )
+        for one in (wrapped.optimizer, optimizer):
+            assert one is not None
+            one.step()
+            one.zero_grad()
+    state = wrapped.full_state_dict()
+    wrapped.close()
+    for name, value in plain.state_dict().items():
+        if name in state:
+            close(state[name], value, f"the state {name}", atol=1e-6)
+
+
+class _Remembering(Source):
+    """Captures each case once per process: tracing takes far longer than all the steps."""
+
+    case: ClassVar[Hashable] = None
+    remembered: ClassVar[dict[Hashable, Captured]] = {}
+
+    def capture(
+        self,
+        inputs: Mapping[str, object],
+        *,
+        training: bool,
+        batch: Batch | None = None,
+        calling: Calling | None = None,
+        precision: PrecisionName | None = None,
+    ) -> Captured:
+        calling = calling or Calling()
+        key = self.case, self.signature(inputs, batch), training, calling.key, precision
+        if key not in self.remembered:
+            self.remembered[key] = super().capture(
+                inputs, training=training, batch=batch, calling=calling, precision=precision
+            )
+        if training and self._partition is not None:
+            self._first = self._first or self.remembered[key]
+        return self.remembered[key]
+
+
+@contextmanager
+def remembering(case: Hashable) -> Iterator[None]:
+    """Within, what is wrapped is this case."""
+    if case != _Remembering.case:
+        _Remembering.remembered.clear()
+    pyrannc.module.Source, _Remembering.case = _Remembering, case  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        pyrannc.module.Source = Source  # type: ignore[misc]
