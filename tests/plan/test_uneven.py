@@ -73,6 +73,10 @@ def test_a_model_is_cut_for_the_replicas_of_each_stage(segments: int) -> None:
     assert [stage.ranks for stage in found.plan.stages] == [(0, 1, 2), (3,)]
     thrice = cut_layout(model, cluster, ((0,), (1, 2), (3,)), **asked)
     assert thrice.forecast.stages[1].compute_seconds == pytest.approx(found.forecast.seconds, rel=0.5)
+    some = cut_layout(model, cluster, ((0, 1, 2), (3,)), cuts=[1, 2, 5], **asked)
+    assert some.plan.stages[0].stop == 5
+    with pytest.raises(PlanError, match="need 1 cut, but only 0 of the model's can be parted by sample"):
+        cut_layout(model, cluster, ((0, 1, 2), (3,)), cuts=[], **asked)
     with pytest.raises(PlanError, match="no cut of the model into 2 stages fits"):
         cut_layout(model, machines(1, 4, memory_bytes=MB), ((0, 1, 2), (3,)), **asked)
 

@@ -301,7 +301,7 @@ def refusal(what: str) -> str:
     model = models[what]() if what in models else make("Simple")
     replicas, x = "2+1" if what in models else "2+2", torch.randn(3, WIDTH)
     with pytest.raises(Exception) as refused:
-        RaNNCModule(model, device="cpu", timeout_seconds=20, replica_num=replicas)(x)
+        RaNNCModule(model, device="cpu", timeout_seconds=20, replica_num=replicas, pipeline_num=1)(x)
     return str(refused.value)
 
 

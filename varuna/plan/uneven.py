@@ -27,6 +27,7 @@ from varuna.types import (
     StageMap,
     StagePlan,
 )
+from varuna.units import count
 
 MOST_STAGES_LOOKED_AT = 300_000
 """Spans of segments with devices, over all numbers of micro-batches: two seconds' worth."""
@@ -286,6 +287,13 @@ def cut_uneven(
     terms = Terms(schedule, recompute, headroom, cuts)
     costed = _costing(costs, ground, plan, range(ground.num_devices), shard_optimizer, terms)
     number, depth = costs.num_segments, len(stage_map)
+    bounds = [0, *_all_cuts(costs, terms), number]
+    if len(bounds) <= depth <= number:
+        raise PlanError(
+            f"{depth} stages that differ in their replicas need {count(depth - 1, 'cut')}, but only "
+            f"{len(bounds) - 2} of the model's can be parted by sample (give all stages as many replicas, or "
+            "ask for fewer stages)"
+        )
     if depth <= number and comb(number - 1, depth - 1) <= FEW_CUTS:
         found = [way for spans in all_cuts(number, depth) if (way := costed(spans)) is not None]
     else:
@@ -294,7 +302,6 @@ def cut_uneven(
             f1 - f0 + b1 - b0
             for (f0, f1), (b0, b1) in zip(pairwise(sizes.forward), pairwise(sizes.backward), strict=True)
         ]
-        bounds = [0, *_all_cuts(costs, terms), number]
         work = [sum(work[first:stop]) for first, stop in pairwise(bounds)]
         spans = balance_over(work, [len(ranks) for ranks in stage_map])
         start = costed(tuple((bounds[first], bounds[stop]) for first, stop in spans))
