@@ -184,22 +184,6 @@ class Fixed(nn.Module):
         return x.view(4, -1)
 
 
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 3
-
-
-class Custom(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Triple.apply(x)
-        return y
-
-
 def refusal(what: str) -> str:
     rank, x = dist.get_rank(), torch.randn(4, WIDTH)
     model: nn.Module = make("Simple")
@@ -214,8 +198,8 @@ def refusal(what: str) -> str:
         options.update(partition_num=2, replica_num=2)
     elif what == "shape":
         x = torch.randn(4, WIDTH + rank)
-    elif what in ("Looking", "Fixed", "Custom"):
-        model = {"Looking": Looking, "Fixed": Fixed, "Custom": Custom}[what]()
+    elif what in ("Looking", "Fixed"):
+        model = {"Looking": Looking, "Fixed": Fixed}[what]()
     with pytest.raises(Exception) as refused:
         wrapper = wrapped(model, **options)
         if what == "one rank" and rank == 1:
@@ -245,7 +229,6 @@ def raise_in(wrapper: RaNNCModule) -> None:
         ("one rank", ["something of this rank's own"]),
         ("Looking", ["test_deployment.py", "x.sum() > 0"]),
         ("Fixed", ["test_deployment.py", "x.view(4, -1)", "batch size"]),
-        ("Custom", ["test_deployment.py", "Triple", "lose its own backward"]),
     ],
 )
 def test_a_refusal_reaches_every_rank_and_says_why(pool: Pool, what: str, expected: list[str]) -> None:
