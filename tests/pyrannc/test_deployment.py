@@ -184,10 +184,10 @@ class Fixed(nn.Module):
         return x.view(4, -1)
 
 
-class Triple(torch.autograd.Function):
+class Drawing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
+        return x * torch.rand_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Triple(torch.autograd.Function):
 
 class Custom(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Triple.apply(x)
+        y: Tensor = Drawing.apply(x)
         return y
 
 
@@ -245,7 +245,7 @@ def raise_in(wrapper: RaNNCModule) -> None:
         ("one rank", ["something of this rank's own"]),
         ("Looking", ["test_deployment.py", "x.sum() > 0"]),
         ("Fixed", ["test_deployment.py", "x.view(4, -1)", "batch size"]),
-        ("Custom", ["test_deployment.py", "Triple", "lose its own backward"]),
+        ("Custom", ["test_deployment.py", "Drawing", "draws random numbers"]),
     ],
 )
 def test_a_refusal_reaches_every_rank_and_says_why(pool: Pool, what: str, expected: list[str]) -> None:
