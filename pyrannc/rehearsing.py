@@ -13,6 +13,7 @@ from pyrannc.calls import agree, look_at, sample_of
 from pyrannc.configuration import read_configuration
 from varuna.capture import Source
 from varuna.capture.calling import Structured
+from varuna.capturing import watch
 from varuna.plan.blocks import partition
 from varuna.plan.estimate import Speed
 from varuna.plan_file import PinnedPlan, read_plan
@@ -65,7 +66,9 @@ def dry_run(
     agreed = agree([draft], [sizes], dims)
     # A torch without CUDA knows no tensors there, not even such as have no values.
     kind = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
-    source = Source(model, precision=precision, device_type=kind, partition=partition)
+    source = Source(
+        model, precision=precision, device_type=kind, partition=partition, watch=watch(speaks=True)
+    )
     inputs, batch = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 2)
     ordered = {name: inputs[name] for name in calling.names}
     captured = source.capture(ordered, training=True, batch=batch, calling=calling)
