@@ -75,17 +75,6 @@ def bart(layers: int) -> Subject:
     return Subject(f"bart-{layers}", make, blocks, text)
 
 
-def mixtral(layers: int) -> Subject:
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
-    make = _hugging_face("MixtralForCausalLM", "MixtralConfig", num_hidden_layers=layers, **sizes)
-    return Subject(f"mixtral-{layers}", make, numbered("model.layers.{}", layers), text)
-
-
 class Residual(nn.Module):
     """Three convolutions and a sum."""
 
@@ -266,7 +255,6 @@ MODELS: dict[str, Subject] = {
         llama(22),
         bert(24),
         bart(12),
-        mixtral(12),
         Subject("resnet", ResNet, numbered("blocks.{}", 33), images),
         Subject("inception", Inceptions, numbered("blocks.{}", 16), images),
         Subject(

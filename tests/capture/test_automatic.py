@@ -80,6 +80,105 @@ def test_changes_in_place_buffers_and_skips_stay_whole(cut: Any) -> None:
         assert captured.num_segments >= 3, name
 
 
+class Grown(nn.Module):
+    """A graph of its own for every seed: layers and sums of earlier values, constants beside them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.steps = [
+            (draw.choice(["layer", "sum", "constant"]), draw.random(), draw.random()) for _ in range(9)
+        ]
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(1 + len(self.steps)))
+        self.num_constants = sum(kind == "constant" for kind, _, _ in self.steps)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        values = [self.layers[0](x)]
+        for (kind, one, other), layer in zip(self.steps, self.layers[1:], strict=True):
+            value, second = (values[int(part * len(values))] for part in (one, other))
+            if kind == "layer":
+                values.append(layer(value))
+            elif kind == "sum":
+                values.append(value + second)
+            else:  # used twice, far apart: both have their own
+                constant = torch.arange(6, dtype=torch.float32).cos()
+                values += [value * constant, second + constant]
+        return F.mse_loss(torch.stack(values).mean(0), y)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_graph_is_cut_between_any_two_operations_that_depend_on_its_inputs(seed: int) -> None:
+    """R10: atoms of one such operation each, constants made again by their users, and stages in order."""
+    torch.manual_seed(seed)
+    model = Grown(seed)
+    graphs: list[OperationGraph] = []
+
+    def cut(graph: OperationGraph) -> Sequence[int]:
+        graphs.append(graph)
+        return any_order(graph) if seed % 2 else every_operation_apart(graph)
+
+    source = Source(model, partition=cut)
+    captured = source.capture(batch_of(4), training=True)
+    (graph,) = graphs
+    constants = [i for i, operation in enumerate(graph.operations) if not operation.flops]
+    # arange and cos; the others are layers, sums and products, then stack, mean, broadcast and loss
+    assert len(constants) == 2 * model.num_constants
+    assert len(graph.operations) - len(constants) == 1 + len(model.steps) + model.num_constants + 4
+    assert all(not value.num_bytes for value in graph.values if value.made_by in constants)
+    for node in captured._whole.nodes:
+        for arg in node.all_input_nodes:
+            assert arg.meta["segment"] <= node.meta["segment"]
+    layouts = [[*range(captured.num_segments + 1)]]
+    assert_same(model, batch_of(4), batch=4, source=source, layouts=layouts)
+
+
+class InTurns(nn.Module):
+    """Two towers that a program runs by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.ModuleList(nn.Linear(6, 6) for _ in range(8)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for one, other in zip(*self.towers, strict=True):
+            x, y = torch.tanh(one(x)), torch.tanh(other(y))
+        return F.mse_loss(x.mean(1), y.mean(1))
+
+
+def test_branches_are_cut_one_after_the_other() -> None:
+    """R10: over each cut goes what one tower made, and at most the mean of the other."""
+    torch.manual_seed(0)
+    model = InTurns()
+    source = Source(model, partition=partition)
+    captured = assert_same(model, batch_of(4), batch=4, source=source)
+    assert captured.num_segments > 8
+    assert max(captured.crossing_bytes) <= 2 * 4 * (6 + 1)
+    assert source.capture(batch_of(4), training=False).num_segments == captured.num_segments
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = self.one(x)
+        x = x.clone() if x.requires_grad else x
+        x.mul_(2.0)
+        return F.mse_loss(torch.tanh(first) + self.other(x), y)
+
+
+def test_who_reads_a_changed_input_stays_after_its_change() -> None:
+    model = ChangesItsInput()
+    seen: list[OperationGraph] = []
+    Source(model, partition=lambda graph: seen.append(graph) or [0] * len(graph.operations)).capture(
+        batch_of(4), training=True
+    )
+    (graph,) = seen
+    after = {user for value in graph.values if not value.num_bytes for user in value.used_by}
+    assert after, "the other layer does not come before the change"
+
+
 class OneOperation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()

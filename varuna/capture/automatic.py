@@ -2,9 +2,9 @@
 
 What is cut is the first capture in training mode. Other captures of the same model (for evaluation,
 or for inputs of another shape) have other operations here and there, but their segments must hold
-the same parameters, for the stages are made. So an operation is known by its place in the model (the
+the same parameters, for the stages are made. So an operation is known by its place in the program (the
 module that runs it, what it does, and how often that module has done it before) and goes where its
-counterpart went; what has none follows its neighbours.
+counterpart went; what has none stays with what it needs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partit
     for nodes, segment in zip(operations.nodes, segments, strict=True):
         for node in nodes:
             node.meta["segment"] = segment
+    for place, node in _places(whole):
+        node.meta["place"] = place
     whole.num_segments = max(segments, default=0) + 1
     _put_in_order(whole)
     log.info(
@@ -46,10 +48,9 @@ def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partit
 def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Mapping[str, set[int]]) -> None:
     """Cuts as another capture was: `model` tells where its nodes went, `holders` where its state is."""
     names = {node: name for name, node in whole.state.items()}
-    segment = 0
     for place, node in _places(whole):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
-        segment = max(model.get(place, segment), earliest)
+        segment = max(model.get(place, 0), earliest)
         used = [names[arg] for arg in node.all_input_nodes if arg in names]
         possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
         possible = {other for other in possible if other >= earliest}
@@ -66,11 +67,12 @@ def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Map
 
 
 def places(whole: Whole) -> dict[Place, int]:
-    """Where every node is."""
-    return {place: node.meta["segment"] for place, node in _places(whole)}
+    """Where the nodes of a graph that was cut are."""
+    return {node.meta["place"]: node.meta["segment"] for node in whole.nodes if "place" in node.meta}
 
 
 def _places(whole: Whole) -> list[tuple[Place, fx.Node]]:
+    """Before the graph is put into another order than the program's, for that is what captures share."""
     seen: dict[tuple[str, str], int] = {}
     found = []
     for node in whole.nodes:

@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 
 from varuna.types import OperationGraph
 
-CLEARLY = 0.95
+CLEARLY = 0.8
 """So much of what crosses in the program's order another order may let cross, to be taken instead."""
 
 
