@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -251,6 +252,32 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
     text = refusal(Contrastive())
     assert "compares every sample with every other" in text
     assert line_of(Contrastive, "scores =").split(": ")[0] in text
+
+
+@pytest.mark.parametrize("what", ["flip", "roll", "softmax", "cumsum"])
+def test_what_goes_along_the_batch_is_refused_and_along_another_dimension_is_not(what: str) -> None:
+    """V7, R2: in micro-batches it would mean something else."""
+    along: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "flip": lambda x, dim: x.flip(dim),
+        "roll": lambda x, dim: x.roll(1, dim),
+        "softmax": lambda x, dim: x.softmax(dim),
+        "cumsum": lambda x, dim: torch.cumsum(x, dim=dim),
+    }
+
+    class Along(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.dim = dim
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(along[what](self.layer(x), self.dim), y)
+
+    for dim in (0, -2):
+        text = refusal(Along(dim))
+        assert f"{what} goes along the batch" in text
+        assert line_of(Along, "return").split(": ")[0] in text
+    assert_same(Along(1), batch_of(4), batch=4)
 
 
 @pytest.mark.parametrize("hard", ["view", "branch"])

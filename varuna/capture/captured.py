@@ -53,6 +53,7 @@ class Captured:
         tidy.drop_needless_detaches(whole, Flow(whole))
         tidy.drop_dead(whole, Flow(whole))
         tidy.refuse_coupled_samples(whole, symbol)
+        tidy.refuse_reordered_samples(whole, symbol)
         flow = Flow(whole)
         if alike is not None:
             automatic.cut_alike(whole, flow, alike._places, alike._holders)

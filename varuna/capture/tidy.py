@@ -14,11 +14,14 @@ from torch.utils import _pytree as pytree
 from varuna.capture import random
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import DETACH, Whole
-from varuna.capture.flow import Flow
+from varuna.capture.flow import Flow, base_name
 from varuna.errors import CaptureError
 from varuna.types import Dim
 
 aten = torch.ops.aten
+_ALONG = frozenset(
+    "flip roll cumsum cumprod cummax cummin logcumsumexp softmax _softmax log_softmax _log_softmax".split()
+)
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
@@ -89,6 +92,31 @@ def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
                 "train with "
                 "micro-batches as large as the batch)"
             )
+
+
+def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
+    """An operation along the batch sees other neighbours in each micro-batch.
+
+    Sums are not among them: whoever takes a mean over the batch means one over the micro-batch, as
+    BatchNorm does. Neither is sorting, by which experts gather their tokens, and bring them back.
+    """
+    for node in whole.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or base_name(node) not in _ALONG:
+            continue
+        arguments = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
+        arguments.update(node.kwargs)
+        value = node.all_input_nodes[0].meta.get("val")
+        dims = arguments.get("dims", arguments.get("dim"))
+        for dim in dims if isinstance(dims, list | tuple) else [dims]:
+            if not isinstance(value, Tensor) or not isinstance(dim, int) or not value.dim():
+                continue
+            found = dim_of(value.shape[dim], symbol)
+            if found is not None and found.per_sample:
+                raise CaptureError(
+                    f"{where(node)}: {base_name(node)} goes along the batch, from sample to sample, so it would "
+                    "give something else in every micro-batch (do it outside of the pipeline)"
+                )
 
 
 def where(node: fx.Node) -> str:
