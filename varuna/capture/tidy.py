@@ -20,7 +20,8 @@ from varuna.types import Dim
 
 aten = torch.ops.aten
 _ALONG = frozenset(
-    "flip roll cumsum cumprod cummax cummin logcumsumexp softmax _softmax log_softmax _log_softmax".split()
+    {"flip", "roll", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+    | {"softmax", "_softmax", "log_softmax", "_log_softmax"}
 )
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
@@ -104,7 +105,9 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or base_name(node) not in _ALONG:
             continue
-        arguments = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
+        arguments = dict(
+            zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
+        )
         arguments.update(node.kwargs)
         value = node.all_input_nodes[0].meta.get("val")
         dims = arguments.get("dims", arguments.get("dim"))
@@ -114,8 +117,8 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
             found = dim_of(value.shape[dim], symbol)
             if found is not None and found.per_sample:
                 raise CaptureError(
-                    f"{where(node)}: {base_name(node)} goes along the batch, from sample to sample, so it would "
-                    "give something else in every micro-batch (do it outside of the pipeline)"
+                    f"{where(node)}: {base_name(node)} goes along the batch, from sample to sample, so it "
+                    "would give something else in every micro-batch (do it outside of the pipeline)"
                 )
 
 

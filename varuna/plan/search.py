@@ -833,10 +833,14 @@ class Search:
         need, stage, have = self._least_need(depth)
         size = self.asked.microbatch_sizes[0]
         recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
+        # Where the layout that needs least is none of those asked for, it may fit.
+        short = (
+            f", {memory(need - have)} too little" if need > have else "; but that is not what was asked for"
+        )
         return (
             f"no layout fits: with {count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
-            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}, "
-            f"{memory(need - have)} too little ({self._way_out(need)})"
+            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}{short} "
+            f"({self._way_out(need)})"
         )
 
     def _way_out(self, need: float) -> str:
