@@ -9,7 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from benchmarks import checkpoints as ck
+from benchmarks import rannc as rn
 from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import steps_and_makespans
@@ -17,6 +20,7 @@ from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take
 from benchmarks.memory import Held, held
 from benchmarks.models import MEDIUM, TINY, Size, chain
 from benchmarks.morphing import manager, morphing
+from benchmarks.partition import partition_rows
 from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
 from tests.pool import Pool
@@ -300,6 +304,46 @@ def checkpoints(lab: Lab) -> list[Row]:
     return rows
 
 
+def rannc(lab: Lab) -> list[Row]:
+    subjects = rn.SMALL[:1] if lab.quick else rn.SUBJECTS
+    rows = [row for world in (1, 2) for subject in subjects for row in rannc_whole(lab, subject, world)]
+    rows += [row for subject in subjects for row in rannc_stages(lab, subject)]
+    return rows + [row for subject in subjects[:2] for row in rannc_first_calls(lab, subject)]
+
+
+def rannc_turns(lab: Lab, world: int, *contenders: Contender) -> Turns:
+    """Single steps in turn, many of them: half a second is long on a machine that is not always as fast."""
+    settings = msgspec.structs.replace(lab.settings, repeats=5 * lab.settings.repeats, sample_seconds=0.0)
+    return Turns(lab.run(rn.turns, world, list(contenders), settings))
+
+
+def rannc_whole(lab: Lab, subject: rn.Subject, world: int) -> Iterator[Row]:
+    """A model that fits one device."""
+    same, other = {"subject": subject}, "plain loop" if world == 1 else "DistributedDataParallel"
+    turns = rannc_turns(lab, world, Contender("RaNNCModule", same), Contender(other, same))
+    yield turns.row("rannc", f"{subject.name}, W={world}", other, target=1.02)
+
+
+def rannc_stages(lab: Lab, subject: rn.Subject) -> Iterator[Row]:
+    """Calls that come before all losses are known must run all forwards first, as gpipe does."""
+    cut = {"subject": subject, "microbatches": 4}
+    ours = Contender("RaNNCModule", {**cut, "stages": 2})
+    gpipe = Contender("Varuna", {**cut, "schedule": "gpipe"})
+    turns = rannc_turns(lab, 2, ours, gpipe, Contender("Varuna", cut))
+    case = f"{subject.name}, 2 stages, M=4"
+    yield turns.row("rannc", case, "Varuna, gpipe", target=1.05)
+    yield turns.row("rannc", case, "Varuna, its own schedule", other=2)
+
+
+def rannc_first_calls(lab: Lab, subject: rn.Subject) -> Iterator[Row]:
+    cut = {"subject": subject, "microbatches": 4}
+    both = [Contender("RaNNCModule", {**cut, "stages": 2}), Contender("Varuna", cut)]
+    by_rank = lab.run(rn.first_calls, 2, both, min(lab.settings.repeats, 3))
+    ours, other = (slowest([rank[index] for rank in by_rank]) for index in range(2))
+    case = f"from the plain model to the end of the first step, {subject.name}, 2 stages"
+    yield of_time("rannc", case, "Varuna", ours, other)
+
+
 def accuracy(lab: Lab) -> list[Row]:
     found = []
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
@@ -356,7 +400,12 @@ def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def of_time(
-    benchmark: str, case: str, against: str, ours: Sequence[float], other: Sequence[float], target: float
+    benchmark: str,
+    case: str,
+    against: str,
+    ours: Sequence[float],
+    other: Sequence[float],
+    target: float | None = None,
 ) -> Row:
     return Row(
         benchmark=benchmark,
@@ -382,7 +431,9 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "checkpoints": checkpoints,
     "planning": lambda lab: planning(lab.run, lab.settings.repeats, quick=lab.quick),
     "planning-memory": lambda lab: planning_memory(quick=lab.quick),
+    "partition": lambda lab: partition_rows(quick=lab.quick),
     "accuracy": accuracy,
+    "rannc": rannc,
     "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),
     "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
 }

@@ -6,7 +6,7 @@ from how long a step takes, so that a sample is long enough to be measured and s
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import quantiles
 from typing import Any
 
@@ -67,19 +67,22 @@ def cpu_seconds() -> float:
 
 
 def take_turns(
-    contenders: Sequence[Contender], settings: Settings, same_batch: bool = True
+    contenders: Sequence[Contender],
+    settings: Settings,
+    same_batch: bool = True,
+    sides: Mapping[str, type[Side]] = SIDES,
 ) -> list[list[Sample]]:
     """For each contender its samples on this rank; the k-th ones of all were taken side by side."""
-    sides = [SIDES[contender.side](**contender.arguments) for contender in contenders]
+    made = [sides[contender.side](**contender.arguments) for contender in contenders]
     if same_batch:
-        _check_same_training(contenders, sides)
-    counts = [_warm_up(side, settings) for side in sides]
-    samples: list[list[Sample]] = [[] for _ in sides]
+        _check_same_training(contenders, made)
+    counts = [_warm_up(side, settings) for side in made]
+    samples: list[list[Sample]] = [[] for _ in made]
     for turn in range(settings.repeats):
-        order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
+        order = range(len(made)) if turn % 2 == 0 else reversed(range(len(made)))
         for index in order:
-            samples[index].append(_sample(sides[index], counts[index]))
-    for side in sides:
+            samples[index].append(_sample(made[index], counts[index]))
+    for side in made:
         dist.barrier()
         side.close()
     return samples

@@ -1,139 +1,179 @@
-"""Automatic cuts against hand-placed ones: the time to find them, and what the best plan makes of them.
+"""How models without CutPoints are cut and laid out: the time to find a plan, and what the plan is worth.
 
-    python -m benchmarks.partition [--layers 256]
+    python -m benchmarks partition
 
-Prints a table; needs no device: models are on `meta`, their costs are estimated from their shapes.
+Needs no device: models are on `meta`, their costs are estimated from their shapes.
 """
 
-import argparse
+import gc
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from varuna.capture import Source, cut_after
-from varuna.capture.alike import find_kinds
-from varuna.estimating import estimate_profile
+from benchmarks.coarsening import coarsen
+from benchmarks.measure import spread
+from benchmarks.partition_models import MODELS, Subject, llama, two_towers
+from benchmarks.report import Row
+from tests.plan.test_stages import every_layout, random_case
+from varuna.capture import Captured, Source, cut_after
+from varuna.errors import PlanError
+from varuna.estimating import estimate_captured
 from varuna.plan.blocks import partition
-from varuna.plan.costs import assumed_link
+from varuna.plan.costs import Costs, assumed_link
 from varuna.plan.estimate import Speed
+from varuna.plan.place import Ground
 from varuna.plan.search import search
-from varuna.types import Cluster, Machine, OperationGraph, Profile
+from varuna.plan.stages import Table, stage
+from varuna.types import Cluster, Machine, OperationGraph, Partition, Profile
 
 GB = 1 << 30
 A_GPU = Speed(
     flops_per_second=60e12, bytes_per_second=1.2e12, seconds_per_operation=4e-6, memory_bytes=24 * GB
 )
-WITHIN = assumed_link(1e-5, 20e9)
-BETWEEN = assumed_link(3e-5, 3e9)
-TOKENS = 1024
+WITHIN, BETWEEN = assumed_link(1e-5, 20e9), assumed_link(3e-5, 3e9)
+BATCH_SIZE, DEVICES_PER_MACHINE = 128, 4
+MICROBATCH_SIZES = (1, 2, 4, 8)
+DEVICES = (8, 12, 16, 24)
+LAYERS, SECONDS = 256, 30.0
+CASES = 200
+Made = TypeVar("Made")
 
 
-def gpt2(layers: int) -> nn.Module:
-    import transformers
+def partition_rows(*, quick: bool) -> list[Row]:
+    subjects = [two_towers(1)] if quick else list(MODELS.values())
+    rows = [row for subject in subjects for row in _steps(subject, DEVICES[:1] if quick else DEVICES)]
+    deep = two_towers(1) if quick else llama(LAYERS)
+    return [*rows, *_times(deep), _against_everything(2 if quick else CASES)]
 
-    config = transformers.GPT2Config(n_layer=layers, n_head=16, n_embd=1024)
-    return transformers.GPT2LMHeadModel(config)
+
+# ---------------------------------------------------------------- what a plan is worth
 
 
-def llama(layers: int) -> nn.Module:
-    import transformers
+def _steps(subject: Subject, devices: Sequence[int]) -> Iterator[Row]:
+    """The step of the best plan, against the best plan over other cuts of the same model."""
+    ours = _profile(subject, partition)
+    by_hand = _profile(subject, None)
+    coarsened = _profile(subject, coarsen)
+    for number in devices:
+        case = f"step of the best plan, {subject.name}, {number} devices"
+        seconds = _best(ours, number)
+        yield _row(case, "CutPoints after every block", "ms", 1e3 * seconds, 1e3 * _best(by_hand, number))
+        yield _row(
+            case, "multilevel coarsening", "ms", 1e3 * seconds, 1e3 * _best(coarsened, number), judged=False
+        )
 
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=1024, num_attention_heads=16, intermediate_size=2816
+
+def _profile(subject: Subject, cut: Partition | None) -> Profile:
+    """None: cut by hand. Every other uniform cut is made of these segments, and so is its best plan."""
+    model = subject.on_meta()
+    if cut is None:
+        cut_after(model, *subject.blocks)
+    source = Source(model, precision="bf16", partition=cut)
+    inputs = subject.get_batch(2)
+    return _estimated(source, source.capture(inputs, training=True), inputs)
+
+
+def _estimated(source: Source, captured: Captured, inputs: dict[str, Tensor]) -> Profile:
+    return estimate_captured(
+        source,
+        captured,
+        MICROBATCH_SIZES,
+        sample_bytes=sum(value[:1].nbytes for value in inputs.values()),
+        speed=A_GPU,
+        within=WITHIN,
+        between=BETWEEN,
     )
-    return transformers.LlamaForCausalLM(config)
 
 
-MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
-    "gpt2": (gpt2, "transformer.h.{}"),
-    "llama": (llama, "model.layers.{}"),
-}
+def _cluster(devices: int) -> Cluster:
+    machines = devices // DEVICES_PER_MACHINE
+    return Cluster(
+        tuple(Machine(f"node{i}", DEVICES_PER_MACHINE, A_GPU.memory_bytes) for i in range(machines))
+    )
 
 
-def get_batch(size: int) -> dict[str, Tensor]:
-    ids = torch.zeros(size, TOKENS, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
+def _best(profile: Profile, devices: int) -> float:
+    return search(profile, _cluster(devices), batch_size=BATCH_SIZE).best.forecast.seconds
 
 
-def on_meta(name: str, layers: int) -> nn.Module:
-    with torch.device("meta"):
-        return MODELS[name][0](layers).train()
+# ---------------------------------------------------------------- how long it takes to find
 
 
-def time_partition(name: str, layers: int) -> dict[str, Any]:
-    """CPU seconds, on one core: of the capture, of the cut, of telling equal segments from others."""
-    found: dict[str, Any] = {}
+class Taken(NamedTuple):
+    """CPU seconds of one core."""
 
-    def timed(graph: OperationGraph) -> tuple[int, ...]:
-        started = time.process_time()
-        blocks = partition(graph)
-        found.update(operations=len(graph.operations), algorithm=time.process_time() - started)
+    capture: float
+    cut: float
+    telling: float
+    search: float
+
+
+def _times(subject: Subject) -> Iterator[Row]:
+    num_operations, taken = time_partition(subject)
+    what = f"{subject.name}, {num_operations} operations, CPU"
+    yield _row(f"{what}: cut, tell equal segments, plan for 64 devices", "30 s", "s", sum(taken[1:]), SECONDS)
+    yield _row(
+        f"{what}: the same with capture (torch.export)", "30 s", "s", sum(taken), SECONDS, judged=False
+    )
+    for part, seconds in taken._asdict().items():
+        yield _row(f"{what}: {part} alone", "all of it", "s", seconds, sum(taken), judged=False)
+
+
+def time_partition(subject: Subject, devices: int = 64) -> tuple[int, Taken]:
+    cutting = [0.0]
+    num_operations = [0]
+
+    def timed(graph: OperationGraph) -> Sequence[int]:
+        num_operations[0] = len(graph.operations)
+        seconds, blocks = _timed(lambda: partition(graph))
+        cutting[0] += seconds
         return blocks
 
-    print(f"capturing {name} with {layers} layers ...", flush=True)
-    source = Source(on_meta(name, layers), partition=timed)
-    started = time.process_time()
-    captured = source.capture(get_batch(2), training=True)
-    found["capture"] = time.process_time() - started
-    print(f"{found['operations']} operations in {captured.num_segments} segments ...", flush=True)
-    started = time.process_time()
-    kinds = find_kinds(source, captured)
-    found.update(segments=len(kinds), kinds=max(kinds) + 1, telling=time.process_time() - started)
-    return found
+    source = Source(subject.on_meta(), precision="bf16", partition=timed)
+    inputs = subject.get_batch(2)
+    gc.collect()
+    capturing, captured = _timed(lambda: source.capture(inputs, training=True))
+    telling, profile = _timed(lambda: _estimated(source, captured, inputs))
+    searching, _ = _timed(lambda: search(profile, _cluster(devices), batch_size=4 * devices))
+    return num_operations[0], Taken(capturing - cutting[0], cutting[0], telling, searching)
 
 
-def profile_of(name: str, layers: int, *, every: int | None) -> Profile:
-    """With a CutPoint after every so many layers; None: without any."""
-    model = on_meta(name, layers)
-    if every is not None:
-        cut_after(model, *(MODELS[name][1].format(i) for i in range(every - 1, layers - 1, every)))
-    return estimate_profile(
-        model, get_batch, [1, 2, 4, 8], speed=A_GPU, within=WITHIN, between=BETWEEN, precision="bf16"
+def _timed(do: Callable[[], Made]) -> tuple[float, Made]:
+    started = time.process_time()
+    made = do()
+    return time.process_time() - started, made
+
+
+# ---------------------------------------------------------------- against trying everything
+
+
+def _against_everything(cases: int) -> Row:
+    """Cuts, replicas and micro-batches, up to 8 segments and 6 devices; in some cases nothing fits."""
+    worst = 1.0
+    for seed in range(cases):
+        profile, cluster, batch_size, microbatches = random_case(seed)
+        tables = [Table(Costs(profile), Ground(cluster), batch_size, number) for number in microbatches]
+        layouts = [(table, shares) for table in tables if table.sensible for shares in every_layout(table)]
+        try:
+            found = stage(profile, cluster, batch_size=batch_size, microbatches=microbatches).seconds
+        except PlanError:
+            if layouts:
+                raise
+            continue
+        worst = max(worst, found / min(table.simulated(shares) for table, shares in layouts))
+    return _row(f"worst of {cases} random plans", "trying everything", "of the best", worst, 1.0)
+
+
+def _row(case: str, against: str, unit: str, ours: float, other: float, *, judged: bool = True) -> Row:
+    return Row(
+        benchmark="partition",
+        case=case,
+        against=against,
+        unit=unit,
+        ours=spread([ours]),
+        other=spread([other]),
+        ratio=spread([ours / other]),
+        target=1.0 if judged else None,
     )
-
-
-def compare(name: str, layers: int, devices: list[int]) -> list[tuple[str, int, float, str, float, float]]:
-    """For each number of devices: the best step of automatic cuts, of hand-placed ones, and their ratio."""
-    print(f"planning {name} with {layers} layers ...", flush=True)
-    automatic = profile_of(name, layers, every=None)
-    by_hand = {every: profile_of(name, layers, every=every) for every in (1, 2, 3, 4)}
-    rows = []
-    for number in devices:
-        cluster = Cluster(tuple(Machine(f"n{i}", 4, A_GPU.memory_bytes) for i in range(number // 4)))
-        ours = search(automatic, cluster, batch_size=128).best
-        theirs = {
-            every: search(profile, cluster, batch_size=128).best.forecast.seconds
-            for every, profile in by_hand.items()
-        }
-        best = min(theirs, key=theirs.__getitem__)
-        seconds = ours.forecast.seconds
-        rows.append(
-            (f"{name}-{layers}", number, seconds, f"every {best}", theirs[best], seconds / theirs[best])
-        )
-        print(f"{rows[-1]} depth {ours.plan.depth}", flush=True)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layers", type=int, default=256)
-    arguments = parser.parse_args()
-    lines = [
-        "| model | devices | automatic, s | best by hand | by hand, s | ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, layers in (("gpt2", 24), ("llama", 22)):
-        for row in compare(name, layers, [8, 12, 16, 24]):
-            model, number, ours, where, theirs, ratio = row
-            lines.append(f"| {model} | {number} | {ours:.4f} | {where} | {theirs:.4f} | {ratio:.3f} |")
-    print("\n".join(lines))
-    for name in MODELS:
-        found = time_partition(name, arguments.layers)
-        print(", ".join(f"{key} {value:.4g}" for key, value in found.items()))
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,7 @@ class Side:
         pass
 
 
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
 
@@ -67,7 +67,7 @@ class Ours(Side):
         )
         first = self.model.rank_within_stage * share
         self.inputs = {"tokens": tokens[first : first + share], "labels": labels[first : first + share]}
-        self.optimizer = _optimizer(self.model.parameters())
+        self.optimizer = make_optimizer(self.model.parameters())
         self.model.set_optimizer(self.optimizer)
 
     def step(self) -> float:
@@ -85,7 +85,7 @@ class BareLoop(Side):
 
     def __init__(self, size: Size, *, microbatches: int) -> None:
         self.model = make_model(size)
-        self.optimizer = _optimizer(self.model.parameters())
+        self.optimizer = make_optimizer(self.model.parameters())
         self.size, self.microbatches = size, microbatches
         self.tokens, self.labels = make_batch(size, microbatches * size.microbatch)
 
@@ -109,7 +109,7 @@ class DataParallel(Side):
 
     def __init__(self, size: Size, *, microbatches: int) -> None:
         self.model = DistributedDataParallel(make_model(size), gradient_as_bucket_view=True)
-        self.optimizer = _optimizer(self.model.parameters())
+        self.optimizer = make_optimizer(self.model.parameters())
         self.microbatches = microbatches
         share = microbatches * size.microbatch
         tokens, labels = make_batch(size, share * dist.get_world_size())
@@ -149,7 +149,7 @@ class TorchPipeline(Side):
         self.group = dist.new_group(list(range(depth)), backend="gloo")
         stage = PipelineStage(piece, rank, depth, torch.device("cpu"), group=self.group)
         self.schedule = Schedule1F1B(stage, n_microbatches=microbatches, loss_fn=loss_of)
-        self.optimizer = _optimizer(piece.parameters())
+        self.optimizer = make_optimizer(piece.parameters())
         tokens, labels = make_batch(size, microbatches * size.microbatch)
         self.run: Callable[[], float | None]
         if rank == depth - 1:

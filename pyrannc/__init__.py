@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyrannc.functions import barrier, get_rank, get_world_size, show_deployment
     from pyrannc.module import RaNNCModule
+    from pyrannc.rehearsing import dry_run
     from pyrannc.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 
 _HOMES = {
     "RaNNCModule": "module",
     "barrier": "functions",
     "delay_grad_allreduce": "switches",
+    "dry_run": "rehearsing",
     "get_rank": "functions",
     "get_world_size": "functions",
     "keep_graph": "switches",
@@ -28,6 +30,7 @@ __all__ = [
     "RaNNCModule",
     "barrier",
     "delay_grad_allreduce",
+    "dry_run",
     "get_rank",
     "get_world_size",
     "keep_graph",

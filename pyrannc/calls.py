@@ -13,6 +13,7 @@ from torch import Tensor
 
 from varuna.capture.batch import Batch
 from varuna.errors import CaptureError
+from varuna.execute.exchange import Form
 from varuna.types import PrecisionName
 
 
@@ -24,6 +25,13 @@ class Leaf(NamedTuple):
     dim: int | None  # along which its samples would lie
     shape: tuple[int, ...]  # without that
     has_gradient: bool
+
+    def form(self, size: int) -> Form:
+        """Of a tensor with so many samples."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape.insert(self.dim, size)
+        return Form(getattr(torch, self.dtype), tuple(shape))
 
 
 class Draft(NamedTuple):
@@ -167,9 +175,7 @@ def sample_of(
     """Inputs of this form without values: what a capture needs."""
     inputs: dict[str, Any] = {}
     for leaf in draft.tensors:
-        shape = list(leaf.shape)
-        if leaf.dim is not None:
-            shape.insert(leaf.dim, size if leaf.name in dims else shared[leaf.name])
-        inputs[leaf.name] = torch.empty(shape, dtype=getattr(torch, leaf.dtype), device="meta")
+        form = leaf.form(size if leaf.name in dims else shared.get(leaf.name, 1))
+        inputs[leaf.name] = torch.empty(form.shape, dtype=form.dtype, device="meta")
     inputs.update({name: value for name, _, value in draft.constants})
     return inputs, Batch(size, dict(dims))

@@ -20,21 +20,29 @@ FILE = "rannc_conf.toml"
 Number = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """Every option that does something here, with its default."""
 
     partition_num: Number = 0  # stages; 0: to be chosen
-    replica_num: Number = 0  # of each stage
+    replica_num: Number | Counts = 0  # of each stage; or one number for each of them
     pipeline_num: Number = 0  # micro-batches of each replica's batch
     min_pipeline: Positive = 1
     max_pipeline: Positive = 32
     min_pipeline_bs: Positive = 1  # samples in the smallest micro-batch
     checkpointing: bool | None = None  # recompute in the backward; None: where memory asks for it
+    dp_search_all: bool = False  # the fastest of all layouts, also for a model that fits in one stage
     mem_margin: Share = 0.1  # the share of each device's memory to leave free
     mem_limit_gb: Annotated[float, Meta(ge=0)] = 0.0  # of each device; 0: all that it has
     opt_param_factor: Annotated[float, Meta(ge=0)] = 2.0  # the optimizer's state, in times the parameters
+    measure: bool = True  # run the model's segments before choosing; else estimate them from their shapes
+    measure_seconds: Annotated[float, Meta(gt=0)] = 3.0  # when they are over, the rest is estimated
+    profiling_iter: Positive = 3  # runs of each segment that count, at least
+    save_graph_profile: bool = False
+    load_graph_profile: bool = False
+    graph_profile_file: str = "/tmp/rannc_graph_profile.json"
     save_deployment: bool = False
     load_deployment: bool = False
     deployment_file: str = "/tmp/rannc_deployment.json"
@@ -58,19 +66,16 @@ WITHOUT_EFFECT = frozenset(
         "display_comm_value",
         "do_coarsening",
         "do_uncoarsening",
-        "dp_search_all",
         "dump_dp_cache",
         "dump_dp_node_profiles",
         "dump_graph",
         "dump_graph_prefix",
         "enable_kineto",
         "force_dist_matmul",
-        "graph_profile_file",
         "graph_profiling",
         "limit_dev_num_more_than_bs",
         "limit_dev_num_pot",
         "load_alloc_solutions",
-        "load_graph_profile",
         "load_mlpart_results",
         "max_mp_num",
         "max_partition_num",
@@ -82,10 +87,8 @@ WITHOUT_EFFECT = frozenset(
         "profile_dump_path",
         "profiler_cache_size",
         "profiling",
-        "profiling_iter",
         "run_watchdog",
         "save_alloc_solutions",
-        "save_graph_profile",
         "save_mlpart_results",
         "skip_grad_scaling",
         "sync_allreduce",
@@ -164,12 +167,18 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
 
 def _checked(key: str, value: object, source: str) -> object:
     expected = type(getattr(DEFAULTS, key)) if getattr(DEFAULTS, key) is not None else bool
+    read = value
     if isinstance(value, str) and expected is bool:
-        value = {"1": True, "0": False, "true": True, "false": False}.get(value.lower(), value)
+        read = {"1": True, "0": False, "true": True, "false": False}.get(value.lower(), value)
+    elif isinstance(value, str) and key == "replica_num" and "+" in value:
+        read = [count.strip() for count in value.split("+")]
     try:
-        return msgspec.convert(value, KINDS[key], strict=not isinstance(value, str))
+        return msgspec.convert(read, KINDS[key], strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{key}, in {source}, is {value!r}: {error}") from None
+        form = ' (1 or more: a number for all stages, or one for each: [1, 3] or "1+3")'
+        raise ValueError(
+            f"{key}, in {source}, is {value!r}: {error}{form if key == 'replica_num' else ''}"
+        ) from None
 
 
 def _nearest(key: str) -> str:

@@ -7,6 +7,8 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,17 +16,34 @@ import msgspec
 import torch
 
 from pyrannc.configuration import Configuration
+from pyrannc.layouts import Layouts, best_unequal, map_of, separable_cuts, spans_for
+from pyrannc.measuring import Wish
+from varuna.cache import read_costs, write_costs
 from varuna.capture import Captured, Source
+from varuna.codec import encode
 from varuna.errors import PlanError
-from varuna.estimating import estimate_captured
+from varuna.estimating import estimate_described
+from varuna.measure.draft import Subject as Described
+from varuna.plan.calibrate import calibrate, extended
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import cut_layout
+from varuna.plan.search import cut_layout, why_slower
 from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
 from varuna.planned import cluster_of
-from varuna.profiling import device_memory_bytes
-from varuna.types import OptimizerCost, Plan, Profile, Proposal, ScheduleName, StageMap
+from varuna.profile_file import read_profile, write_whole
+from varuna.profiling import describe, device_memory_bytes
+from varuna.types import (
+    Cluster,
+    OptimizerCost,
+    Plan,
+    Profile,
+    Proposal,
+    ScheduleName,
+    StageMap,
+    StagePlan,
+    spread_evenly,
+)
 from varuna.units import duration
 from varuna.wrapping import plan_stages
 
@@ -36,9 +55,15 @@ SCHEDULE: ScheduleName = "gpipe"
 SPEEDS = {"cpu": (3e10, 8e9, 4e-6), "cuda": (4e13, 1e12, 6e-6)}  # flops, bytes, seconds per operation
 LINKS = {"cpu": (6e-5, 2e9), "cuda": (1e-5, 2e10)}  # latency, bytes per second, within a machine
 FAR = (5e-5, 3e9)  # between machines
+UPDATES = {"cpu": 1e-9, "cuda": 2e-11}  # seconds of an optimizer for each weight
+SURE = 1.05
+"""Times are known to about so much: what is simpler, and takes no longer than that, is taken."""
+EASY = 0.5
+"""A share of the memory that is enough, though nothing was measured yet."""
 
 
-class Subject(NamedTuple):
+@dataclass(frozen=True)
+class Subject:
     """What is to be laid out, and on what."""
 
     source: Source
@@ -47,21 +72,54 @@ class Subject(NamedTuple):
     sample_bytes: int
     machines: Sequence[str]  # of each rank
     device: torch.device
+    memory_bytes: int | None = None  # of a device that is not there
+    speed: Speed | None = None  # of such a device
 
     @property
     def world(self) -> int:
         return len(self.machines)
 
+    @cached_property
+    def described(self) -> Described:
+        return describe(
+            self.source,
+            self.captured,
+            sample_bytes=self.sample_bytes,
+            device=self.device if self.memory_bytes is None else torch.device("cpu"),
+            devices_per_machine=self.neighbours,
+        )
 
-def interleaved(depth: int, width: int) -> StageMap:
-    """Neighbouring ranks are neighbouring stages."""
-    return tuple(tuple(stage + depth * replica for replica in range(width)) for stage in range(depth))
+    @property
+    def neighbours(self) -> int:
+        """The ranks of the machine that has most."""
+        return max(self.machines.count(machine) for machine in self.machines)
 
 
-def choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
-    """A PlanError says what does not fit, and the way out."""
-    pinned = _choose(subject, configuration)
-    return msgspec.structs.replace(pinned, contents=_contents(subject, pinned.plan))
+class Costs(NamedTuple):
+    """What a plan is made from."""
+
+    profile: Profile
+    cluster: Cluster
+    basis: str
+    speed: Speed
+
+
+def choose(subject: Subject, configuration: Configuration, measured: Profile | None = None) -> PinnedPlan:
+    """By what was measured, or else by estimates. A PlanError says what does not fit, and the way out."""
+    layouts = _layouts(subject, configuration)
+    costs = look_up(subject, configuration, measured)
+    if layouts.forced and configuration.pipeline_num:
+        pinned = _as_forced(subject, configuration, layouts.maps[0], costs)
+    else:
+        pinned = _fastest(subject, configuration, layouts, costs)
+    return msgspec.structs.replace(
+        pinned,
+        contents=_contents(subject, pinned.plan),
+        plain=_data_parallel(subject, costs),
+        cluster=costs.cluster,
+        basis=costs.basis,
+        speed=costs.speed,
+    )
 
 
 def _contents(subject: Subject, plan: Plan) -> tuple[StageContents, ...]:
@@ -79,45 +137,72 @@ def _contents(subject: Subject, plan: Plan) -> tuple[StageContents, ...]:
     return tuple(found)
 
 
-def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
-    depths = _depths(subject.world, configuration)
-    if configuration.partition_num or configuration.replica_num:
-        return _with_forecast(_forced(subject, configuration, depths[0]), subject, configuration)
-    profile = estimated_profile(subject, configuration)
-    cluster = cluster_of(subject.machines, profile.device_memory_bytes)
+def _data_parallel(subject: Subject, costs: Costs) -> Proposal:
+    """One stage with a replica on every rank, whether it fits or not."""
+    plan = Plan(
+        stages=(StagePlan(0, subject.captured.num_segments, tuple(range(subject.world))),),
+        batch_size=subject.batch_size,
+        microbatch_size=-(-subject.batch_size // subject.world),
+        schedule=SCHEDULE,
+        precision=subject.source.precision,
+        fingerprint=subject.captured.graph.fingerprint,
+    )
+    forecast, _ = forecast_plan(costs.profile, costs.cluster, plan)
+    return Proposal(plan, forecast, (), "plain data parallel")
+
+
+def _fastest(subject: Subject, configuration: Configuration, layouts: Layouts, costs: Costs) -> PinnedPlan:
     found: list[Proposal] = []
     refused: list[str] = []
-    for depth in depths:
-        if depth > subject.captured.num_segments:
-            continue
-        for size in sorted(
-            set(_microbatch_sizes(subject, configuration, subject.world // depth)), reverse=True
-        ):
+    for stage_map in layouts.maps:
+        depth, widths = len(stage_map), {len(ranks) for ranks in stage_map}
+        for size in sorted(set(_microbatch_sizes(subject, configuration, min(widths))), reverse=True):
             try:
                 proposal = cut_layout(
-                    profile,
-                    cluster,
-                    interleaved(depth, subject.world // depth),
+                    costs.profile,
+                    costs.cluster,
+                    stage_map,
                     batch_size=subject.batch_size,
                     microbatch_size=size,
                     schedule=SCHEDULE,
                     recompute=configuration.checkpointing,
                     headroom=configuration.mem_margin,
+                    cuts=separable_cuts(subject.captured) if len(widths) > 1 else None,
                 )
             except PlanError as error:
                 refused.append(f"{depth} stages, micro-batches of {size}: {error}")
                 continue
             log.info("%d stages, micro-batches of %d: %s", depth, size, duration(proposal.forecast.seconds))
             found.append(proposal)
+    if configuration.dp_search_all or not any(_is_plain(proposal.plan, configuration) for proposal in found):
+        unequal = best_unequal(
+            costs.profile,
+            costs.cluster,
+            subject.captured,
+            configuration,
+            depths=layouts.uneven_depths,
+            batch_size=subject.batch_size,
+            schedule=SCHEDULE,
+            than=min((proposal.forecast.seconds for proposal in found), default=math.inf),
+        )
+        found += [] if unequal is None else [unequal]
+    if not found and (layouts.forced or configuration.partition_num):  # is run, whatever it will cost
+        even = spread_evenly(subject.world, parts=max(1, configuration.partition_num))
+        stage_map = layouts.maps[0] if layouts.forced else map_of(even)
+        return _as_forced(subject, configuration, stage_map, costs)
     if not found:
         raise PlanError(
             f"no layout of {subject.world} ranks fits; the one that needs least: {refused[-1]} "
             "(use more ranks or devices with more memory, a smaller batch, or mem_limit_gb and mem_margin as "
             "they are)"
         )
-    ranked = sorted(found, key=lambda proposal: (proposal.forecast.seconds, proposal.plan.depth))
-    best = ranked[0]
-    others = {proposal.plan.depth: proposal for proposal in reversed(ranked[1:])}
+    best = _best(found, configuration)
+    others: dict[int, Proposal] = {}
+    for proposal in sorted(found, key=lambda proposal: proposal.forecast.seconds):
+        if proposal.plan != best.plan:
+            faster = proposal.forecast.seconds <= best.forecast.seconds
+            why = "as fast, and less simple" if faster else why_slower(proposal.forecast, best.forecast)
+            others.setdefault(proposal.plan.depth, msgspec.structs.replace(proposal, reason=why))
     return PinnedPlan(
         best.plan,
         best.forecast,
@@ -125,23 +210,41 @@ def _choose(subject: Subject, configuration: Configuration) -> PinnedPlan:
         best.reason,
         runners_up=tuple(others.values()),
         refused=tuple(refused),
-        cluster=cluster,
     )
 
 
-def _depths(world: int, configuration: Configuration) -> list[int]:
-    stages, replicas = configuration.partition_num, configuration.replica_num
-    if replicas and not stages and world % replicas == 0:
-        stages = world // replicas
-    if stages and world % stages == 0 and replicas in (0, world // stages):
-        return [stages]
-    if stages or replicas:
-        raise PlanError(
-            f"partition_num {stages or 'open'} and replica_num {replicas or 'open'} do not fit {world} "
-            "ranks: expected as many ranks as stages times replicas (start another number of ranks, or "
-            "leave one open)"
-        )
-    return [depth for depth in range(1, world + 1) if world % depth == 0]
+def _best(found: Sequence[Proposal], configuration: Configuration) -> Proposal:
+    """One stage where the model fits without recompute, or else whatever takes least time.
+
+    Of those that are about as fast, the simplest.
+    """
+
+    def simplest(proposals: Sequence[Proposal]) -> Proposal:
+        shortest = min(proposal.forecast.seconds for proposal in proposals)
+        near = [proposal for proposal in proposals if proposal.forecast.seconds <= SURE * shortest]
+        return min(near, key=lambda proposal: (proposal.plan.depth, -proposal.plan.microbatch_size))
+
+    fastest = simplest(found)
+    whole = [proposal for proposal in found if _is_plain(proposal.plan, configuration)]
+    if configuration.dp_search_all or not whole or fastest in whole:
+        return fastest
+    chosen = simplest(whole)
+    log.info(
+        "the model fits, so it has one stage; %d stages would take %s, not %s (dp_search_all takes them)",
+        fastest.plan.depth,
+        duration(fastest.forecast.seconds),
+        duration(chosen.forecast.seconds),
+    )
+    return msgspec.structs.replace(chosen, reason="the model fits: one stage")
+
+
+def _is_plain(plan: Plan, configuration: Configuration) -> bool:
+    """One stage that keeps all, unless it is to recompute: no other layout does less."""
+    return plan.depth == 1 and (bool(configuration.checkpointing) or not plan.stages[0].recompute)
+
+
+def _layouts(subject: Subject, configuration: Configuration) -> Layouts:
+    return Layouts(subject.world, subject.captured.num_segments, configuration)
 
 
 def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int) -> Iterator[int]:
@@ -159,62 +262,140 @@ def _microbatch_sizes(subject: Subject, configuration: Configuration, width: int
         yield 1
 
 
-def _forced(subject: Subject, configuration: Configuration, depth: int) -> Plan:
-    width = subject.world // depth
-    return Plan(
+def _every_size(subject: Subject, configuration: Configuration) -> list[int]:
+    """Of micro-batches, in any layout."""
+    widths = _layouts(subject, configuration).widths
+    sizes = {size for width in widths for size in _microbatch_sizes(subject, configuration, width)}
+    return sorted(sizes | {-(-subject.batch_size // subject.world)})
+
+
+def _as_forced(
+    subject: Subject, configuration: Configuration, stage_map: StageMap, costs: Costs
+) -> PinnedPlan:
+    """What is forced is run, whatever it will cost."""
+    widths = [len(ranks) for ranks in stage_map]
+    plan = Plan(
         stages=plan_stages(
-            interleaved(depth, width),
+            stage_map,
             subject.captured,
-            None,
+            spans_for(widths, subject.captured) if len(set(widths)) > 1 else None,
             bool(configuration.checkpointing),
             from_cache=False,
         ),
         batch_size=subject.batch_size,
-        microbatch_size=next(_microbatch_sizes(subject, configuration, width)),
+        microbatch_size=next(_microbatch_sizes(subject, configuration, min(widths))),
         schedule=SCHEDULE,
         precision=subject.source.precision,
         fingerprint=subject.captured.graph.fingerprint,
     )
+    forecast, _ = forecast_plan(costs.profile, costs.cluster, plan)
+    return PinnedPlan(plan, forecast, (), "as forced")
 
 
-def _with_forecast(plan: Plan, subject: Subject, configuration: Configuration) -> PinnedPlan:
-    """What is forced is run, whatever it will cost."""
-    profile = estimated_profile(subject, configuration, sizes=[plan.microbatch_size])
-    cluster = cluster_of(subject.machines, profile.device_memory_bytes)
-    forecast, _ = forecast_plan(profile, cluster, plan)
-    return PinnedPlan(plan, forecast, (), "as forced", cluster=cluster)
+# ---------------------------------------------------------------- what things cost
 
 
-def estimated_profile(
-    subject: Subject, configuration: Configuration, sizes: Sequence[int] | None = None
-) -> Profile:
-    kind = subject.device.type
-    flops, moved, each = SPEEDS.get(kind, SPEEDS["cuda"])
-    memory = device_memory_bytes(subject.device)
-    if kind == "cpu":
-        memory //= max(subject.machines.count(machine) for machine in subject.machines)
-    if configuration.mem_limit_gb:
-        memory = min(memory, int(configuration.mem_limit_gb * (1 << 30)))
-    if sizes is None:
-        widths = [subject.world // depth for depth in _depths(subject.world, configuration)]
-        sizes = [size for width in widths for size in _microbatch_sizes(subject, configuration, width)]
+def look_up(subject: Subject, configuration: Configuration, measured: Profile | None) -> Costs:
+    """What was measured, made ready for every layout that may be asked for; or an estimate of all of it."""
+    segments = subject.captured.graph.segments
+    memory = _memory(subject, configuration)
+    cluster = cluster_of(subject.machines, memory)
+    sizes = _every_size(subject, configuration)
     # The last micro-batch may be smaller than the others.
-    every = sorted({part for size in sizes for part in range(1, size + 1)}) if max(sizes) <= 64 else sizes
-    return estimate_captured(
-        subject.source,
-        subject.captured,
+    every = range(1, sizes[-1] + 1) if sizes[-1] <= 64 else [1, *sizes]
+    state = 4.0 * configuration.opt_param_factor
+    if measured is not None:
+        speed = calibrate(measured, segments)
+        profile = msgspec.structs.replace(
+            extended(measured, segments, speed, {every[0], *sizes}),
+            device_memory_bytes=memory,
+            optimizer=msgspec.structs.replace(measured.optimizer, state_bytes_per_element=state),
+        )
+        return Costs(profile, cluster, f"measured on {measured.device}", speed)
+    kind = subject.device.type
+    speed = subject.speed or assumed_speed(kind, memory)
+    update = UPDATES.get(kind, UPDATES["cuda"])
+    profile = estimate_described(
+        subject.described,
+        segments,
         every,
-        sample_bytes=subject.sample_bytes,
-        speed=Speed(
-            flops_per_second=flops,
-            bytes_per_second=moved,
-            seconds_per_operation=each,
-            memory_bytes=max(1, memory),
-        ),
+        speed=msgspec.structs.replace(speed, memory_bytes=memory),
         within=assumed_link(*LINKS.get(kind, LINKS["cuda"])),
         between=assumed_link(*FAR),
-        optimizer=OptimizerCost("by opt_param_factor", 1e-4, 2e-11, 4.0 * configuration.opt_param_factor),
+        optimizer=OptimizerCost("by opt_param_factor", 1e-4, update, state),
     )
+    by = f"by the speed of {speed.measured_on}" if speed.measured_on else "by what such devices reach"
+    return Costs(profile, cluster, f"estimated from the model's shapes, {by}", speed)
+
+
+def assumed_speed(kind: str, memory: int) -> Speed:
+    flops, moved, each = SPEEDS.get(kind, SPEEDS["cuda"])
+    return Speed(
+        flops_per_second=flops, bytes_per_second=moved, seconds_per_operation=each, memory_bytes=memory
+    )
+
+
+def _memory(subject: Subject, configuration: Configuration) -> int:
+    memory = subject.memory_bytes
+    if memory is None:
+        memory = device_memory_bytes(subject.device)
+        if subject.device.type == "cpu":
+            memory //= subject.neighbours
+    if configuration.mem_limit_gb:
+        memory = min(memory, int(configuration.mem_limit_gb * (1 << 30)))
+    return max(1, memory)
+
+
+def known_costs(subject: Subject, configuration: Configuration, circumstances: str) -> Profile | None:
+    """What an earlier run has measured: from the file that was named, or as it is remembered."""
+    if configuration.load_graph_profile:
+        file = configuration.graph_profile_file
+        profile = read_profile(file)
+        for what, theirs, ours in (
+            ("model", profile.fingerprint[:16], subject.captured.graph.fingerprint[:16]),
+            ("precision", profile.precision, subject.source.precision),
+        ):
+            if theirs != ours:
+                raise PlanError(
+                    f"the graph_profile_file {file} is of another {what}: {theirs}, here it is {ours} "
+                    "(measure this one: leave load_graph_profile out)"
+                )
+        return profile
+    if not configuration.measure or not circumstances:
+        return None
+    return read_costs(subject.captured.graph.fingerprint, circumstances)
+
+
+def keep_costs(measured: Profile, configuration: Configuration, circumstances: str) -> None:
+    write_costs(measured, circumstances)
+    if configuration.save_graph_profile:
+        write_whole(Path(configuration.graph_profile_file), encode(measured))
+
+
+def what_to_measure(subject: Subject, configuration: Configuration) -> Wish | None:
+    """None where nothing is to be decided by times, or they are not to be measured."""
+    layouts = _layouts(subject, configuration)
+    if not configuration.measure or (layouts.forced and configuration.pipeline_num):
+        return None
+    depths = {*map(len, layouts.maps), *layouts.uneven_depths}
+    if depths == {1} and _fits_easily(subject, configuration):
+        return None
+    sizes = [max(2, size) for size in _every_size(subject, configuration)]
+    kind = subject.device.type
+    return Wish(
+        microbatch_sizes=tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})),
+        seconds=configuration.measure_seconds,
+        iterations=configuration.profiling_iter,
+        speed=assumed_speed(kind, 1),
+        within=LINKS.get(kind, LINKS["cuda"]),
+        between=FAR,
+    )
+
+
+def _fits_easily(subject: Subject, configuration: Configuration) -> bool:
+    costs = look_up(subject, configuration, None)
+    (stage,) = _data_parallel(subject, costs).forecast.stages
+    return stage.memory.total <= EASY * costs.profile.device_memory_bytes
 
 
 # ---------------------------------------------------------------- kept in a file

@@ -1,4 +1,4 @@
-"""Who this process is: by torch.distributed, or by what torchrun or mpirun have put into the environment."""
+"""Who this process is: by torch.distributed, or by what torchrun, mpirun or srun put into the environment."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,11 @@ FAMILIES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    # Slurm. A batch script has a SLURM_PROCID too, but is no step of srun's. An mpirun that Slurm started is
+    # one step too, whose processes are not Slurm's: hence the last.
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 PORT = 29500
 
 
@@ -31,15 +35,20 @@ def find_place(environment: Mapping[str, str]) -> Place:
             local_rank = int(environment.get(local, -1))
             address = environment.get("MASTER_ADDR", "")
             if not address:
-                here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", environment.get("MPI_LOCALNRANKS"))
-                if size > 1 and here is not None and int(here) < size:
+                if size > 1 and _are_elsewhere(environment, size):
                     raise RuntimeError(
-                        f"{here} of {size} processes are on this machine, and MASTER_ADDR does not say where "
-                        "the first one is (mpirun -x MASTER_ADDR=the.first.host -x MASTER_PORT=29500 ...)"
+                        f"some of {size} processes are on other machines, and MASTER_ADDR does not say where "
+                        "the first one is (mpirun -x MASTER_ADDR=the.first.host -x MASTER_PORT=29500 ..., or "
+                        "export both before srun)"
                     )
                 address = "127.0.0.1"
             return Place(number, size, local_rank, address, int(environment.get("MASTER_PORT", PORT)))
     return Place(0, 1, -1, "127.0.0.1", PORT)
+
+
+def _are_elsewhere(environment: Mapping[str, str], size: int) -> bool:
+    here = [int(environment[name]) for name in LOCAL_SIZES if name in environment]
+    return min(here) < size if here else int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Place:

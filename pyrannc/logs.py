@@ -18,7 +18,8 @@ COMPONENTS = {
     "Decomposition": "pyrannc.plan",
     "MLPartitioner": "varuna",
     "DPStaging": "pyrannc.plan",
-    "GraphProfiler": "pyrannc.plan",
+    "GraphProfiler": "pyrannc.measure",
+    "ProfilerUtil": "pyrannc.measure",
 }
 LEVELS = {
     "trace": logging.DEBUG,

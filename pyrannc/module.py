@@ -2,9 +2,10 @@
 
 import logging
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.joining import join
 from pyrannc.logs import configure_logging
+from pyrannc.measuring import Measuring, some_samples
 from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
 from pyrannc.switches import switches
@@ -26,6 +28,8 @@ from varuna.capture import Captured, Program, Source
 from varuna.capture.calling import Structured
 from varuna.capture.state import StageState, adopted_state
 from varuna.capture.trace import LOW_PRECISION
+from varuna.capturing import watch
+from varuna.errors import WorkerError
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -34,8 +38,8 @@ from varuna.observe.record import on_one_clock
 from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
-from varuna.types import Plan, PrecisionName
-from varuna.wrapping import check_name, find_device
+from varuna.types import Plan, PrecisionName, Profile
+from varuna.wrapping import check_name, find_device, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 
@@ -125,7 +129,7 @@ class RaNNCModule(nn.Module):
         with self._errors_reach_everyone("forward"):
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
-                self._deploy(number, sum(counts))
+                self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
             pipeline, self._number = self._pipeline, number
@@ -137,8 +141,9 @@ class RaNNCModule(nn.Module):
             if not way.agreed.draft.keeps:
                 results, _ = run()
             else:
-                names = [leaf.name for leaf in way.agreed.draft.tensors if leaf.has_gradient]
-                given = [leaves[name] for name in names if name in leaves]
+                wanting = [leaf.name for leaf in way.agreed.draft.tensors if leaf.has_gradient]
+                names = [name for name in wanting if name in leaves]
+                given = [leaves[name] for name in names]
                 back = self._backward
                 apply: Any = Passage.apply
                 results = apply(run, back, names, self._anchor[0], *given)
@@ -217,6 +222,7 @@ class RaNNCModule(nn.Module):
                     f"called so, the model has {captured.num_segments} segments; when it was spread it had "
                     f"{plan.stages[-1].stop} (its CutPoints must not depend on the inputs)"
                 )
+            refuse_inseparable(plan, captured)
             own = plan.stages[self._session.stage]
             program = captured.carve(own.first, own.stop)
             told = self._session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
@@ -230,6 +236,7 @@ class RaNNCModule(nn.Module):
             self._ways[number] = Way(
                 self._agreed[number],
                 tuple(map(classify, captured.results)),
+                captured.disordered,
                 captured.structure,
                 [inputs for _, inputs in told],
                 untouched,
@@ -251,7 +258,7 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ spread over the ranks
 
-    def _deploy(self, number: int, batch_size: int) -> None:
+    def _deploy(self, number: int, leaves: Mapping[str, Any], counts: Sequence[int]) -> None:
         model, session = self._model, self._session
         if session.waiter is not None:
             session.waiter.patience = DEPLOYING_PATIENCE
@@ -260,23 +267,18 @@ class RaNNCModule(nn.Module):
             precision=self._agreed[number].draft.precision,
             device_type=self.device.type,
             partition=partition,
+            watch=watch(speaks=session.rank == 0),
         )
         captured = self._capture(number, training=True)
         self._agree_on_model(captured)
         machines = session.gather(machine_identity())
         seed = session.gather(torch.initial_seed() if self._seed is None else self._seed)[0] % 2**63
-        pinned = None
-        if session.rank == 0:
-            agreed = self._agreed[number]
-            inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
-            sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
-            subject = deployment.Subject(
-                self._source, captured, batch_size, sample_bytes, machines, self.device
-            )
-            pinned = self._plan(subject)
-        pinned = session.tell(pinned, 0)
-        assert pinned is not None
-        self._pinned, plan = pinned, pinned.plan
+        agreed = self._agreed[number]
+        inputs, _ = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 1)
+        sample_bytes = sum(inputs[name].nbytes for name in agreed.dims)
+        subject = deployment.Subject(self._source, captured, sum(counts), sample_bytes, machines, self.device)
+        self._pinned = pinned = self._plan(subject, leaves, counts, agreed.dims)
+        plan = pinned.plan
         if self._configuration.sync_params_on_init and switches.syncs_parameters:
             self._take_over_values()
         if session.waiter is not None:
@@ -317,21 +319,68 @@ class RaNNCModule(nn.Module):
             held = {name: p for name, p in self._state.named_parameters() if name in self._owners}
             self._patched.spread(held, names, self._gather_named)
             if self._shards_optimizer and session.replicas is not None:
-                shard(self._optimizer, replica=session.replica, group=session.replicas)
+                owners = shard(self._optimizer, replica=session.replica, group=session.replicas)
+                reducer = trainer.reducer
+                reducer.own_share = frozenset(
+                    p for p in reducer.parameters if owners.get(p, 0) == session.replica
+                )
+            if self._shards_optimizer:  # all ranks ask alike, also those of a stage with one replica
                 self._patched.share(self._gather_shares)
         log.info("deployed: %s", self._pinned.reason)
 
-    def _plan(self, subject: deployment.Subject) -> PinnedPlan:
-        configuration = self._configuration
+    def _plan(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> PinnedPlan:
+        """Rank 0 decides, for all."""
+        configuration, decides = self._configuration, self._session.rank == 0
         file = self._deployment_to_load
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
         if file is not None:
-            return deployment.load(file, subject)
-        pinned = deployment.choose(subject, configuration)
-        if configuration.save_deployment:
+            return self._told(deployment.load(file, subject) if decides else None)
+        measured = self._measured(subject, leaves, counts, dims)
+        pinned = deployment.choose(subject, configuration, measured) if decides else None
+        if pinned is not None and configuration.save_deployment:
             deployment.save(configuration.deployment_file, pinned)
-        return pinned
+        return self._told(pinned)
+
+    def _measured(
+        self,
+        subject: deployment.Subject,
+        leaves: Mapping[str, Any],
+        counts: Sequence[int],
+        dims: Mapping[str, int],
+    ) -> Profile | None:
+        """What rank 0 wants to know of the model's costs: known to it already, or found out by all ranks."""
+        session, configuration = self._session, self._configuration
+        wish, known, circumstances = None, None, ""
+        if session.rank == 0:
+            wish = deployment.what_to_measure(subject, configuration)
+            circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
+            known = deployment.known_costs(subject, configuration, circumstances)
+        wish = session.tell(None if known is not None else wish, 0)
+        if wish is None or not any(counts):
+            return known
+        donor = max(range(len(counts)), key=counts.__getitem__)
+        own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
+        samples = session.tell(own, donor)
+        assert samples is not None
+        source, captured, described = subject.source, subject.captured, subject.described
+        measuring = Measuring(session, source, captured, described, samples, self.device, wish)
+        found = measuring.run(self._optimizer, self._host)
+        if found is not None and session.rank == 0:
+            deployment.keep_costs(found, configuration, circumstances)
+        return found
+
+    def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
+        """Rank 0's, on all ranks."""
+        found = self._session.tell(pinned, 0)
+        assert found is not None
+        return found
 
     def _agree_on_model(self, captured: Captured) -> None:
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
@@ -552,15 +601,19 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ inside
 
+    @property
+    def _host(self) -> str:
+        return address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
     def _open(self, stage_map: Any, rank: int) -> Session:
         session = open_session(
             stage_map,
             rank=rank,
             device=self.device,
             timeout_seconds=self._timeout_seconds,
-            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            host=self._host,
         )
-        weakref.finalize(self, session.close)
+        weakref.finalize(self, _end, session)
         return session
 
     @contextmanager
@@ -579,6 +632,16 @@ class RaNNCModule(nn.Module):
         whole = merge(on_one_clock(self._session.gather(own), machines))
         if self._session.rank == 0:
             write_whole(Path(self._configuration.event_trace_file), to_perfetto({"last call": whole}))
+
+
+def _end(session: Session) -> None:
+    """Says goodbye to the other ranks; where an error of the script ends this process, that error."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception) and not isinstance(error, WorkerError) and not session.closed:
+        session.explain(error, "the script, between two calls of the model")
+    if session.waiter is not None:
+        session.waiter.outlive()
+    session.close()
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

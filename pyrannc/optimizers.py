@@ -24,6 +24,7 @@ class Patched:
             [names.get(p, p) for p in group["params"]] for group in optimizer.param_groups
         ]
         self._held: Known | None = None  # None: all, for nothing is spread yet
+        self._spread: list[Tensor] = []  # what the optimizer was given and this rank holds
         self._gather: Callable[[dict[str, Any]], dict[str, Any]] = lambda own: own
         self._names = {parameter: name for parameter, name in names.items()}
         self._plain_state_dict = optimizer.state_dict
@@ -55,13 +56,27 @@ class Patched:
                         if isinstance(value, Tensor) and value.dim():
                             self._optimizer.state[now][key] = value.to(now.device)
             group["params"] = kept
+            self._spread += kept
 
     def share(self, gather: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """The optimizer has been left a share of what this rank holds."""
         assert self._held is not None
         here = {p for group in self._optimizer.param_groups for p in group["params"]}
+        elsewhere = [p for p in self._spread if p not in here]
         self._held = {name: p for name, p in self._held.items() if p in here}
         self._gather = gather
+        plain_zero_grad = self._optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            """Of all that it was given: other replicas step for some, but their gradients are here too."""
+            plain_zero_grad(set_to_none)
+            for parameter in elsewhere:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+        self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def state_dict(self, from_global: bool = True, **_options: Any) -> dict[str, Any]:
         """Of the whole model, the same on all ranks, who all call it; `from_global=False`: of this rank."""

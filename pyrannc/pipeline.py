@@ -8,7 +8,7 @@ Where each rank's loss is the mean over its own samples, its gradient counts by 
 the sum is then the gradient of the mean over the global batch, however the samples are spread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +16,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrannc.calls import Agreed
+from pyrannc.calls import Agreed, Leaf
 from varuna.capture.calling import Structure
-from varuna.errors import CaptureError
-from varuna.execute.exchange import Form, exchange
+from varuna.errors import CaptureError, some
+from varuna.execute.division import Division, divide_alike, divide_batch
+from varuna.execute.exchange import Cargo, Form, redistribute
+from varuna.execute.scatter import MicroBatch, join, put_in_order, samples_of
 from varuna.execute.session import Session
-from varuna.execute.shares import Span, even_spans, pieces, spans
-from varuna.execute.trainer import Flight, Shares, Trainer
-from varuna.types import TensorSpec, place_in_map
+from varuna.execute.shares import Span, even_spans, spans
+from varuna.execute.trainer import Flight, Trainer
+from varuna.types import TensorSpec, spread_evenly
 
 Reduction = Literal["mean", "sum"]
+
+WHOLE: Span = (0, 1)
+"""Of what has no batch: it is held and wanted as one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Way:
 
     agreed: Agreed
     results: tuple[Result, ...]
+    disordered: Sequence[str]  # of the results those that cannot be put together from parts, in words
     structure: Structure
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
     # This rank's parameters that get no gradient where only these of the results get one.
@@ -97,9 +103,14 @@ class Passing:
     form: Way
     given: tuple[Span, ...]  # by each rank
     wanted: tuple[Span, ...]  # by each rank, of the results
-    taken: tuple[Span, ...]  # by each replica
-    total: int
+    taken: tuple[Span, ...]  # by each rank, as a replica of its stage
+    stays: bool  # each rank computes what it was given, from first to last
+    division: Division
     flight: Flight | None = None
+
+    @property
+    def total(self) -> int:
+        return self.division.num_samples
 
     def weight(self, rank: int) -> float:
         """By which what a rank makes of its results counts."""
@@ -133,17 +144,12 @@ class Pipeline:
         self, form: Way, leaves: Mapping[str, Any], counts: Sequence[int]
     ) -> tuple[list[Tensor], Passing]:
         passing = self._spread(form, counts)
+        self._refuse_disorder(passing)
         agreed = form.agreed
-        inputs = self._hand_out(passing, leaves)
-        first, stop = passing.taken[self.session.replica]
         flight = self.trainer.forwards(
-            inputs,
-            num_samples=stop - first,
+            self._hand_out(passing, leaves),
+            division=passing.division,
             dims=agreed.dims,
-            shares=Shares(
-                first, float(passing.total), [len(self._microbatches(b - a)) for a, b in passing.taken]
-            ),
-            microbatch_size=self._microbatch_size(stop - first),
             training=agreed.draft.training,
             gradients=self._wanting_gradients(passing),
             keeps=agreed.draft.keeps,
@@ -158,23 +164,47 @@ class Pipeline:
         total = sum(counts)
         if not total:
             raise ValueError("no rank has any sample (give at least one rank a batch)")
-        given, width = spans(counts), self.session.width
-        alone = self.session.depth == 1 and self.gathers  # each rank computes what it was given
+        given, session = spans(counts), self.session
+        stays = session.depth == 1 and self.gathers
+        taken = list(given)
+        for ranks in () if stays else session.stage_map:
+            for rank, span in zip(ranks, even_spans(total, parts=len(ranks)), strict=True):
+                taken[rank] = span
         return Passing(
             form,
             given,
             wanted=given if self.gathers else ((0, total),) * len(given),
-            taken=given if alone else even_spans(total, parts=width),
-            total=total,
+            taken=tuple(taken),
+            stays=stays,
+            division=self._divide(taken, total),
         )
+
+    def _refuse_disorder(self, passing: Passing) -> None:
+        """Alike on all ranks: how many parts there are follows from the batch."""
+        division, disordered = passing.division, some(passing.form.disordered)
+        wholes = [self._lasts(passing).values(), passing.given if self.gathers else ()]
+        parts = [sum(first < stop for first, stop in spans) for spans in wholes if not passing.stays]
+        if disordered and max(*parts, len(division.runs), *division.num_microbatches) > 1:
+            raise CaptureError(
+                f"of what the model gives, {disordered}, so that it cannot be put together from several "
+                "micro-batches or replicas, nor parted for several ranks (give each sample its own rows: "
+                "torch.stack([a, b], 1) in place of torch.cat([a, b], 0), say)"
+            )
+
+    def _divide(self, taken: Sequence[Span], total: int) -> Division:
+        session = self.session
+        if session.uneven:
+            shares = tuple(spread_evenly(total, parts=len(ranks)) for ranks in session.stage_map)
+            length = self._microbatch_size(max(max(counts) for counts in shares))
+            return divide_batch(shares, stage=session.stage, replica=session.replica, microbatch_size=length)
+        own = [taken[rank] for rank in session.stage_map[session.stage]]
+        lengths = [self._microbatch_size(stop - first) for first, stop in own]
+        return divide_alike(own, replica=session.replica, microbatch_sizes=lengths)
 
     def _microbatch_size(self, num_samples: int) -> int:
         if self.pipeline_num:
             return max(1, -(-num_samples // self.pipeline_num))
         return self.trainer.plan.microbatch_size
-
-    def _microbatches(self, num_samples: int) -> range:
-        return range(0, num_samples, self._microbatch_size(num_samples))
 
     def _wanting_gradients(self, passing: Passing) -> list[str]:
         leaves = passing.form.agreed.draft.tensors
@@ -182,118 +212,77 @@ class Pipeline:
 
     def _hand_out(self, passing: Passing, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of this rank's replica, as far as its stage reads them."""
-        agreed, own = passing.form.agreed, self.session.rank
-        taken = [passing.taken[self._replica(rank)] for rank in self._ranks]
-        outgoing: list[list[Tensor]] = [[] for _ in self._ranks]
-        expected: list[list[Form]] = [[] for _ in self._ranks]
-        sources: list[tuple[str, int]] = []  # of what comes in: its name and from whom
-        for leaf in agreed.draft.tensors:
-            tensor = leaves.get(leaf.name)
-            batched = leaf.name in agreed.dims
-            dim = agreed.dims.get(leaf.name, 0)
-            if not batched and self.gathers:
-                continue  # each rank has its own
-            for rank in self._readers(passing, leaf.name):
-                for first, stop in self._rows(passing.given[own], taken[rank], batched):
-                    assert isinstance(tensor, Tensor)
-                    part = tensor.detach()
-                    outgoing[rank].append(part.narrow(dim, first, stop - first) if batched else part)
-            if leaf.name in passing.form.needs[own]:
-                for rank in self._ranks:
-                    for first, stop in self._rows(passing.given[rank], taken[own], batched):
-                        shape = list(leaf.shape)
-                        if leaf.dim is not None:
-                            shape.insert(leaf.dim, stop - first if batched else 1)
-                        expected[rank].append(Form(getattr(torch, leaf.dtype), tuple(shape)))
-                        sources.append((leaf.name, rank))
-        arrived = [
-            iter(parts)
-            for parts in exchange(
-                self.session,
-                outgoing,
-                expected,
-                device=self.device,
-                needed=not (passing.taken == passing.given and self.gathers),
-            )
-        ]
-        parts: dict[str, list[Tensor]] = {}
-        for name, rank in sorted(sources, key=lambda source: source[1]):
-            parts.setdefault(name, []).append(next(arrived[rank]))
+        agreed = passing.form.agreed
+        # What all samples share each rank has, unless rank 0 alone is called with anything.
+        moving = [leaf for leaf in agreed.draft.tensors if leaf.name in agreed.dims or not self.gathers]
+        cargoes = [self._cargo_of(leaf, leaves.get(leaf.name), passing) for leaf in moving]
+        arrived = redistribute(self.session, cargoes, device=self.device, needed=not passing.stays)
         inputs: dict[str, Any] = {name: value for name, _, value in agreed.draft.constants}
+        for leaf, parts in zip(moving, arrived, strict=True):
+            if parts:
+                inputs[leaf.name] = join([part for _, part in parts], agreed.dims.get(leaf.name, 0))
         for leaf in agreed.draft.tensors:
-            if leaf.name in parts:
-                found = parts[leaf.name]
-                dim = agreed.dims.get(leaf.name, 0)
-                inputs[leaf.name] = found[0] if len(found) == 1 else torch.cat(found, dim)
-            elif leaf.name not in agreed.dims and self.gathers:
+            if leaf not in moving:
                 inputs[leaf.name] = leaves[leaf.name].detach()
         return inputs
 
-    def _rows(self, given: Span, taken: Span, batched: bool) -> Iterator[Span]:
-        """What a rank has for another, counted within what it was given; of what is shared, all of it."""
-        if not batched:
-            if given[0] < given[1]:
-                yield 0, 1
-            return
-        for piece in pieces(((0, max(given[1], taken[1])),), given, [taken]):
-            yield piece.first, piece.stop
+    def _cargo_of(self, leaf: Leaf, tensor: Any, passing: Passing) -> Cargo:
+        """An input, from who was given it to who reads it."""
+        held = dict(enumerate(passing.given))
+        wanted = {rank: passing.taken[rank] for rank in self._readers(passing, leaf.name)}
+        dim = passing.form.agreed.dims.get(leaf.name)
+        if dim is None:
+            return Cargo(
+                {rank: WHOLE for rank, (first, stop) in held.items() if first < stop},
+                dict.fromkeys(wanted, WHOLE),
+                lambda _first, _stop: tensor.detach(),
+                lambda _count: leaf.form(1),
+            )
+        return Cargo(
+            held, wanted, lambda first, stop: tensor.detach().narrow(dim, first, stop - first), leaf.form
+        )
 
     def _hand_back(self, passing: Passing, flight: Flight) -> list[Tensor]:
         """The results of the samples that this rank wants; what has no batch, of all samples."""
-        results, last = passing.form.results, self.session.stage == self.session.depth - 1
-        outgoing: list[list[Tensor]] = [[] for _ in self._ranks]
-        expected: list[list[Form]] = [[] for _ in self._ranks]
-        lasts = self.session.stage_map[-1]
-        taken, wanted = passing.taken, passing.wanted
+        results = passing.form.results
+        cargoes = []
         for number, result in enumerate(results):
-            own = self._put_together(result, number, flight, passing.total) if last and flight.jobs else None
-            for rank in self._ranks:
-                if own is None:
-                    continue
-                if result.dim is None:
-                    outgoing[rank].append(own)
-                    continue
-                mine = taken[self.session.replica]
-                for piece in pieces((mine,), mine, [wanted[rank]]):
-                    outgoing[rank].append(result.rows(own, piece.first, piece.stop))
-            for replica, rank in enumerate(lasts):
-                span, mine = taken[replica], wanted[self.session.rank]
-                if result.dim is None:
-                    if span[0] < span[1]:
-                        expected[rank].append(result.form(0))
-                    continue
-                for piece in pieces((mine,), mine, [span]):
-                    expected[rank].append(result.form(piece.stop - piece.first))
-        stays = passing.taken == passing.wanted and all(result.dim is not None for result in results)
-        arrived = exchange(
-            self.session,
-            outgoing,
-            expected,
-            device=self.device,
-            needed=not (stays and self.session.depth == 1),
-        )
-        queues = [iter(parts) for parts in arrived]
-        found = []
-        for result in results:
-            parts = []
-            for replica, rank in enumerate(lasts):
-                span, mine = taken[replica], wanted[self.session.rank]
-                there = range(span[0] < span[1]) if result.dim is None else pieces((mine,), mine, [span])
-                parts += [next(queues[rank]) for _ in there]
-            found.append(self._joined(result, parts))
-        return found
+            own = self._put_together(result, number, flight, passing.total) if flight.results else None
+            cargoes.append(self._cargo_back(result, own, passing))
+        stays = passing.stays and all(result.dim is not None for result in results)
+        arrived = redistribute(self.session, cargoes, device=self.device, needed=not stays)
+        return [
+            self._joined(result, [part for _, part in parts])
+            for result, parts in zip(results, arrived, strict=True)
+        ]
 
-    def _put_together(self, result: Result, number: int, flight: Flight, total: int) -> Tensor:
-        parts = [outputs[number] for outputs in flight.results]
+    def _cargo_back(self, result: Result, own: Tensor | None, passing: Passing) -> Cargo:
+        """A result, from the last stage to who wants it."""
+
+        def rows(first: int, stop: int) -> Tensor:
+            assert own is not None
+            return result.rows(own, first, stop)
+
+        held, wanted = self._lasts(passing), dict(enumerate(passing.wanted))
+        if result.dim is None:
+            held = {rank: WHOLE for rank, (first, stop) in held.items() if first < stop}
+            wanted = dict.fromkeys(wanted, WHOLE)
+        return Cargo(held, wanted, rows, result.form)
+
+    def _put_together(self, result: Result, number: int, flight: Flight, total: int) -> Tensor | None:
+        jobs = [job.microbatch for job in flight.jobs if job.microbatch.size]
+        parts = [outputs[number] for outputs in flight.results if outputs]
+        if not parts:
+            return None
         if result.dim is not None:
-            return parts[0] if len(parts) == 1 else torch.cat(parts, result.dim)
+            return put_in_order(parts, [job.spans for job in jobs], result.dim, each=result.per_sample)
         if not result.summed:
             if any(not torch.equal(part, parts[0]) for part in parts):
                 self._refuse_differing(result)
             return parts[0]
         whole = torch.zeros(parts[0].shape, dtype=torch.float64, device=parts[0].device)
-        for part, job in zip(parts, flight.jobs, strict=True):
-            share = job.microbatch.size / total if self.reduction == "mean" else 1.0
+        for part, job in zip(parts, jobs, strict=True):
+            share = job.size / total if self.reduction == "mean" else 1.0
             whole.add_(part.double(), alpha=share)
         return whole
 
@@ -302,7 +291,7 @@ class Pipeline:
             if not parts:
                 form = result.form(0)
                 return torch.empty(form.shape, dtype=form.dtype, device=self.device)
-            return parts[0] if len(parts) == 1 else torch.cat(list(parts), result.dim)
+            return join(parts, result.dim)
         if result.summed:
             return torch.stack(list(parts)).sum(0).to(result.dtype)
         if any(not torch.equal(part, parts[0]) for part in parts):
@@ -334,8 +323,9 @@ class Pipeline:
             )
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
-        self._untouched = untouched if self.reduced else untouched & self._untouched
+        if self.session.depth > 1:  # cuts hand on zeros; one stage leaves such gradients out by itself
+            untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
+            self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
         self._leave_untouched()
@@ -357,7 +347,7 @@ class Pipeline:
                 self._agree_on_overflow()
 
     def _leave_untouched(self) -> None:
-        """Cuts and sums hand on zeros; in one process such a parameter has no gradient, so no decay."""
+        """In one process a parameter that no wanted result depends on has no gradient, so no decay."""
         for parameter in self._untouched:
             parameter.grad = None
 
@@ -375,6 +365,8 @@ class Pipeline:
         """Which results any rank has a gradient for; and of what has no batch, the sum over the ranks."""
         results = passing.form.results
         unbatched = [number for number, result in enumerate(results) if result.dim is None]
+        if passing.stays and not unbatched:  # each rank's gradients are of what it computes itself
+            return [gradient is not None for gradient in gradients], [None] * len(results)
         weight = passing.weight(self.session.rank)
         numbers = [float(gradient is not None) for gradient in gradients]
         for number in unbatched:
@@ -403,107 +395,96 @@ class Pipeline:
         shared: Sequence[Tensor | None],
     ) -> list[list[Tensor | None]]:
         """On the last stage, the gradients of each micro-batch's results."""
-        results, total = passing.form.results, passing.total
-        lasts = self.session.stage_map[-1]
-        outgoing: list[list[Tensor]] = [[] for _ in self._ranks]
-        expected: list[list[Form]] = [[] for _ in self._ranks]
+        results, flight = passing.form.results, passing.flight
         moving = [
             number
             for number, result in enumerate(results)
             if present[number] and result.dim is not None and result.differentiable
         ]
-        is_last = self.session.stage == self.session.depth - 1
-        mine = passing.given[self.session.rank]
-        taken = passing.taken[self.session.replica]
-        for number in moving:
-            result, gradient = results[number], gradients[number]
-            for replica, rank in enumerate(lasts):
-                for piece in pieces((mine,), mine, [passing.taken[replica]]):
-                    if gradient is None:
-                        form = result.form(piece.stop - piece.first)
-                        part = torch.zeros(form.shape, dtype=form.dtype, device=self.device)
-                    else:
-                        # Where rank 0 gives all and every rank has all results, rank 0's gradient counts.
-                        part = result.rows(gradient, piece.first, piece.stop)
-                        part = part * passing.weight(self.session.rank)
-                    outgoing[rank].append(part)
-            for rank in self._ranks if is_last else ():
-                for piece in pieces((taken,), taken, [passing.given[rank]]):
-                    expected[rank].append(result.form(piece.stop - piece.first))
-        stays = passing.taken == passing.given and self.session.depth == 1
-        queues = [
-            iter(parts)
-            for parts in exchange(
-                self.session, outgoing, expected, device=self.device, needed=bool(moving) and not stays
-            )
-        ]
-        if not is_last or passing.flight is None:
+        arrived = redistribute(
+            self.session,
+            [self._cargo_forth(results[number], gradients[number], passing) for number in moving],
+            device=self.device,
+            needed=bool(moving) and not passing.stays,
+        )
+        if self.session.stage != self.session.depth - 1 or flight is None:
             return []
         whole: dict[int, Tensor] = {}
-        for number in moving:
-            parts = [
-                next(queues[rank])
-                for rank in self._ranks
-                for _ in pieces((taken,), taken, [passing.given[rank]])
-            ]
-            if parts:
-                dim = results[number].dim
-                assert dim is not None
-                whole[number] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        found: list[list[Tensor | None]] = []
-        for job in passing.flight.jobs:
-            first, size = job.microbatch.first_sample, job.microbatch.size
-            row: list[Tensor | None] = []
-            for number, result in enumerate(results):
-                if number in whole:
-                    row.append(result.rows(whole[number], first, first + size))
-                elif (gradient := shared[number]) is not None and result.differentiable:
-                    share = size / total if self.reduction == "mean" else 1.0
-                    row.append((gradient * share).to(result.dtype))
-                else:
-                    row.append(None)
-            found.append(row)
-        return found
+        for number, parts in zip(moving, arrived, strict=True):
+            dim = results[number].dim
+            if parts and dim is not None:
+                whole[number] = join([part for _, part in parts], dim)
+
+        def of_microbatch(number: int, microbatch: MicroBatch) -> Tensor | None:
+            result, gradient = results[number], shared[number]
+            if number in whole and result.dim is not None:
+                return samples_of(whole[number], microbatch.spans, result.dim, each=result.per_sample)
+            if gradient is None or not result.differentiable:
+                return None
+            share = microbatch.size / passing.total if self.reduction == "mean" else 1.0
+            return (gradient * share).to(result.dtype)
+
+        return [
+            [of_microbatch(number, job.microbatch) for number in range(len(results))]
+            if job.microbatch.size
+            else []
+            for job in flight.jobs
+        ]
+
+    def _cargo_forth(self, result: Result, gradient: Tensor | None, passing: Passing) -> Cargo:
+        """The gradient of a result, from who was given its samples to the last stage.
+
+        Where rank 0 gives all and every rank has all results, rank 0's gradient counts.
+        """
+        weighted = None if gradient is None else gradient * passing.weight(self.session.rank)
+
+        def rows(first: int, stop: int) -> Tensor:
+            if weighted is not None:
+                return result.rows(weighted, first, stop)
+            form = result.form(stop - first)
+            return torch.zeros(form.shape, dtype=form.dtype, device=self.device)
+
+        return Cargo(dict(enumerate(passing.given)), self._lasts(passing), rows, result.form)
 
     def _gradients_of_inputs(self, passing: Passing, flight: Flight) -> dict[str, Tensor]:
         """Each stage that reads an input has a part of its gradient; who gave the input sums them."""
-        names = self._wanting_gradients(passing)
+        agreed = passing.form.agreed
+        names = set(self._wanting_gradients(passing))
         if not names:
             return {}
-        agreed, own = passing.form.agreed, self.session.rank
-        leaves = {leaf.name: leaf for leaf in agreed.draft.tensors}
-        taken = [passing.taken[self._replica(rank)] for rank in self._ranks]
-        outgoing: list[list[Tensor]] = [[] for _ in self._ranks]
-        expected: list[list[Form]] = [[] for _ in self._ranks]
-        places: list[tuple[str, int, int, int]] = []
-        for name in names:
-            dim = agreed.dims[name]
-            if name in passing.form.needs[own] and flight.jobs:
-                whole = torch.cat([_gradient(job.microbatch.inputs[name]) for job in flight.jobs], dim)
-                for rank in self._ranks:
-                    for piece in pieces((taken[own],), taken[own], [passing.given[rank]]):
-                        outgoing[rank].append(whole.narrow(dim, piece.first, piece.stop - piece.first))
-            for rank in self._readers(passing, name):
-                for piece in pieces((passing.given[own],), passing.given[own], [taken[rank]]):
-                    shape = list(leaves[name].shape)
-                    shape.insert(dim, piece.stop - piece.first)
-                    expected[rank].append(Form(getattr(torch, leaves[name].dtype), tuple(shape)))
-                    places.append((name, rank, piece.first, piece.stop))
-        stays = passing.taken == passing.given and self.session.depth == 1
-        queues = [
-            iter(parts)
-            for parts in exchange(self.session, outgoing, expected, device=self.device, needed=not stays)
-        ]
-        count = passing.given[own][1] - passing.given[own][0]
+        leaves = [leaf for leaf in agreed.draft.tensors if leaf.name in names]
+        arrived = redistribute(
+            self.session,
+            [self._cargo_of_gradient(leaf, passing, flight) for leaf in leaves],
+            device=self.device,
+            needed=not passing.stays,
+        )
+        first, stop = passing.given[self.session.rank]
+        weight = passing.weight(self.session.rank)
         found: dict[str, Tensor] = {}
-        for name in names:
-            shape = list(leaves[name].shape)
-            shape.insert(agreed.dims[name], count)
-            found[name] = torch.zeros(shape, dtype=getattr(torch, leaves[name].dtype), device=self.device)
-        for name, rank, first, stop in places:
-            found[name].narrow(agreed.dims[name], first, stop - first).add_(next(queues[rank]))
-        weight = passing.weight(own)
-        return {name: gradient / weight if count else gradient for name, gradient in found.items()}
+        for leaf, parts in zip(leaves, arrived, strict=True):
+            form = leaf.form(stop - first)
+            whole = torch.zeros(form.shape, dtype=form.dtype, device=self.device)
+            for piece, part in parts:
+                whole.narrow(agreed.dims[leaf.name], piece.first, piece.stop - piece.first).add_(part)
+            found[leaf.name] = whole / weight if stop > first else whole
+        return found
+
+    def _cargo_of_gradient(self, leaf: Leaf, passing: Passing, flight: Flight) -> Cargo:
+        """The gradient of an input, from who reads it to who was given it."""
+        dim = passing.form.agreed.dims[leaf.name]
+        microbatches = [job.microbatch for job in flight.jobs if job.microbatch.size]
+        held = {rank: passing.taken[rank] for rank in self._readers(passing, leaf.name)}
+        whole: Tensor | None = None
+        if self.session.rank in held and microbatches:
+            parts = [_gradient(microbatch.inputs[leaf.name]) for microbatch in microbatches]
+            whole = put_in_order(parts, [microbatch.spans for microbatch in microbatches], dim)
+
+        def rows(first: int, stop: int) -> Tensor:
+            assert whole is not None
+            return whole.narrow(dim, first, stop - first)
+
+        return Cargo(held, dict(enumerate(passing.given)), rows, leaf.form)
 
     def _agree_on_overflow(self) -> None:
         """An overflow on any rank becomes one on all, so that every gradient scaler skips the same steps."""
@@ -515,15 +496,12 @@ class Pipeline:
 
     # ------------------------------------------------------------ who is who
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.session.depth * self.session.width)
-
-    def _replica(self, rank: int) -> int:
-        return place_in_map(self.session.stage_map, rank)[1]
+    def _lasts(self, passing: Passing) -> dict[int, Span]:
+        """The ranks of the last stage, and what each has taken."""
+        return {rank: passing.taken[rank] for rank in self.session.stage_map[-1]}
 
     def _readers(self, passing: Passing, name: str) -> list[int]:
-        return [rank for rank in self._ranks if name in passing.form.needs[rank]]
+        return [rank for rank, names in enumerate(passing.form.needs) if name in names]
 
 
 def _gradient(leaf: object) -> Tensor:
@@ -542,11 +520,12 @@ class Passage(torch.autograd.Function):
         back: Callable[[Passing, Sequence[Tensor | None]], dict[str, Tensor]],
         names: Sequence[str],
         _anchor: Tensor,
-        *_inputs: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         results, passing = run()
         ctx.set_materialize_grads(False)
-        ctx.passing, ctx.back, ctx.names = passing, back, names
+        ctx.passing, ctx.back = passing, back
+        ctx.devices = {name: tensor.device for name, tensor in zip(names, inputs, strict=True)}
         ctx.mark_non_differentiable(
             *(
                 tensor
@@ -560,4 +539,4 @@ class Passage(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         found = ctx.back(ctx.passing, gradients)
-        return (None, None, None, None, *(found.get(name) for name in ctx.names))
+        return (None, None, None, None, *(found[name].to(device) for name, device in ctx.devices.items()))

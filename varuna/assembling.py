@@ -62,12 +62,13 @@ def assemble(
                 state.tensor(name),
                 groups[stages],
                 counts_here=session.stage == stages[0],
+                num_stages=len(stages),
                 is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
             )
             for name, stages in ties.items()
             if session.stage in stages and state.tensor(name).requires_grad
         ],
-        may_skip_parameters=bool(program.leaves),
+        watches=not program.leaves,
         asks=asks,
     )
     return Trainer(

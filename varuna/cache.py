@@ -1,8 +1,9 @@
-"""Remembers how a model was cut, so that resuming needs no new search and no new check.
+"""Remembers how a model was cut and what its parts cost, so that resuming needs neither search nor check.
 
 Keyed by the captured graph's fingerprint: a changed model has another, and so finds nothing.
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from varuna.codec import decode, encode
+from varuna.types import Profile
 
 
 class Partition(msgspec.Struct, frozen=True):
@@ -19,9 +21,12 @@ class Partition(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int, int], ...]
 
 
+def _home() -> Path:
+    return Path(os.environ.get("VARUNA_CACHE") or Path.home() / ".cache" / "varuna")
+
+
 def _path(fingerprint: str, stages: int) -> Path:
-    home = os.environ.get("VARUNA_CACHE") or Path.home() / ".cache" / "varuna"
-    return Path(home) / f"{fingerprint[:32]}-{stages}.json"
+    return _home() / f"{fingerprint[:32]}-{stages}.json"
 
 
 def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | None:
@@ -35,11 +40,32 @@ def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | N
 
 
 def write_spans(fingerprint: str, spans: Sequence[tuple[int, int]]) -> None:
-    path = _path(fingerprint, len(spans))
+    _write(_path(fingerprint, len(spans)), encode(Partition(fingerprint, tuple(spans))))
+
+
+def read_costs(fingerprint: str, circumstances: str) -> Profile | None:
+    """What was measured of a model in such circumstances; None where nothing usable is there."""
+    try:
+        found = decode(_path_of_costs(fingerprint, circumstances).read_bytes(), Profile)
+    except (OSError, ValueError):
+        return None
+    return found if found.fingerprint == fingerprint else None
+
+
+def write_costs(profile: Profile, circumstances: str) -> None:
+    _write(_path_of_costs(profile.fingerprint, circumstances), encode(profile))
+
+
+def _path_of_costs(fingerprint: str, circumstances: str) -> Path:
+    digest = hashlib.sha256(circumstances.encode()).hexdigest()
+    return _home() / f"{fingerprint[:32]}-costs-{digest[:16]}.json"
+
+
+def _write(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(encode(Partition(fingerprint, tuple(spans))))
+        temporary.write_text(text)
         temporary.replace(path)
     except OSError:  # a read-only home costs a new search next time, nothing else
         temporary.unlink(missing_ok=True)

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from varuna.capture import Captured, Source
+from varuna.capturing import watch
+from varuna.measure.draft import Subject
 from varuna.plan.blocks import partition
+from varuna.plan.calibrate import calibrate
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed, estimate
 from varuna.profiling import Batches, GetBatch, describe
@@ -18,6 +21,7 @@ from varuna.types import (
     PrecisionName,
     Profile,
     ReduceCost,
+    Segment,
     SegmentCost,
 )
 
@@ -45,6 +49,7 @@ def estimate_profile(
         shared_weights=shared_weights,
         precision=precision,
         partition=partition,
+        watch=watch(speaks=True),
     )
     batches = Batches(get_batch, source)
     return estimate_captured(
@@ -71,15 +76,36 @@ def estimate_captured(
     optimizer: OptimizerCost = ADAM,
 ) -> Profile:
     """The same, of a model that is captured already."""
-    subject = describe(
-        source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
+    return estimate_described(
+        describe(
+            source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
+        ),
+        captured.graph.segments,
+        microbatch_sizes,
+        speed=speed,
+        within=within,
+        between=between,
+        optimizer=optimizer,
     )
-    segments = captured.graph.segments
+
+
+def estimate_described(
+    subject: Subject,
+    segments: Sequence[Segment],
+    microbatch_sizes: Sequence[int],
+    *,
+    speed: Speed,
+    within: LinkCost,
+    between: LinkCost | None,
+    optimizer: OptimizerCost,
+) -> Profile:
+    """The same, of a model that is described already."""
+    by_whom = f", by the speed of {speed.measured_on}" if speed.measured_on else ""
     return Profile(
         fingerprint=subject.fingerprint,
         device="estimated",
         device_memory_bytes=speed.memory_bytes,
-        precision=source.precision,
+        precision=subject.precision,
         kinds=tuple(
             SegmentCost(
                 estimate(segments[subject.segments.index(index)], speed, microbatch_sizes),
@@ -102,13 +128,13 @@ def estimate_captured(
             reduction
             for link, far in ((within, False), (between, True))
             if link is not None
-            for reduction in _reductions(link, far)
+            for reduction in assumed_reductions(link, far)
         ),
-        notes=("everything is estimated from the model's shapes: measure it with varuna.Profiler",),
+        notes=(f"everything is estimated from the model's shapes{by_whom}",),
     )
 
 
-def _reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
+def assumed_reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
     """A ring of two over the same links: each sends half of the bytes, twice."""
     return [
         ReduceCost(2, message.num_bytes, between, Duration(message.one_way.seconds))
@@ -116,4 +142,4 @@ def _reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
     ]
 
 
-__all__ = ["Speed", "assumed_link", "estimate_captured", "estimate_profile"]
+__all__ = ["Speed", "assumed_link", "calibrate", "estimate_captured", "estimate_profile"]

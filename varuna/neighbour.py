@@ -27,9 +27,9 @@ from varuna.capture import Source
 from varuna.execute.link import Link
 from varuna.execute.pump import Network, connect
 from varuna.execute.shard import share_values
-from varuna.measure.links import measure_link
+from varuna.measure.links import LINK_EFFORT, measure_link
 from varuna.measure.reductions import group_sizes, measure_reductions
-from varuna.measure.stopwatch import stopwatch_for
+from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.types import LinkCost, ReduceCost
 from varuna.worker import die_with
 
@@ -73,13 +73,15 @@ def measure_link_between(
     device: torch.device,
     sizes: Sequence[int],
     host: str = "127.0.0.1",
+    effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
     """Called by every rank of the exchange; the first of the two gets the answer."""
     others = {other: f"rank {other}" for other in ranks if rank in ranks and other != rank}
     with connect(rank, others, exchange, host=host, device=device) as network:
         for link in network.links.values():
             leads = rank == ranks[0]
-            return measure_link(LinkEnd(network, link), leads=leads, device=device, sizes=sizes)
+            end = LinkEnd(network, link)
+            return measure_link(end, leads=leads, device=device, sizes=sizes, effort=effort)
     return None
 
 

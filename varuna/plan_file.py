@@ -10,6 +10,7 @@ import msgspec
 
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
+from varuna.plan.estimate import Speed
 from varuna.profile_file import write_whole
 from varuna.types import Cluster, Plan, Proposal
 
@@ -37,6 +38,9 @@ class PinnedPlan(Proposal, frozen=True):
     network: Network | None = None  # None: as it was measured
     shard_optimizer: bool = False
     contents: tuple[StageContents, ...] = ()  # of each stage, where it is known
+    plain: Proposal | None = None  # one stage with a replica on every rank, whether it fits or not
+    basis: str = ""  # what its times rest on
+    speed: Speed | None = None  # of its device, as those times tell it: for planning other models without it
 
 
 def read_plan(file: str | os.PathLike[str]) -> PinnedPlan:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -19,18 +18,17 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
+from varuna.capturing import watch
 from varuna.execute.address import address_facing, machine_identity
 from varuna.execute.groups import make_group
 from varuna.execute.shard import share_values
 from varuna.measure.draft import Draft, Subject
 from varuna.measure.links import MESSAGE_BYTES
-from varuna.measure.memory import meter_for
 from varuna.measure.optimizer import NO_OPTIMIZER, Form, MakeOptimizer, measure_optimizer
 from varuna.measure.optimizer import merge as merge_optimizers
-from varuna.measure.overheads import MANY, measure_overheads
 from varuna.measure.reductions import measure_reductions
-from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
+from varuna.measuring import AtSize, Bench, held_at_once, in_short, merged, own_kinds
 from varuna.neighbour import measure_link_between, measure_with_neighbours
 from varuna.plan.blocks import partition
 from varuna.profile_file import Book, open_draft
@@ -41,38 +39,24 @@ from varuna.profiling import (
     available_bytes,
     describe,
     finish_in,
-    part_that_does_nothing,
     ran_out_of_memory,
-    step_that_does_nothing,
     trained_forms,
 )
 from varuna.team import Place, Places, Team
 from varuna.types import (
     OptimizerCost,
-    Overheads,
     PrecisionName,
     Profile,
     ReduceCost,
-    SizeCost,
-    spread_by_size,
 )
 from varuna.wrapping import check_name, find_device
 
-CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
 OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
 OPTIMIZER_ELEMENTS = 1 << 26
 """As many weights, at most, are made to time an optimizer on: 1 GiB with Adam's state."""
-MOST_HELD = 4
 REDUCE_TIMEOUT_SECONDS = 120.0
 MOST_NEIGHBOURS = 7
 """Processes that are started to reduce over: an all-reduce over more of them is estimated."""
-
-
-class AtSize(NamedTuple):
-    """What a rank has found at one micro-batch size."""
-
-    costs: dict[int, SizeCost]  # by kind
-    overheads: Overheads | None
 
 
 class Profiler:
@@ -128,6 +112,7 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
             partition=partition,
+            watch=watch(speaks=self._team.rank == 0),
         )
         self._make_optimizer: MakeOptimizer | None = None
 
@@ -322,7 +307,7 @@ class Profiler:
                 if why is None:
                     measured = [one for one in found if isinstance(one, AtSize)]
                     overheads = book.draft.overheads or measured[0].overheads
-                    draft = book.draft.without_note(about).with_sizes(_merged(measured))
+                    draft = book.draft.without_note(about).with_sizes(merged(measured))
                     book.add(draft, overheads=overheads)
             if why is not None:
                 self._leave_out(book, size, missing, why, report)
@@ -354,93 +339,25 @@ class Profiler:
             return why
         inputs, batch = batches.of(size)
         captured = self._source.capture(inputs, training=True, batch=batch)
+        bench = Bench(parts, self.device, self._effort)
+        with_overheads = draft.overheads is None
         try:
-            return self._run(size, kinds, captured, inputs, parts, with_overheads=draft.overheads is None)
+            if self.device.type == "cpu":
+                return bench.as_chain(
+                    size, captured, inputs, num_kinds=len(kinds), with_overheads=with_overheads
+                )
+            return bench.one_by_one(size, captured, inputs, kinds=kinds, with_overheads=with_overheads)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            why = f"out of memory ({str(error).splitlines()[0][:200]})"
+            why = in_short(error)
         # From here on the error is gone, and with it the frames that held what it failed on.
-        parts.drop_all()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        bench.let_go()
         return why
 
     def _own_kinds(self, draft: Draft, places: Places) -> list[int]:
-        """On devices of their own, ranks share the kinds out; on the cores of a processor each takes all.
-
-        For there a segment's time depends on what the other cores do to the caches and the memory that all
-        of them use, as they will when they train.
-        """
-        workers = places.workers()
-        if self._team.rank not in workers:
-            return []
-        kinds = range(len(draft.subject.kinds))
-        if self.device.type == "cpu":
-            return list(kinds)
         weights = [kind.parameter_bytes for kind in draft.subject.kinds]
-        owners = spread_by_size(weights, parts=len(workers))
-        return [kind for kind in kinds if workers[owners[kind]] == self._team.rank]
-
-    def _run(
-        self,
-        size: int,
-        kinds: Sequence[int],
-        captured: Captured,
-        inputs: Mapping[str, object],
-        parts: Parts,
-        *,
-        with_overheads: bool,
-    ) -> AtSize:
-        stopwatch = stopwatch_for(self.device)
-        held = 1
-
-        def measure(chain: Sequence[Link]) -> tuple[list[SizeCost], Overheads | None]:
-            found = measure_chain(
-                chain,
-                nothing=lambda: part_that_does_nothing(self.device),
-                held=held,
-                microbatch_size=size,
-                stopwatch=stopwatch,
-                meter=lambda: meter_for(self.device),
-                effort=self._effort,
-            )
-            if not with_overheads:
-                return found.costs, None
-            nothing = part_that_does_nothing(self.device)
-            return found.costs, measure_overheads(
-                step_that_does_nothing(self.device, MANY),
-                compute=lambda: run_once(chain, stopwatch),
-                slow_call_seconds=found.call_seconds,
-                fast_call_seconds=measure_calls(
-                    nothing,
-                    stopwatch=stopwatch,
-                    effort=msgspec.structs.replace(CALL_EFFORT, quantile=self._effort.quantile),
-                ),
-                stopwatch=stopwatch,
-                quantile=self._effort.quantile,
-            )
-
-        if self.device.type == "cpu":
-            held = held_at_once(captured.num_segments, len(kinds))
-            chain = [Link(parts.make(kind, captured, inputs), parts.before(kind)) for kind in kinds]
-            costs, overheads = measure(chain)
-            return AtSize(dict(zip(kinds, costs, strict=True)), overheads)
-        # One at a time: a chain of all of them could need more memory than any stage.
-        by_kind: dict[int, SizeCost] = {}
-        made: dict[int, list[Tensor]] = {}
-        overheads = None
-        for kind in range(max(kinds) + 1):
-            before = parts.before(kind)
-            given = [] if before is None else made[before]
-            part = parts.make(kind, captured, inputs)
-            if kind in kinds:
-                (by_kind[kind],), overheads = measure([Link(part, given=given)])
-            made[kind] = part.forward([tensor.detach() for tensor in given], keep_graph=False)
-            part.forget()
-            parts.drop_all()
-        return AtSize(by_kind, overheads)
+        return own_kinds(self._team.rank, places, weights, self.device)
 
 
 def check_sizes(what: str, sizes: object) -> list[int]:
@@ -467,12 +384,6 @@ def first_of(forms: Sequence[Form], elements: int) -> list[Form]:
     return found
 
 
-def held_at_once(segments: int, kinds: int) -> int:
-    """So many micro-batches that as much is held as in training: there, whatever the depth, about one
-    for each segment of the model by the first stage."""
-    return max(1, min(MOST_HELD, round(segments / kinds)))
-
-
 def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str | None:
     """Why a size is not even tried: where memory is lent beyond what there is, asking for it means death."""
     known = draft.measured_sizes()
@@ -486,11 +397,6 @@ def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str 
     if needed <= available:
         return None
     return f"out of memory (it would need about {needed >> 20} MiB, {available >> 20} MiB are available)"
-
-
-def _merged(found: Sequence[AtSize]) -> dict[int, SizeCost]:
-    kinds = sorted({kind for one in found for kind in one.costs})
-    return {kind: merge([one.costs[kind] for one in found if kind in one.costs]) for kind in kinds}
 
 
 # ---------------------------------------------------------------- how far it is

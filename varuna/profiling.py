@@ -188,13 +188,18 @@ class Part:
     """A segment at one micro-batch size, run by the `Stage` that training uses."""
 
     def __init__(
-        self, stage: Stage, program: Runnable, inputs: Mapping[str, object], relayed: Sequence[bool]
+        self,
+        stage: Stage,
+        program: Runnable,
+        inputs: Mapping[str, object],
+        relayed: Sequence[bool],
+        num_results: int = 1,  # of a last segment, which sends nothing on
     ) -> None:
         self._stage = stage
         self._program = program
         self._inputs = inputs
         self.relayed = relayed
-        self.wanted = [spec.needs_grad for spec in program.sent] or [True]
+        self.wanted = [spec.needs_grad for spec in program.sent] or [True] * num_results
         self.enter: Callable[[], object] | None = None
         self._next = self._oldest = 0  # micro-batches
         stage.clear()
@@ -239,6 +244,10 @@ class Parts:
         first = self._first[kind]
         return self._segments[first - 1] if first else None
 
+    def span(self, kind: int) -> tuple[int, int]:
+        """The segment by which a kind is known, as first and stop."""
+        return self._first[kind], self._first[kind] + 1
+
     def make(self, kind: int, captured: Captured, inputs: Mapping[str, object]) -> Part:
         if captured.num_segments != len(self._segments):
             raise ValueError(
@@ -249,7 +258,8 @@ class Parts:
         program = captured.carve(first, first + 1)
         stage = self._stage(kind, captured)
         here = move_inputs(inputs, self._device)
-        part = Part(stage, with_joint_loss(program.to(self._device)), here, relayed(captured, first))
+        runnable = with_joint_loss(program.to(self._device))
+        part = Part(stage, runnable, here, relayed(captured, first), len(captured.results))
         again = entry(program, first)
         if again is not None:
             part.enter = self._enter(again.to(self._device), stage, here)

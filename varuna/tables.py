@@ -232,7 +232,10 @@ def _reductions(costs: Sequence[ReduceCost], *, between: bool) -> str:
 def show_plan(on: Console, pinned: PinnedPlan) -> None:
     """A plan in all its parts, and what it was chosen over."""
     where = "" if pinned.cluster is None else f"{pinned.cluster}, "
-    on.print(Text(f"{where}batches of {pinned.plan.batch_size}, {pinned.plan.precision}\n"))
+    on.print(Text(f"{where}batches of {pinned.plan.batch_size}, {pinned.plan.precision}"))
+    if pinned.basis:
+        on.print(Text(f"times are {pinned.basis}"))
+    on.print()
     on.print(layouts([pinned, *pinned.runners_up]))
     on.print(Text(f"\n{headline(pinned.plan)}:"))
     on.print(stages(pinned))
@@ -263,11 +266,17 @@ def contents(pinned: PinnedPlan) -> Table:
 
 def data_parallel(pinned: PinnedPlan) -> str | None:
     """What one stage with a replica on every rank would take, as far as the plan tells."""
-    for proposal in (pinned, *pinned.runners_up):
-        if proposal.plan.depth == 1:
-            here = " (this plan)" if proposal is pinned else ""
-            return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step"
-    return None
+    by_depth = {proposal.plan.depth: proposal for proposal in (*pinned.runners_up, pinned)}
+    proposal = by_depth.get(1, pinned.plain)
+    if proposal is None:
+        return None
+    have = (
+        min((machine.memory_bytes for machine in pinned.cluster.machines), default=0) if pinned.cluster else 0
+    )
+    here = " (this plan)" if proposal is pinned else ""
+    room = f", and needs {memory(fullest(proposal))}" if proposal is pinned.plain else ""
+    room += f" of {memory(have)}" if room and have else ""
+    return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step{room}"
 
 
 def show_rest(on: Console, proposal: Proposal, refused: Sequence[str] = ()) -> None:

@@ -17,6 +17,7 @@ from varuna.capture import Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
 from varuna.capture.loss import with_joint_loss
+from varuna.capturing import watch
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
@@ -178,6 +179,7 @@ class Varuna(nn.Module):
                 precision=precision,
                 device_type=self.device.type,
                 partition=partition,
+                watch=watch(speaks=rank == min(map(min, stage_map))),
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments

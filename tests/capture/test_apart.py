@@ -30,6 +30,10 @@ class Crossing(nn.Module):
             return self.last(self.cut(x.view(b, 2, 2, h).permute(0, 2, 1, 3).reshape(2 * b, 2, h))).mean()
         if self.way == "sequence first, flat":
             return self.last(self.cut(x.transpose(0, 1).reshape(s * b, h))).mean()
+        if self.way == "attention":
+            heads = x.transpose(0, 1).reshape(s, b * 3, 1).transpose(0, 1)
+            again = self.first(torch.tanh(heads).transpose(0, 1).reshape(s * b, h))
+            return self.last(self.cut(again.view(s, b, h).transpose(0, 1))).mean()
         if self.way == "two views":
             return self.last(self.cut(torch.cat([x, 2 * x]))).mean()
         return self.last(self.cut(x.mean((0, 1), keepdim=True))).mean()
@@ -40,7 +44,7 @@ def told(way: str) -> list[str]:
     return Source(Crossing(way)).capture(inputs, training=True).inseparable(1)
 
 
-@pytest.mark.parametrize("way", ["as it is", "flat", "sequence first", "windows"])
+@pytest.mark.parametrize("way", ["as it is", "flat", "sequence first", "windows", "attention"])
 def test_samples_in_order_can_be_parted(way: str) -> None:
     assert told(way) == []
 

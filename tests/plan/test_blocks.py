@@ -1,11 +1,13 @@
 """Blocks of a model without CutPoints: a chain that loses nothing, cut alike where the model repeats."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.plan.blocks import FEWEST, MOST, partition
+from varuna.plan.order import best_order, crossings, early, late
 from varuna.plan.partition import balance
 from varuna.types import Operation, OperationGraph, Value
 
@@ -38,8 +40,11 @@ def test_blocks_are_a_chain_of_convex_sets_that_lose_nothing(
 @given(graphs(), st.integers(1, 20))
 def test_every_place_left_out_has_one_near_by_that_serves_as_well(graph: OperationGraph, fewest: int) -> None:
     """A stage that would end there loses less by going to the next cut than by what would cross."""
-    blocks = partition(graph, fewest=fewest, most=10**9)
-    moments, crossings = told(graph)
+    found = partition(graph, fewest=fewest, most=10**9)
+    order = best_order(graph, [3 * operation.flops for operation in graph.operations], windows=fewest)
+    blocks = [found[operation] for operation in order]
+    assert blocks == sorted(blocks)
+    moments, crossings = told(in_a_row(graph, order))
     whole = moments[-1]
     cuts = [stop for stop in range(1, len(blocks)) if blocks[stop] != blocks[stop - 1]]
     for stop in range(1, len(blocks)):
@@ -48,6 +53,18 @@ def test_every_place_left_out_has_one_near_by_that_serves_as_well(graph: Operati
             assert any(
                 away <= whole // fewest and over + away <= crossings[stop] for away, over in distances
             ) or any(away == 0 for away, _ in distances)
+
+
+def in_a_row(graph: OperationGraph, order: Sequence[int]) -> OperationGraph:
+    """The same graph, its operations numbered as they run."""
+    place = {operation: number for number, operation in enumerate(order)}
+    return OperationGraph(
+        tuple(graph.operations[operation] for operation in order),
+        tuple(
+            Value(place[value.made_by], tuple(sorted(place[user] for user in value.used_by)), value.num_bytes)
+            for value in graph.values
+        ),
+    )
 
 
 def told(graph: OperationGraph) -> tuple[list[int], list[int]]:
@@ -112,6 +129,57 @@ def test_a_very_deep_model_is_cut_into_whole_layers() -> None:
     assert len(cuts) < MOST
     lengths = {right - left for left, right in pairwise(cuts)}
     assert len(lengths) == 1 and lengths.pop() % 10 == 0
+
+
+@given(graphs())
+def test_every_order_runs_all_operations_each_after_what_it_needs(graph: OperationGraph) -> None:
+    """R10"""
+    for order in (late(graph), early(graph), best_order(graph, [1] * len(graph.operations), windows=4)):
+        assert sorted(order) == list(range(len(graph.operations)))
+        for value in graph.values:
+            assert all(order.index(value.made_by) < order.index(user) for user in value.used_by)
+
+
+def drawn(needs: Sequence[Sequence[int]], sizes: Sequence[int]) -> OperationGraph:
+    """Operations that take equally long; each is given by what it needs, and by how much it makes."""
+    users = [
+        [user for user, all_needed in enumerate(needs) if maker in all_needed] for maker in range(len(needs))
+    ]
+    return OperationGraph(
+        tuple(Operation(100, 0) for _ in needs),
+        tuple(Value(maker, tuple(used), sizes[maker]) for maker, used in enumerate(users) if used),
+    )
+
+
+def test_branches_are_laid_out_one_after_the_other() -> None:
+    """R10: wherever a cut is, no more crosses it than the branches that are begun."""
+    layers = 40
+    towers = [[i - 2] if i > 1 else [] for i in range(2 * layers)]  # two that take turns, and a loss of both
+    in_turns = drawn([*towers, [2 * layers - 2, 2 * layers - 1]], [8] * (2 * layers - 2) + [1, 1, 0])
+    # A decoder whose layers each read the encoder's end through a projection; all are projected first.
+    projected = drawn(
+        [[], *([0] for _ in range(layers)), [1], *([layers + i, 1 + i] for i in range(1, layers))],
+        [8] * (2 * layers + 1),
+    )
+    # A loss after each layer, from what it gave; all are taken at the end.
+    supervised = drawn(
+        [
+            [],
+            *([i] for i in range(layers)),
+            *([i + 1] for i in range(layers)),
+            range(layers + 1, 2 * layers + 1),
+        ],
+        [8] * (layers + 1) + [1] * layers + [0],
+    )
+    for graph, most in ((in_turns, 9), (projected, 24), (supervised, 8 + layers)):
+        order = best_order(graph, [1] * len(graph.operations), windows=FEWEST)
+        program = range(len(graph.operations))
+        assert max(crossings(graph, order)) <= most < max(crossings(graph, program))
+
+
+def test_a_program_that_runs_branch_by_branch_keeps_its_order() -> None:
+    graph = transformer(6)
+    assert best_order(graph, [1] * len(graph.operations), windows=FEWEST) == range(len(graph.operations))
 
 
 def test_there_are_blocks_enough_for_many_stages_even_where_all_cuts_are_dear() -> None:

@@ -104,6 +104,24 @@ class Norm(nn.Module):
         return y
 
 
+class Everything(nn.Module):
+    """A weight used at both ends, a skip over all of it, dropout, a buffer, a loss and results on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, 8)
+        self.back = nn.Linear(8, WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("shift", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        early = torch.tanh(self.inner(x))
+        middle = self.drop(torch.relu(self.middle(early))) + self.shift
+        out = F.linear(torch.tanh(self.back(middle)), self.inner.weight) + x
+        return {"loss": F.mse_loss(out, target), "out": out, "early": early}
+
+
 class Identity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -155,6 +173,13 @@ CASES: dict[str, Case] = {
     ),
     "Bert": Case(Bert, _bert, lambda out, args, kwargs: out["loss"]),
     "Norm": Case(Norm, lambda n, g: ((_x(n, g),), {}), _mean_square),
+    "Everything": Case(
+        Everything,
+        lambda n, g: ((_x(n, g), _x(n, g)), {}),
+        lambda out, args, kwargs: (
+            out["loss"] + out["out"].square().sum(1).mean() + 0.1 * out["early"].sum(1).mean()
+        ),
+    ),
     "Identity": Case(Identity, lambda n, g: ((_x(n, g),), {}), _mean_square),
     "OneOperation": Case(OneOperation, lambda n, g: ((_x(n, g),), {}), _mean_square),
 }

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import pyrannc
-from pyrannc import RaNNCModule
+from pyrannc import RaNNCModule, deployment
 from tests.pool import Pool
 from tests.pyrannc.jobs import make
 from tests.pyrannc.models import WIDTH
 from varuna.cli import app
-from varuna.plan_file import read_plan
+from varuna.plan_file import PinnedPlan, read_plan
 
 
 def wrapped(model: nn.Module, **options: Any) -> RaNNCModule:
@@ -63,6 +63,103 @@ def deploy(file: str, forced: str) -> tuple[Any, Any, Any, list[str]]:
         wrapped(make("Shared"), load_deployment=forced)(x)
     early.undeploy()
     return (*stages, [str(other.value), str(too_early.value)])  # type: ignore[return-value]
+
+
+class Deep(nn.Sequential):
+    """Of weights more than anything else; BatchNorm's statistics change with every forward, dropout draws."""
+
+    def __init__(self) -> None:
+        layers = [(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.2)) for _ in range(4)]
+        super().__init__(nn.Linear(WIDTH, 64), *(layer for parts in layers for layer in parts))
+
+
+def test_a_plan_rests_on_measured_segments_and_leaves_no_trace(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R9, R10, R12, R13: the same plan on every rank, in every run, and without devices."""
+    found, same = pool.run(measured, 2, str(tmp_path), timeout=150)
+    assert same == found
+    first, again, estimated, hurried, forced, smaller = found
+    assert first.basis.startswith("measured on cpu") and first.speed is not None
+    assert first.plan.depth == 1 and not first.plan.stages[0].recompute
+    assert again == first  # to the last digit: nothing was measured twice
+    assert estimated.basis == hurried.basis == "estimated from the model's shapes, by what such devices reach"
+    assert estimated.plan == first.plan
+    assert forced.plan.depth == 2 and forced.plain is not None
+    # One stage does not fit: the stages that do are of measured segments too.
+    assert smaller.plan.depth == 2 and smaller.basis == first.basis
+    assert max(stage.memory.total for stage in smaller.forecast.stages) <= 0.9 * smaller_memory(smaller)
+    # Without devices, values or ranks: by the same times the same plan; by the speed alone, about the same.
+    with torch.device("meta"):
+        model, x = Deep(), torch.randn(8, WIDTH)
+    wished = {"ranks": 2, "device": "cpu", "memory_gb": smaller_memory(smaller) / (1 << 30)}
+    profile = {"load_graph_profile": True, "graph_profile_file": str(tmp_path / "profile.json")}
+    dry = pyrannc.dry_run(model, [x], **wished, **profile)  # type: ignore[arg-type]
+    assert dry.plan == smaller.plan and dry.forecast == smaller.forecast
+    dry = pyrannc.dry_run(
+        model,
+        [x],
+        **wished,
+        speed=tmp_path / "deployment.json",
+        out=tmp_path / "dry.json",  # type: ignore[arg-type]
+    )
+    assert dry.plan.depth == 2 and first.speed.measured_on in dry.basis
+    pyrannc.show_deployment(tmp_path / "dry.json")
+    shown = capsys.readouterr().out
+    assert "times are estimated from the model's shapes, by the speed of cpu" in shown
+    assert "plain data parallel" in shown and "and needs" in shown
+    with pytest.raises(ValueError, match="memory_gb"):
+        pyrannc.dry_run(model, [x], ranks=2)
+    deployment.save(tmp_path / "estimated.json", estimated)
+    with pytest.raises(ValueError, match="tells no speed"):
+        pyrannc.dry_run(model, [x], ranks=2, speed=tmp_path / "estimated.json")
+    with pytest.raises(ValueError, match="of another model"):
+        pyrannc.dry_run(make("Simple"), [torch.randn(2, WIDTH)], ranks=2, **profile)  # type: ignore[arg-type]
+
+
+def smaller_memory(pinned: PinnedPlan) -> int:
+    assert pinned.cluster is not None
+    return pinned.cluster.machines[0].memory_bytes
+
+
+def measured(folder: str) -> list[PinnedPlan]:
+    profile = {"graph_profile_file": f"{folder}/profile.json"}
+    found = []
+    outputs, states = [], []
+    limit = 0.0
+    for options in (
+        {"save_graph_profile": True, **profile},
+        {},
+        {"measure": False},
+        {"measure_seconds": 1e-9},
+        {"partition_num": 2},
+        {"load_graph_profile": True, **profile},
+    ):
+        torch.manual_seed(1)
+        model = Deep()
+        optimizer = torch.optim.Adam(model.parameters())
+        wrapper = RaNNCModule(
+            model, optimizer, device="cpu", seed=1, timeout_seconds=20, mem_limit_gb=limit, **options
+        )
+        torch.manual_seed(2)
+        x = torch.randn(8, WIDTH)
+        torch.manual_seed(3)
+        outputs.append(wrapper(x).detach())
+        assert torch.equal(torch.get_rng_state(), torch.manual_seed(3).get_state())
+        assert all(parameter.grad is None for parameter in wrapper.parameters())
+        states.append(wrapper.state_dict())
+        assert wrapper._pinned is not None
+        found.append(wrapper._pinned)
+        if not limit:
+            wrapper.save_deployment(f"{folder}/deployment.json")
+        if options.get("partition_num"):
+            limit = 0.7 * found[0].forecast.stages[0].memory.total / (1 << 30)
+        pyrannc.barrier()
+        wrapper.undeploy()
+    for number in range(4):  # measured or not, it is the same model afterwards
+        assert torch.equal(outputs[number], outputs[0])
+        assert all(torch.equal(value, states[0][name]) for name, value in states[number].items())
+    return found
 
 
 class Divided(nn.Module):

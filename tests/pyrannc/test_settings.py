@@ -1,9 +1,6 @@
 """Configuration, logging, and who a process is: told by files and the environment."""
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,6 @@ import pytest
 from pyrannc.configuration import KINDS, Configuration, read_configuration
 from pyrannc.joining import find_place
 from pyrannc.logs import configure_logging
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> None:
@@ -22,7 +17,9 @@ def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> 
     values = {
         "partition_num": 2, "replica_num": 3, "pipeline_num": 4, "min_pipeline": 2, "max_pipeline": 8,
         "min_pipeline_bs": 2, "checkpointing": True, "mem_margin": 0.2, "mem_limit_gb": 1.5,
-        "opt_param_factor": 1.0, "save_deployment": True, "load_deployment": True, "deployment_file": "d",
+        "opt_param_factor": 1.0, "dp_search_all": True, "measure": False, "measure_seconds": 2.5,
+        "profiling_iter": 1, "save_graph_profile": True, "load_graph_profile": True,
+        "graph_profile_file": "p", "save_deployment": True, "load_deployment": True, "deployment_file": "d",
         "trace_events": True, "event_trace_file": "t", "sync_params_on_init": False,
         "show_config_items": True,
     }  # fmt: skip
@@ -83,49 +80,19 @@ def test_each_component_has_its_level_and_its_sink(tmp_path: Path) -> None:
         logger.propagate = True
 
 
-def test_the_variables_of_torchrun_and_of_mpirun_are_understood() -> None:
+def test_the_variables_of_torchrun_mpirun_and_srun_are_understood() -> None:
     """R17."""
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
     assert find_place(torchrun) == (1, 4, 1, "h", 5)
     mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     assert find_place(mpi)[:3] == (3, 4, 3)
     assert find_place({"PMI_RANK": "2", "PMI_SIZE": "3"})[:2] == (2, 3)
+    slurm = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3"}
+    assert find_place(slurm)[:3] == (2, 3, 0)
+    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"})[:2] == (0, 1)  # a batch script, no srun
+    assert find_place({**slurm, **mpi})[:2] == (3, 4)  # an mpirun that Slurm has started
     assert find_place({})[:2] == (0, 1)
-    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        find_place({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-
-
-def test_processes_that_mpirun_has_started_find_each_other(tmp_path: Path) -> None:
-    """R17: with nothing but Open MPI's variables, and no process group made by the script."""
-    from tests.pool import free_port
-
-    script = (
-        "import torch, pyrannc\n"
-        "torch.manual_seed(0)\n"
-        "model = pyrannc.RaNNCModule(torch.nn.Linear(3, 2), device='cpu', partition_num=1)\n"
-        "model(torch.ones(2, 3)).sum().backward()\n"
-        "print(pyrannc.get_rank(), pyrannc.get_world_size(), model.get_param_grad('bias').tolist())\n"
-    )
-    port = str(free_port())
-    jobs = []
-    for rank in range(2):
-        environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD"))},
-            "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-            "MASTER_PORT": port,
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(tmp_path),
-        }
-        jobs.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-    outputs = [job.communicate(timeout=120) for job in jobs]
-    for rank, (out, err) in enumerate(outputs):
-        assert out.decode().strip() == f"{rank} 2 [2.0, 2.0]", err.decode()
+    for elsewhere in ({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {**slurm, "SLURM_STEP_NUM_NODES": "2"}):
+        with pytest.raises(RuntimeError, match="MASTER_ADDR"):
+            find_place(elsewhere)
+        assert find_place({**elsewhere, "MASTER_ADDR": "h"}).address == "h"

@@ -22,14 +22,14 @@ def data(step: int, size: int) -> tuple[Tensor, Tensor]:
 class Pair:
     """A wrapped model and a plain one, which must stay equal."""
 
-    def __init__(self, stages: int, **options: Any) -> None:
-        self.plain = make("Simple")
-        model = make("Simple")
+    def __init__(self, name: str, replicas: tuple[int, ...], **options: Any) -> None:
+        self.plain = make(name)
+        model = make(name)
         if dist.get_rank() == 1:  # values are rank 0's
-            nn.init.zeros_(model.first.weight)  # type: ignore[arg-type, union-attr]
+            nn.init.zeros_(next(model.parameters()))
         self.plain_optimizer = torch.optim.Adam(self.plain.parameters(), lr=0.01)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        self.options = {"partition_num": stages, "pipeline_num": 2, "device": "cpu", "timeout_seconds": 30}
+        self.options = {"replica_num": replicas, "pipeline_num": 2, "device": "cpu", "timeout_seconds": 30}
         self.model = RaNNCModule(model, self.optimizer, **self.options, **options)  # type: ignore[arg-type]
         self.size = 3 * dist.get_world_size()
         self.first, self.stop = own_rows([3] * dist.get_world_size())
@@ -66,16 +66,16 @@ def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-def use(stages: int) -> None:
+def use(name: str, replicas: tuple[int, ...]) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        _use(stages)
+        _use(name, replicas)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _use(stages: int) -> None:
-    pair = Pair(stages)
+def _use(name: str, replicas: tuple[int, ...]) -> None:
+    pair = Pair(name, replicas)
     model, plain = pair.model, pair.plain
     assert (pyrannc.get_rank(), pyrannc.get_world_size()) == (dist.get_rank(), dist.get_world_size())
     pair.backward(0)
@@ -83,12 +83,8 @@ def _use(stages: int) -> None:
     # Clipping is of the whole model's norm.
     norm = model.clip_grad_norm(0.5)
     close(torch.tensor(norm), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-    torch.testing.assert_close(
-        model.get_param_grad("third.weight"),
-        plain.third.weight.grad,
-        rtol=1e-5,
-        atol=1e-7,  # type: ignore[union-attr]
-    )
+    for clipped, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_param_grad(clipped), parameter.grad, rtol=1e-5, atol=1e-7)
     model.zero_grad()
     plain.zero_grad()
     # Reduced, then delayed, then reduced by hand: as if all had been one backward.
@@ -132,7 +128,7 @@ def _use(stages: int) -> None:
     pair.same_state()
     # The state of both fits a plain model and a plain optimizer, and comes back.
     saved, optimizer = model.state_dict(), pair.optimizer.state_dict()
-    fresh = make("Simple")
+    fresh = make(name)
     fresh.load_state_dict(saved)
     fresh_optimizer = torch.optim.Adam(fresh.parameters(), lr=0.5)
     fresh_optimizer.load_state_dict(deepcopy(optimizer))
@@ -150,7 +146,7 @@ def _use(stages: int) -> None:
     saved, optimizer = model.state_dict(), pair.optimizer.state_dict()
     model.undeploy()
     # Into another layout, before its first call.
-    other = Pair(1 if stages > 1 else dist.get_world_size())
+    other = Pair(name, (sum(replicas),) if len(replicas) > 1 else (1,) * sum(replicas))
     for each, its_optimizer in ((other.model, other.optimizer), (other.plain, other.plain_optimizer)):
         each.load_state_dict(saved)
         its_optimizer.load_state_dict(deepcopy(optimizer))
@@ -158,14 +154,14 @@ def _use(stages: int) -> None:
     other.step()
     other.same_state()
     other.model.undeploy()
-    _as_part_of_a_larger_model(stages)
-    _rank_0_has_all_samples(stages)
+    _as_part_of_a_larger_model(name, replicas)
+    _rank_0_has_all_samples(name, replicas)
     pyrannc.barrier()
 
 
-def _as_part_of_a_larger_model(stages: int) -> None:
+def _as_part_of_a_larger_model(name: str, replicas: tuple[int, ...]) -> None:
     """Gradients go through it to what is before; its outputs, to what comes after."""
-    pair = Pair(stages)
+    pair = Pair(name, replicas)
     torch.manual_seed(5)
     before, after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
     outer = nn.Sequential(before, pair.model, after)
@@ -188,8 +184,8 @@ def _as_part_of_a_larger_model(stages: int) -> None:
     pair.model.undeploy()
 
 
-def _rank_0_has_all_samples(stages: int) -> None:
-    pair = Pair(stages, gather_inputs=False)
+def _rank_0_has_all_samples(name: str, replicas: tuple[int, ...]) -> None:
+    pair = Pair(name, replicas, gather_inputs=False)
     for step in range(2):
         x, y = data(step, pair.size + step)
         out = pair.model(x) if dist.get_rank() == 0 else pair.model()

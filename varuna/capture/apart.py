@@ -4,6 +4,9 @@ A value can be parted where one of its dimensions holds the samples one after th
 same for all of them. It cannot where it sums up samples (a mean over the batch that goes on to the
 next stage), where its size follows from the data, or where samples lie otherwise than in order (two views
 of a batch, one after the other).
+
+A dimension of 2b may hold the samples as 0 0 1 1 2 2, or as 0 1 2 0 1 2: there they come over again.
+Attention goes through the latter and back: [s, b, h] seen as [sb, h], and as [s, b, h] again.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Apart:
     def __init__(self, whole: Whole, batched_inputs: Iterable[str], symbol: sympy.Symbol | None) -> None:
         self._symbol = symbol
         self._of_samples = {whole.inputs[name] for name in batched_inputs if name in whole.inputs}
-        self._disordered: set[fx.Node] = set()
+        # How often the samples come over again along their dimension: 1 in order, 0 where that is not known.
+        self._rounds: dict[fx.Node, int] = {}
         for node in whole.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -37,8 +41,7 @@ class Apart:
             made_of = [arg for arg in node.all_input_nodes if _tensors(arg)]
             if any(arg in self._of_samples for arg in made_of):
                 self._of_samples.add(node)
-            if any(arg in self._disordered for arg in made_of) or self._disorders(node, made_of):
-                self._disordered.add(node)
+            self._rounds[node] = self._rounds_of(node, made_of)
 
     def why_not(self, node: fx.Node) -> str | None:
         """Why a value that crosses a cut cannot be parted, in words; None where it can."""
@@ -49,29 +52,36 @@ class Apart:
         batched = [dim for dim in dims if dim is not None and dim.per_sample]
         if not batched and node in self._of_samples:
             return f"{node.name} [{shape}] sums up all samples of a micro-batch"
-        if len(batched) > 1 or any(dim.fixed for dim in batched) or node in self._disordered:
+        if len(batched) > 1 or any(dim.fixed for dim in batched) or self._rounds.get(node, 1) != 1:
             return f"{node.name} [{shape}] does not hold the samples one after the other"
         return None
 
     def _dims(self, value: Tensor) -> list[Dim | None]:
         return [dim_of(size, self._symbol) for size in value.shape]
 
-    def _disorders(self, node: fx.Node, made_of: list[fx.Node]) -> bool:
-        """Whether samples that lay in order in what goes in lie otherwise in what comes out.
-
-        Joining, repeating and interleaving show in how much of the dimension is each sample's.
-        """
+    def _rounds_of(self, node: fx.Node, made_of: list[fx.Node]) -> int:
+        """Joining, repeating and interleaving show in how much of the dimension is each sample's."""
         results = [place for value in _tensors(node) if (place := self._place(value)) is not None]
-        given = [
-            place for arg in made_of for value in _tensors(arg) if (place := self._place(value)) is not None
-        ]
+        given = {
+            (place, self._rounds.get(arg, 1))
+            for arg in made_of
+            for value in _tensors(arg)
+            if (place := self._place(value)) is not None
+        }
+        rounds = {number for _, number in given}
         if not results or not given:
-            return False
+            return 1
+        if len(rounds) > 1:
+            return 0
+        (number,) = rounds
         if base_name(node) in _VIEWS:
-            # In memory the samples come first of all, or nothing before them has changed.
-            (before, each), (before_then, each_then) = given[0], results[0]
-            return not (before == before_then == 1 or (before, each) == (before_then, each_then))
-        return any(each not in {each for _, each in given} for _, each in results)
+            # What comes before the samples in memory, in other dimensions or in their own, stays before them.
+            ((before, _), _), (before_then, _) = next(iter(given)), results[0]
+            return before * number // before_then if before_then and before * number % before_then == 0 else 0
+        if base_name(node) == "repeat_interleave":
+            return int(number == 1)
+        each = {each for (_, each), _ in given}
+        return number if all(each_then in each for _, each_then in results) else 0
 
     def _place(self, value: Tensor) -> tuple[int, int] | None:
         """The elements before the samples' dimension, and how much of it is each one's."""

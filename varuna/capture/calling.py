@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -87,7 +88,7 @@ class Structured(Calling):
     ) -> tuple[Structured, dict[str, Any]]:
         """How this call is made, and its leaves by name. `keeps`: whether there may be a backward."""
         try:
-            bound = inspect.signature(model.forward).bind(*args, **kwargs)
+            bound = _signature(model).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"{type(model).__name__}.forward cannot be called so: {error} "
@@ -155,6 +156,18 @@ class Structured(Calling):
             raise CaptureError(f"the model's forward returned no tensor, but {in_words(output)}")
         self._structure = Structure(spec, tuple(places), tuple(constants))
         return tuple(tensors)
+
+
+_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()  # of methods: each call asks
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    method = getattr(model.forward, "__func__", None)
+    if method is None:
+        return inspect.signature(model.forward)
+    if method not in _signatures:
+        _signatures[method] = inspect.signature(model.forward)
+    return _signatures[method]
 
 
 def _nested(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> Structured:

@@ -80,6 +80,13 @@ class Captured:
         reasons = (self._apart.why_not(value) for value in self._carver.crossing(cut))
         return [reason for reason in reasons if reason]
 
+    @property
+    def disordered(self) -> tuple[str, ...]:
+        """Which results have a batch, but not the samples one after the other, in words."""
+        specs = zip(self._whole.results, self.results, strict=True)
+        batched = [node for node, spec in specs if any(dim is None or dim.per_sample for dim in spec.dims)]
+        return tuple(reason for reason in map(self._apart.why_not, batched) if reason)
+
     @cached_property
     def _apart(self) -> Apart:
         return Apart(self._whole, self.batch_dims, self._symbol)

@@ -100,11 +100,9 @@ _TENSOR = _Tensor()
 def leaves_marked(model: nn.Module) -> Iterator[None]:
     """While a model is traced, each of its opaque modules leaves one operation in the graph."""
     marked: list[nn.Module] = []
-    for name, module in model.named_modules():
-        inside = any(
-            name.startswith(f"{other}.") for other, m in model.named_modules() if is_opaque(m) and other
-        )
-        if is_opaque(module) and not inside:
+    opaque_ones = {name: module for name, module in model.named_modules() if is_opaque(module)}
+    for name, module in opaque_ones.items():
+        if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
             module.__dict__["forward"] = _Stand(name, module)
             marked.append(module)
     try:

@@ -62,6 +62,7 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
             ways = 2 if node in flow.needs_grad else 1
             crossing = 0 if node in free else ways * num_bytes(node.meta.get("val"), symbol)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
+    values += _afterwards(flow, number)
     return Operations(
         OperationGraph(
             tuple(
@@ -75,6 +76,15 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
         ),
         groups,
     )
+
+
+def _afterwards(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
+    """Who reads memory after its last change comes after that, also where it was there before: an input's."""
+    for node, own in number.items():
+        for arg in node.all_input_nodes:
+            for writer in flow.writers_before(flow.root[arg], flow.order[node]):
+                if number[writer] != own:
+                    yield Value(number[writer], (own,), 0)
 
 
 def _inseparable(

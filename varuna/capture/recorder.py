@@ -6,7 +6,7 @@ a mark in the graph (CutPoint, opaque modules) asks here first; outside a captur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,10 @@ CUT: Any = torch.ops.varuna.cut.default
 class Recorder:
     """What happened so far in the forward pass that is being traced."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tell: Callable[[int], None] | None = None) -> None:
+        """`tell` is told how many modules have run."""
+        self._tell = tell
+        self._done: set[int] = set()
         self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
@@ -95,6 +98,9 @@ class Recorder:
             left = self._running.pop()
             if left is module:
                 break
+        if self._tell is not None and id(module) in self._names:
+            self._done.add(id(module))
+            self._tell(len(self._done))
 
 
 _active: Recorder | None = None
@@ -105,11 +111,11 @@ def active() -> Recorder | None:
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
+def recording(model: nn.Module, tell: Callable[[int], None] | None = None) -> Iterator[Recorder]:
     global _active
     if _active is not None:
         raise RuntimeError("a capture is already under way in this process")
-    recorder = Recorder(model)
+    recorder = Recorder(model, tell)
     hooks = [
         register_module_forward_pre_hook(recorder._enter),
         register_module_forward_hook(recorder._leave),

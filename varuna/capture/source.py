@@ -18,7 +18,7 @@ from varuna.capture.flatten import flatten
 from varuna.capture.hollow import hollow
 from varuna.capture.names import canonical_names, find_ties
 from varuna.capture.opaque import is_opaque, opaque
-from varuna.capture.trace import Trace, trace
+from varuna.capture.trace import Trace, Watch, trace
 from varuna.errors import CaptureError
 from varuna.types import Partition, PrecisionName
 
@@ -37,8 +37,13 @@ class Source:
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
         partition: Partition | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """`partition` cuts a model without CutPoints; without it, such a model is one segment."""
+        """`partition` cuts a model without CutPoints; without it, such a model is one segment.
+
+        `watch` shows how far a capture is.
+        """
+        self._watch = watch
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.hollow = hollow(model)
@@ -125,7 +130,15 @@ class Source:
         self, inputs: Mapping[str, object], batch: Batch, calling: Calling, precision: PrecisionName
     ) -> Trace:
         try:
-            return trace(self.hollow, inputs, batch, precision=precision, device=self.device, calling=calling)
+            return trace(
+                self.hollow,
+                inputs,
+                batch,
+                precision=precision,
+                device=self.device,
+                calling=calling,
+                watch=self._watch,
+            )
         except DependsOnData as error:
             if not self._keep_experts_whole(error.module):
                 raise

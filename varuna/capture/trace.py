@@ -7,8 +7,8 @@ else is as in the example.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from varuna.capture.recorder import recording
 from varuna.types import PrecisionName
 
 LARGEST_BATCH = 1 << 15
+
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Is told how many modules there are; in its context, how many have run."""
 
 LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +56,7 @@ def trace(
     precision: PrecisionName,
     device: torch.device,
     calling: Calling,
+    watch: Watch | None = None,
 ) -> Trace:
     """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -74,7 +78,8 @@ def trace(
             with mode:
                 example[name] = torch.empty(shape, dtype=value.dtype, device=device)
     with ExitStack() as stack:
-        recorder = stack.enter_context(recording(faked))
+        tell = stack.enter_context(watch(num_running(faked))) if watch is not None else None
+        recorder = stack.enter_context(recording(faked, tell))
         stack.enter_context(explained(recorder, size))
         stack.enter_context(watched(recorder))
         stack.enter_context(leaves_marked(faked))
@@ -95,6 +100,11 @@ def trace(
         calling.structure(),
         calling.gradients,
     )
+
+
+def num_running(model: nn.Module) -> int:
+    """How many of its modules may run: lists and dictionaries of others do not."""
+    return sum(not isinstance(module, nn.ModuleList | nn.ModuleDict) for module in model.modules())
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:

@@ -1,9 +1,11 @@
-"""How a step's batch lies over stages that differ in their number of replicas, seen from one rank. Pure.
+"""How a step's batch lies over stages and replicas, seen from one rank. Pure.
 
-Every stage runs the same micro-batches in the same order, each of its replicas its own samples of every
-one; the replicas of a stage hold the batch one after the other.
+The replicas of a stage hold the batch one after the other. Where all stages have as many, each replica runs
+its samples in order, as its neighbours do. Where they differ, every stage runs the same micro-batches in the
+same order, each of its replicas its own samples of every one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -48,6 +50,21 @@ def divide_batch(given: Given, *, stage: int, replica: int, microbatch_size: int
         with_stage(stage + 1),
         sum(given[stage]),
         tuple(sum(size(within(runs, span)) > 0 for runs in microbatches) for span in sides[stage]),
+    )
+
+
+def divide_alike(shares: Sequence[Span], *, replica: int, microbatch_sizes: Sequence[int]) -> Division:
+    """Where all stages have as many replicas, which hold `shares` and run so many samples at once each."""
+    own, length = shares[replica], microbatch_sizes[replica]
+    runs = tuple(((first, min(first + length, own[1])),) for first in range(*own, length))
+    nobody: Pieces = ()  # a replica has one neighbour before and after it, who runs the same micro-batches
+    return Division(
+        own,
+        runs,
+        (nobody,) * len(runs),
+        (nobody,) * len(runs),
+        sum(stop - first for first, stop in shares),
+        tuple(len(range(*span, each)) for span, each in zip(shares, microbatch_sizes, strict=True)),
     )
 
 

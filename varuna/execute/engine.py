@@ -225,6 +225,7 @@ class Engine:
         before_last: Callable[[], Callable[[], None]],  # returns what to call after it
     ) -> None:
         """All backwards, of forwards that the stage holds; run again first where only inputs were kept."""
+        last = max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1)
         for number, job in enumerate(jobs):
             if not self.stage.held[number].edges:
                 started = self._start("R", number)
@@ -235,7 +236,7 @@ class Engine:
                 incoming = gradients[number]
             else:
                 incoming = self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
-            stop = before_last() if number == len(jobs) - 1 else None
+            stop = before_last() if number == last else None
             outgoing = self.stage.backward(number, incoming, again=again)
             if self.upstream is not None:
                 self._send(self.upstream, outgoing)

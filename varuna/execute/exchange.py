@@ -2,9 +2,12 @@
 
 Over the group of all ranks, through the host: for inputs that lie with other ranks than those that compute
 on them, and for what comes out. Nothing is sent where nobody has anything for another rank.
+
+`redistribute` is told who holds which samples and who wants which; what one rank has for another is what
+lies in the spans of both (`shares`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna.execute.session import Session
+from varuna.execute.shares import Piece, Span, pieces
 
 ALIGNMENT = 16
 """Each tensor begins at a multiple of so many bytes: what arrives is used where it lies."""
@@ -28,17 +32,68 @@ class Form(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+class Cargo(NamedTuple):
+    """A tensor of which some ranks hold samples that others want."""
+
+    held: Mapping[int, Span]  # by rank
+    wanted: Mapping[int, Span]
+    rows: Callable[[int, int], Tensor]  # samples `first` to `stop - 1` of what this rank holds
+    form: Callable[[int], Form]  # of so many samples
+
+
+def redistribute(
+    session: Session,
+    cargoes: Sequence[Cargo],
+    *,
+    device: torch.device,
+    needed: bool = True,  # False, on all ranks alike: each wants what it holds itself
+) -> list[list[tuple[Piece, Tensor]]]:
+    """Of each cargo, what of this rank's samples came from which rank, in the order of samples."""
+    own = session.rank
+    if not needed:
+        return [_kept(own, cargo, device) for cargo in cargoes]
+    outgoing: list[list[Tensor]] = [[] for _ in range(session.num_ranks)]
+    expected: list[list[Form]] = [[] for _ in range(session.num_ranks)]
+    coming: list[list[Piece]] = []
+    for held, wanted, rows, form in cargoes:
+        for rank, first, stop in _common(own, held, wanted):
+            outgoing[rank].append(rows(first, stop))
+        coming.append(_common(own, wanted, held))
+        for rank, first, stop in coming[-1]:
+            expected[rank].append(form(stop - first))
+    arrived = [iter(parts) for parts in exchange(session, outgoing, expected, device=device)]
+    return [[(piece, next(arrived[piece.peer])) for piece in several] for several in coming]
+
+
+def _kept(own: int, cargo: Cargo, device: torch.device) -> list[tuple[Piece, Tensor]]:
+    """What a rank holds and wants itself, which is the same."""
+    if own not in cargo.held or own not in cargo.wanted:
+        return []
+    first, stop = cargo.held[own]
+    assert cargo.wanted[own] == (first, stop), "samples that stay where they are"
+    size = stop - first
+    return [(Piece(own, 0, size), cargo.rows(0, size).to(device))] if size else []
+
+
+def _common(own: int, ours: Mapping[int, Span], theirs: Mapping[int, Span]) -> list[Piece]:
+    """What this rank has in common with each of the others."""
+    if own not in ours:
+        return []
+    ranks = sorted(theirs, key=lambda rank: theirs[rank])
+    found = pieces((ours[own],), ours[own], [theirs[rank] for rank in ranks])
+    return [piece._replace(peer=ranks[piece.peer]) for piece in found]
+
+
 def exchange(
     session: Session,
     outgoing: Sequence[Sequence[Tensor]],  # for each rank
     expected: Sequence[Sequence[Form]],  # from each rank
     *,
     device: torch.device,
-    needed: bool = True,  # False, on all ranks alike: each has something for itself alone
 ) -> list[list[Tensor]]:
     """What came from each rank."""
     own = session.rank
-    if not needed or session.everyone is None:
+    if session.everyone is None:
         return [[t.to(device) for t in outgoing[own]] if rank == own else [] for rank in range(len(expected))]
     sent = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(_forms(outgoing))]
     coming = [0 if rank == own else sum(map(_padded, forms)) for rank, forms in enumerate(expected)]

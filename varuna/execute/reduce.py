@@ -43,12 +43,14 @@ class WaitsForWork(Protocol):
 
 @dataclass
 class Bucket:
-    """Gradients that are reduced as one flat tensor."""
+    """Gradients that are reduced as one flat tensor, and after them, for each, how many replicas have it."""
 
     parameters: list[Tensor]
     flat: Tensor
     views: list[Tensor]
+    counts: Tensor
     missing: int = 0  # gradients not there yet in this step
+    absent: list[int] = field(default_factory=list)  # those that this replica has not
     work: dist.Work | None = None
 
 
@@ -59,6 +61,7 @@ class Tie:
     parameter: Tensor
     group: dist.ProcessGroup
     counts_here: bool  # in the norm: exactly one of its stages counts it
+    num_stages: int
     is_summed: bool = True  # of ranks that hold the same sum, one gives it to the group
 
 
@@ -81,11 +84,13 @@ class Reducer:
     counts_norm: bool  # one replica of each stage does
     waiter: WaitsForWork | None
     ties: Sequence[Tie] = ()
-    may_skip_parameters: bool = False  # an opaque leaf may leave a weight without gradient
+    # Of a sharded optimizer this replica's parameters: a script may have unscaled their gradients alone.
+    own_share: frozenset[Tensor] | None = None
+    watches: bool = True  # False: an opaque leaf may add to a gradient more than once in a backward
     asks: Callable[[], bool] = lambda: False  # whether this rank wants all ranks to do something
     attention: bool = False  # some rank has asked, as all know by now; whoever sees to it sets it back
     _buckets: list[Bucket] = field(default_factory=list)
-    _bucket_of: dict[Tensor, Bucket] = field(default_factory=dict)
+    _places: dict[Tensor, tuple[Bucket, Tensor]] = field(default_factory=dict)  # of each, and its view there
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets under way in this step
     _announced: tuple[float, float, Tensor, dist.Work | None] | None = None  # loss and weight here; the sum
@@ -95,13 +100,13 @@ class Reducer:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 # A gradient may live in a bucket, which this step will overwrite.
-                reduced = parameter in self._bucket_of
+                reduced = parameter in self._places
                 self._set_aside[parameter] = parameter.grad.clone() if reduced else parameter.grad
                 parameter.grad = None
 
     def expect_last_backward(self) -> Callable[[], None]:
         """Watches gradients become final, starting each bucket as it fills; returns how to stop watching."""
-        if self.replicas is None or self.may_skip_parameters:
+        if self.replicas is None or not self.watches:
             return lambda: None
         if not self._buckets:
             self._make_buckets()
@@ -150,7 +155,7 @@ class Reducer:
         """Leaves each rank its part of gradients that are reduced already: `settle` sums them up again."""
         copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
         for tie in self.ties:
-            copies[tie.parameter] *= tie.group.size()
+            copies[tie.parameter] *= tie.num_stages
         for parameter, count in copies.items():
             if parameter.grad is not None and count > 1:
                 parameter.grad.div_(count)
@@ -177,17 +182,21 @@ class Reducer:
             self._add_bucket(run)
 
     def _add_bucket(self, parameters: list[Tensor]) -> None:
-        flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        pieces = torch.split(flat, [p.numel() for p in parameters])
+        sizes = [p.numel() for p in parameters]
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        *pieces, counts = torch.split(flat, [*sizes, len(sizes)])
         views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        bucket = Bucket(parameters, flat, views)
+        bucket = Bucket(parameters, flat, views, counts)
         self._buckets.append(bucket)
-        self._bucket_of.update((parameter, bucket) for parameter in parameters)
+        self._places.update((p, (bucket, view)) for p, view in zip(parameters, views, strict=True))
 
     def _ready(self, parameter: Tensor) -> None:
-        self._bucket_of[parameter].missing -= 1
+        bucket, view = self._places[parameter]
+        bucket.missing -= 1
+        gradient = parameter.grad
+        if gradient is not None and gradient is not view and gradient.device.type == "cpu":
+            # While it is still in the cache; a GPU copies all of a bucket at once.
+            parameter.grad = view.copy_(gradient)
         # In one fixed order: replicas whose gradients come in another order must still pair up.
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
             self._start(self._buckets[self._num_started])
@@ -195,11 +204,15 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             gradients = [p.grad for p in bucket.parameters]
-            if any(gradient is None for gradient in gradients):
-                bucket.flat.zero_()
-            there = [(v, g) for v, g in zip(bucket.views, gradients, strict=True) if g is not None]
-            if there:
-                torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+            bucket.absent = [number for number, gradient in enumerate(gradients) if gradient is None]
+            bucket.counts.fill_(1)
+            if bucket.absent:  # the others may live in the bucket already
+                torch._foreach_zero_([bucket.views[number] for number in bucket.absent])
+                bucket.counts[bucket.absent] = 0
+            pairs = zip(bucket.views, gradients, strict=True)
+            elsewhere = [(view, grad) for view, grad in pairs if grad is not None and grad is not view]
+            if elsewhere:
+                torch._foreach_copy_([view for view, _ in elsewhere], [grad for _, grad in elsewhere])
             # From here on the gradients live in the bucket: nothing is copied back.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
@@ -212,7 +225,6 @@ class Reducer:
         assert self.waiter is not None
         if not self._buckets:
             self._make_buckets()
-        present = self._present_somewhere() if self.may_skip_parameters else None
         for bucket in self._buckets[self._num_started :]:
             self._start(bucket)
         self._num_started = 0
@@ -220,14 +232,11 @@ class Reducer:
             assert bucket.work is not None
             self.waiter.for_work(bucket.work, lambda: "the all-reduce of gradients over the replicas")
             bucket.work = None
-        for parameter, there in zip(self.parameters, present or (), strict=False):
-            if not there:
-                parameter.grad = None
-
-    def _present_somewhere(self) -> list[bool]:
-        flags = torch.tensor([float(p.grad is not None) for p in self.parameters])
-        self._all_reduce(flags, self.replicas, "the count of gradients over the replicas")
-        return [bool(flag) for flag in flags.tolist()]
+            # What no replica has a gradient for has none, as in one process.
+            counts = bucket.counts.tolist() if bucket.absent else []
+            for number in bucket.absent:
+                if not counts[number]:
+                    bucket.parameters[number].grad = None
 
     def _reduce_ties(self) -> None:
         """Each stage that holds a tied tensor gets the sum, to the same bits, so copies stay equal."""
@@ -272,16 +281,19 @@ class Reducer:
         self._all_reduce(tensor, self.replicas, "the buffers of the other replicas")
 
     def _norm(self) -> float:
-        """Of the whole model's gradient: each tied tensor counted once, each stage by one replica."""
+        """Of the whole model's gradient: each tied tensor counted once, each stage by one replica, or each
+        parameter by the replica whose share it is in."""
         elsewhere = {tie.parameter for tie in self.ties if not tie.counts_here}
-        gradients = [p.grad for p in self.parameters if p.grad is not None and p not in elsewhere]
+        here = [p for p in self.parameters if self.own_share is None or p in self.own_share]
+        gradients = [p.grad for p in here if p.grad is not None and p not in elsewhere]
         squared = torch.zeros((), dtype=torch.float64)
-        if gradients and (self.counts_norm or self.everyone is None):
+        group = self.everyone if self.own_share is None else self.everyone or self.replicas
+        if gradients and (self.counts_norm or group is None or self.own_share is not None):
             norms = torch.stack([n.double() for n in torch._foreach_norm(gradients)])
             (number,) = Reading(norms.square().sum()).numbers(self.waiter)
             squared.fill_(number)
-        if self.everyone is not None:
-            self._all_reduce(squared, self.everyone, "the norm of the gradient over all stages")
+        if group is not None:
+            self._all_reduce(squared, group, "the norm of the gradient over all stages")
         return float(squared.sqrt())
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
@@ -318,23 +330,35 @@ def average_buffers(
     BatchNorm's running value after a micro-batch is (1 - momentum) × value + momentum × statistic, so
     what a replica's micro-batches did is an affine map of the value before the step, and the maps of
     all replicas in order compose to what one process running all micro-batches in order would hold.
-    Counters add up what each replica added; anything else is averaged.
+    Counters add up what each replica added; anything else is averaged. All of it travels as one message.
     """
+    factors: list[
+        tuple[float, float, float]
+    ] = []  # of the value before, of what changed, of what was before all
+    olds: list[Tensor] = []
     for name, buffer in buffers.items():
-        old = before[name]
         share = momentum.get(name)
-        if share is not None:
-            keep = 1.0 - share
-            own = keep ** counts[replica]
-            later = keep ** sum(counts[replica + 1 :])
-            change = (buffer - own * old).mul_(later)
-            reduce(change)
-            buffer.copy_(change.add_(old, alpha=keep ** sum(counts)))
-        elif not buffer.is_floating_point():
-            change = buffer.to(torch.int64) - old.to(torch.int64)
-            reduce(change)
-            buffer.copy_(old + change.to(buffer.dtype))
-        else:
-            total = buffer.clone()
-            reduce(total)
-            buffer.copy_(total.div_(len(counts)))
+        keep = 1.0 if share is None else 1.0 - share
+        follows = share is not None or not buffer.is_floating_point()
+        factors.append(
+            (keep ** counts[replica], keep ** sum(counts[replica + 1 :]), keep ** sum(counts))
+            if follows
+            else (0.0, 1 / len(counts), 0.0)
+        )
+        olds.append(before[name] if follows else torch.zeros_like(buffer))
+    sizes = [old.numel() for old in olds]
+    old, new = _flat(olds), _flat(list(buffers.values()))
+    rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(torch.tensor(sizes), 0)
+    own, later, all_of_them = rows.to(old.device).unbind(1)
+    total = new.sub_(own * old).mul_(later)
+    reduce(total)
+    total.add_(all_of_them * old)
+    for buffer, found in zip(buffers.values(), torch.split(total, sizes), strict=True):
+        buffer.copy_(found.view(buffer.shape))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other, in a form that counts exactly, as far as any counter gets."""
+    size = sum(tensor.numel() for tensor in tensors)
+    flat = torch.empty(size, dtype=torch.float64, device=tensors[0].device)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)

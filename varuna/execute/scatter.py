@@ -20,6 +20,11 @@ class MicroBatch:
     inputs: Mapping[str, object]
     runs: Runs = ()  # where its samples do not follow each other: all of them, within this replica's batch
 
+    @property
+    def spans(self) -> Runs:
+        """All its samples, within this replica's batch."""
+        return self.runs or (((self.first_sample, self.first_sample + self.size),) if self.size else ())
+
 
 def scatter(
     inputs: Mapping[str, object],
@@ -67,14 +72,29 @@ def scatter_runs(
 
 
 def _choose(inputs: Mapping[str, object], dims: Mapping[str, int], runs: Runs) -> dict[str, object]:
-    def chosen(value: Tensor, dim: int) -> Tensor:
-        parts = [value.narrow(dim, first, stop - first) for first, stop in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
     return {
-        name: chosen(value, dims[name]) if name in dims and isinstance(value, Tensor) else value
+        name: samples_of(value, runs, dims[name]) if name in dims and isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
+
+
+def samples_of(value: Tensor, runs: Runs, dim: int, *, each: int = 1) -> Tensor:
+    """The samples of one micro-batch; `each` is how much of the dimension is one sample's."""
+    return join([value.narrow(dim, first * each, (stop - first) * each) for first, stop in runs], dim)
+
+
+def put_in_order(values: Sequence[Tensor], runs: Sequence[Runs], dim: int, *, each: int = 1) -> Tensor:
+    """The other way round: what micro-batches of such samples gave, by sample."""
+    found: list[tuple[int, Tensor]] = []
+    for value, spans in zip(values, runs, strict=True):
+        lengths = [(stop - first) * each for first, stop in spans]
+        parts = (value,) if len(spans) == 1 else torch.split(value, lengths, dim)
+        found += [(first, part) for (first, _), part in zip(spans, parts, strict=True)]
+    return join([part for _, part in sorted(found, key=lambda each: each[0])], dim)
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:

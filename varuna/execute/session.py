@@ -63,6 +63,10 @@ class Session:
         return len(self.stage_map[self.stage])
 
     @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.stage_map))
+
+    @property
     def uneven(self) -> bool:
         """Whether stages differ in their number of replicas."""
         return len({len(row) for row in self.stage_map}) > 1

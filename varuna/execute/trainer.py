@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varuna.execute.aligned import hash_samples, refuse_misaligned
 from varuna.execute.crowd import Crowd
-from varuna.execute.division import divide_batch, refuse_other_batches
+from varuna.execute.division import Division, divide_batch, refuse_other_batches
 from varuna.execute.engine import Engine, Job
 from varuna.execute.precision import LossScale
 from varuna.execute.reduce import Reducer, Totals, average_buffers
@@ -58,8 +58,9 @@ class Flight:
     """A batch between its forwards and its backwards, as one stage of one replica sees it."""
 
     jobs: Sequence[Job]
-    results: Sequence[Sequence[Tensor]]  # of each micro-batch, on the last stage
+    results: Sequence[Sequence[Tensor]]  # of each micro-batch, on the last stage; none where it has no sample
     held: dict[int, Held]
+    division: Division
 
 
 @dataclass
@@ -126,18 +127,19 @@ class Trainer:
         self,
         inputs: Mapping[str, object],
         *,
-        num_samples: int,
+        division: Division,
         dims: Mapping[str, int],
-        shares: Shares,
-        microbatch_size: int,
         training: bool,
         gradients: Sequence[str],  # inputs that a gradient goes back to
         keeps: bool,  # what a backward needs
     ) -> Flight:
-        microbatches = self._scatter(inputs, num_samples, dims, microbatch_size)
+        microbatches = self._part(inputs, dims, division)
         if keeps:
             microbatches = [with_leaves(microbatch, gradients) for microbatch in microbatches]
-        jobs = self._jobs(microbatches, dims, training, shares.first_sample)
+        first = division.own[0]
+        jobs = self._jobs(microbatches, dims, training, first, idle=Idle((), None))
+        self._begin_crowds(division, jobs)
+        shares = Shares(first, float(division.num_samples), division.num_microbatches)
         buffers = self._changing_buffers() if training else {}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         recompute = self.plan.stages[self.session.stage].recompute
@@ -146,7 +148,7 @@ class Trainer:
         )
         self._even_out(before, buffers, shares)
         self.iteration += training
-        return Flight(jobs, results, self.engine.stage.take_held())
+        return Flight(jobs, results, self.engine.stage.take_held(), division)
 
     def backwards(
         self,
@@ -158,6 +160,7 @@ class Trainer:
     ) -> None:
         self.engine.recorder.clear()
         self.engine.stage.held = flight.held
+        self._begin_crowds(flight.division, flight.jobs)
         self.engine.backwards(
             flight.jobs,
             gradients,
@@ -179,25 +182,39 @@ class Trainer:
         return {name: self.state.tensor(name).data for name in self.mutated} if self.session.width > 1 else {}
 
     def _scatter(
-        self,
-        inputs: Mapping[str, object],
-        num_samples: int,
-        dims: Mapping[str, int],
-        microbatch_size: int | None = None,  # None: the plan's
+        self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
     ) -> list[MicroBatch]:
         return scatter(
             inputs,
             num_samples=num_samples,
             dims=dims,
-            microbatch_size=microbatch_size or self.plan.microbatch_size,
+            microbatch_size=self.plan.microbatch_size,
+            device=self.engine.device,
+            weigh=self.weigh,
+        )
+
+    def _part(
+        self, inputs: Mapping[str, object], dims: Mapping[str, int], division: Division
+    ) -> list[MicroBatch]:
+        first = division.own[0]
+        return scatter_runs(
+            inputs,
+            dims=dims,
+            microbatches=[tuple((a - first, b - first) for a, b in runs) for runs in division.runs],
             device=self.engine.device,
             weigh=self.weigh,
         )
 
     def _jobs(
-        self, microbatches: Sequence[MicroBatch], dims: Mapping[str, int], training: bool, first_sample: int
+        self,
+        microbatches: Sequence[MicroBatch],
+        dims: Mapping[str, int],
+        training: bool,
+        first_sample: int,
+        *,
+        idle: Idle | None = None,  # None: one that tells a loss on the last stage
     ) -> list[Job]:
-        programs: dict[int, Program] = {0: Idle((), self.engine.device if self._is_last else None)}
+        programs: dict[int, Program] = {0: idle or Idle((), self.engine.device if self._is_last else None)}
         for microbatch in microbatches:
             if microbatch.size not in programs:
                 programs[microbatch.size] = self.programs(microbatch.inputs, microbatch.size, dims, training)
@@ -236,14 +253,7 @@ class Trainer:
             given, stage=session.stage, replica=session.replica, microbatch_size=self.plan.microbatch_size
         )
         first = division.own[0]
-        microbatches = scatter_runs(
-            inputs,
-            dims=dims,
-            microbatches=[tuple((a - first, b - first) for a, b in runs) for runs in division.runs],
-            device=self.engine.device,
-            weigh=self.weigh,
-        )
-        jobs = self._jobs(microbatches, dims, training, first)
+        jobs = self._jobs(self._part(inputs, dims, division), dims, training, first)
         total, ran = float(division.num_samples), division.num_microbatches
         if self.weigh is not None:
             if self._is_last:  # what counts for nothing may have no finite loss
@@ -257,14 +267,17 @@ class Trainer:
             everyone = session.gather_by_stage(own)
             total = sum(weight for weight, _ in everyone[-1])
             ran = tuple(int(number) for _, number in everyone[session.stage])
-        for crowd, pieces, specs in (
+        self._begin_crowds(division, jobs)
+        return jobs, Shares(first, total or 1.0, ran)
+
+    def _begin_crowds(self, division: Division, jobs: Sequence[Job]) -> None:
+        """Tells neighbours of several ranks what is exchanged with each; one rank is sent all there is."""
+        for neighbour, pieces, specs in (
             (self.engine.upstream, division.before, [job.program.received for job in jobs]),
             (self.engine.downstream, division.after, [job.program.sent for job in jobs]),
         ):
-            if crowd is not None:
-                assert isinstance(crowd, Crowd)
-                crowd.begin(pieces, specs)
-        return jobs, Shares(first, total or 1.0, ran)
+            if isinstance(neighbour, Crowd):
+                neighbour.begin(pieces, specs)
 
     def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int]) -> None:
         """Once, for a script that gives its data wrongly does so from the first batch on."""

@@ -16,6 +16,8 @@ PATIENCE_SECONDS = 2.0
 """How long a broken connection waits for the error that broke it to be posted."""
 NAP_SECONDS = 50e-6
 """Between two looks at a device, which rings no bell."""
+GIVEN_UP_SECONDS = 3.0
+"""How long a collective that was given up may take to notice that a peer has ended."""
 LOOK_AROUND = 40
 """Naps between two looks at the links: a device may wait for a process that is gone."""
 
@@ -46,6 +48,7 @@ class Waiter:
             1.0  # raised for a step in which others may have long work of their own, such as compiling
         )
         self.failure: WorkerError | None = None  # set by the board's watcher
+        self._given_up: Callable[[], bool] | None = None  # whether that collective has ended
 
     def fail(self, error: WorkerError) -> None:
         """Called from another thread: some rank has posted an error."""
@@ -80,11 +83,19 @@ class Waiter:
         future = work.get_future()
         if not future.done():
             future.add_done_callback(lambda _: self.bell.wake())
+            self._given_up = future.done
             self.until(future.done, what)
+            self._given_up = None
         try:
             work.wait()
         except RuntimeError as error:
             self.reraise(error)
+
+    def outlive(self) -> None:
+        """At the end: a collective that failed after Python has would call into it, and abort the process."""
+        deadline = time.monotonic() + GIVEN_UP_SECONDS
+        while self._given_up is not None and not self._given_up() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def for_device(self, done: Callable[[], bool]) -> None:
         """Waits for work that was queued on a device, which in its turn may wait for another process's."""

@@ -31,7 +31,7 @@ def group_sizes(most: int) -> list[int]:
 
 def measure_reductions(
     all_reduce: AllReduce,
-    share: Share,
+    share: Share | None,
     *,
     group_size: int,
     between_machines: bool,
@@ -40,7 +40,7 @@ def measure_reductions(
     sizes: Sequence[int],
     effort: Effort = REDUCE_EFFORT,
 ) -> list[ReduceCost]:
-    """Called by every rank of the group; each gets its own numbers."""
+    """Called by every rank of the group; each gets its own numbers. `share`: None, where nobody shares."""
 
     def measure(run: Callable[[], None]) -> Duration:
         def once() -> float:
@@ -61,7 +61,8 @@ def measure_reductions(
     for size in (SMALL_BYTES, *sizes):
         payload = torch.zeros(size // 4, device=device)
         # Several tensors each, as layers have them.
-        owned = [share.chunk(TENSORS_OF_A_SHARE) for share in payload.tensor_split(group_size)]
-        reduced, shared = measure(partial(all_reduce, payload)), measure(partial(share, owned))
+        owned = [part.chunk(TENSORS_OF_A_SHARE) for part in payload.tensor_split(group_size)]
+        reduced = measure(partial(all_reduce, payload))
+        shared = None if share is None else measure(partial(share, owned))
         costs.append(ReduceCost(group_size, size, between_machines, reduced, shared))
     return costs

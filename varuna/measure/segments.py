@@ -83,6 +83,12 @@ class Samples:
         least = min(self.host[part])
         return [max(seconds, least) for seconds in self.seconds[part]]
 
+    def halve_backwards(self) -> None:
+        """Where they were not run in two parts: each is taken to be half."""
+        for taken in (self.seconds, self.host):
+            for part in ("backward_inputs", "backward_weights"):
+                taken[part] = [seconds / 2 for seconds in taken["backward"]]
+
 
 class Measured(NamedTuple):
     costs: list[SizeCost]
@@ -98,14 +104,17 @@ def measure_chain(
     stopwatch: Stopwatch,
     meter: Callable[[], Meter],
     effort: Effort,
+    in_two_parts: bool = True,
 ) -> Measured:
     """The cost of each link's segment, in the order of the chain.
 
     `nothing` makes a segment that does nothing. After each of the others there is one: calling it takes
     longer than it would by itself, because caches hold other things by then, as they do in training.
-    `held` micro-batches are under way at once.
+    `held` micro-batches are under way at once. `in_two_parts`: whether backwards are measured so too.
     """
-    rounds = (_whole_round, _split_round, _light_round)
+    rounds: tuple[Round, ...] = (_whole_round, _light_round)
+    if in_two_parts:
+        rounds = (_whole_round, _split_round, _light_round)
     for run in rounds:  # the first run of all finds nothing ready, and leaves gradients behind
         run(chain, stopwatch)
     num_bytes = _count(chain, meter)
@@ -115,6 +124,9 @@ def measure_chain(
     found = [sample for own in samples for sample in (own, calls)]
     for run in rounds:
         _repeat(run, mixed, found, stopwatch, effort, held=1 if run is _light_round else held)
+    if not in_two_parts:
+        for sample in (*samples, calls):
+            sample.halve_backwards()
     costs = []
     for link, sample, counted in zip(chain, samples, num_bytes, strict=True):
         entry = _entry_seconds(link.piece, stopwatch, effort)

@@ -3,7 +3,8 @@
 Blocks are what a planner makes stages of. They are good where a stage may end at any moment of the
 model's time and find a cut near by, over which little travels:
 
-    operations ──► the places between them, each with its moment and what would cross it
+    operations ──► in a row, one branch after the other (`order`)
+               ──► the places between them, each with its moment and what would cross it
                ──► cheapest first, those near which no cheaper one serves as well
 
 Everything is decided by what is near: equal layers are cut at equal places, wherever in the model they
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from varuna.plan.order import best_order, crossings
 from varuna.types import Operation, OperationGraph
 
 FEWEST = 32
@@ -41,26 +43,25 @@ class Place(NamedTuple):
 
 def partition(graph: OperationGraph, *, fewest: int = FEWEST, most: int = MOST) -> tuple[int, ...]:
     """The block of each operation: at most `most`, and `fewest` or more where there are places enough."""
-    places = _places(graph)
-    whole = sum(map(_duration, graph.operations))
+    durations = [_duration(operation) for operation in graph.operations]
+    order = best_order(graph, durations, windows=fewest)
+    whole = sum(durations)
+    places = _places(crossings(graph, order), [durations[operation] for operation in order])
     cuts = {place.stop for place in _choose(places, whole, near=whole // fewest, shortest=whole // most)}
-    return tuple(accumulate(int(number in cuts) for number in range(len(graph.operations))))
+    in_a_row = accumulate(int(place in cuts) for place in range(len(order)))
+    block_of = dict(zip(order, in_a_row, strict=True))
+    return tuple(block_of[operation] for operation in range(len(order)))
 
 
 def _duration(operation: Operation) -> int:
     return FORWARD_AND_BACKWARD * (operation.flops + FLOPS_PER_MOVED_BYTE * operation.moved_bytes)
 
 
-def _places(graph: OperationGraph) -> list[Place]:
-    changes = [0] * (len(graph.operations) + 1)
-    for value in graph.values:
-        changes[value.made_by + 1] += value.num_bytes
-        changes[max(value.used_by) + 1] -= value.num_bytes
-    crossings = accumulate(changes)
-    moments = accumulate(map(_duration, graph.operations), initial=0)
+def _places(crossing: Sequence[int], durations: Sequence[int]) -> list[Place]:
+    moments = accumulate(durations, initial=0)
     return [
-        Place(crossing * FLOPS_PER_CROSSING_BYTE, stop, moment)
-        for stop, (crossing, moment) in enumerate(zip(crossings, moments, strict=True))
+        Place(num_bytes * FLOPS_PER_CROSSING_BYTE, stop, moment)
+        for stop, (num_bytes, moment) in enumerate(zip(crossing, moments, strict=True))
     ]
 
 

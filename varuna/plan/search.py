@@ -34,6 +34,7 @@ from varuna.plan.memory import Needs, Room
 from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
+from varuna.plan.stages import Terms
 from varuna.plan.uneven import best_uneven, cut_uneven
 from varuna.schedule import splits
 from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
@@ -116,6 +117,7 @@ def cut_layout(
     recompute: bool | None = None,  # None: where memory asks for it
     shard_optimizer: bool = False,
     headroom: float = 0.0,
+    cuts: Sequence[int] | None = None,  # with which segments stages may begin that differ in their replicas
 ) -> Proposal:
     """The fastest way to cut a model for a layout that is given but for that; a PlanError where none fits."""
     costs = Costs(profile)
@@ -141,6 +143,7 @@ def cut_layout(
             recompute=recompute,
             shard_optimizer=shard_optimizer,
             headroom=headroom,
+            cuts=cuts,
         )
         return Proposal(found.plan, found.forecast, (), "the shortest step of all cuts")
     return Search(costs, ground, asked).cut(ground.look_at(stage_map))
@@ -148,6 +151,7 @@ def cut_layout(
 
 def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked") -> Ranking:
     """With the best layout whose stages differ in their replicas, where it is faster than all others."""
+    before = ranking.best
     found = best_uneven(
         costs,
         ground,
@@ -155,10 +159,11 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
         depths=asked.depths,
         schedules=asked.schedules,
         shard_optimizer=asked.shard_optimizer,
-        headroom=asked.headroom,
+        terms=Terms(headroom=asked.headroom),
+        than=before.forecast.seconds / UNEVEN_GAIN,
+        thins_out=True,
     )
-    before = ranking.best
-    if found is None or found.forecast.seconds * UNEVEN_GAIN >= before.forecast.seconds:
+    if found is None:
         return ranking
     used = set(found.devices)
     idle = tuple(ground.name(device) for device in range(ground.num_devices) if device not in used)

@@ -14,6 +14,7 @@ reduction (Tanaka et al., IPDPS 2021, section 4.3, with these three kept apart: 
 same place, one is dropped only where the other is no worse in any). What is left is simulated.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from math import ceil, comb, inf
@@ -31,6 +32,19 @@ SCHEDULE: ScheduleName = "1f1b"
 MOST_MICROBATCHES = 64
 MOST_WAYS = 16
 """Of ways to one place, none of which is better in everything, so many are followed up."""
+
+
+class Terms(NamedTuple):
+    """What all layouts that are looked at must keep to."""
+
+    schedule: ScheduleName = SCHEDULE
+    recompute: bool | None = None  # None: where memory asks for it
+    headroom: float = 0.0  # the share of each device's memory to leave free
+    cuts: Sequence[int] | None = None  # the segments with which a stage may begin; None: any
+    leaves_none_idle: bool = False
+
+
+ANY_LAYOUT = Terms()
 
 
 class Share(NamedTuple):
@@ -92,7 +106,10 @@ def stage(
 class Table:
     """All stages that fit, for one number of micro-batches."""
 
-    def __init__(self, costs: Costs, ground: Ground, batch_size: int, microbatches: int) -> None:
+    def __init__(
+        self, costs: Costs, ground: Ground, batch_size: int, microbatches: int, terms: Terms = ANY_LAYOUT
+    ) -> None:
+        self.terms = terms
         self.costs = costs
         self.ground = ground
         self.batch_size = batch_size
@@ -101,6 +118,7 @@ class Table:
         self.last_size = batch_size - (microbatches - 1) * self.size
         self.devices = ground.num_devices
         self.segments = costs.num_segments
+        self.cuts = range(1, self.segments) if terms.cuts is None else terms.cuts
         self.least_need = inf
         self._shares: dict[tuple[int, int, int, int, int], Share | None] = {}
 
@@ -111,7 +129,7 @@ class Table:
 
     @property
     def has_few(self) -> bool:
-        return comb(self.segments - 1 + self.devices, self.devices - 1) <= FEW_LAYOUTS
+        return comb(len(self.cuts) + self.devices, self.devices - 1) <= FEW_LAYOUTS
 
     # ------------------------------------------------------------ one stage
 
@@ -132,13 +150,14 @@ class Table:
             return None
         room = Room(sizes, devices, ceil(self.batch_size / devices), shard=False)
         machines = [self.ground.cluster.machines[home] for home in set(self._homes(after, devices))]
-        for recompute in (False, True):
+        asked, schedule = self.terms.recompute, self.terms.schedule
+        for recompute in (False, True) if asked is None else (asked,):
             kept = keeps(
-                SCHEDULE, stage=0, stages=behind + 1, microbatches=self.microbatches, recompute=recompute
+                schedule, stage=0, stages=behind + 1, microbatches=self.microbatches, recompute=recompute
             )
             need = stage_memory(self.costs, room, first, stop, kept).total
             self.least_need = min(self.least_need, need)
-            if need <= min(machine.memory_bytes for machine in machines):
+            if need <= min(machine.memory_bytes for machine in machines) * (1 - self.terms.headroom):
                 times = self._times(first, stop, after, devices, recompute, ceil(self.size / devices))
                 messages = [
                     *(self._messages(first, after + devices, devices) if first else ()),
@@ -200,12 +219,20 @@ class Table:
     # ------------------------------------------------------------ all of them
 
     def all_layouts(self) -> Iterator[tuple[Share, ...]]:
-        for depth in range(1, min(self.segments, self.devices) + 1):
-            for cuts in combinations(range(1, self.segments), depth - 1):
-                for used in combinations(range(1, self.devices + 1), depth):
+        for depth in range(1, min(len(self.cuts) + 1, self.devices) + 1):
+            for cuts in combinations(self.cuts, depth - 1):
+                for used in self._all_used(depth):
                     shares = self.shares([0, *cuts, self.segments], [0, *used])
                     if shares is not None:
                         yield shares
+
+    def _all_used(self, depth: int) -> Iterator[tuple[int, ...]]:
+        """Devices in use by the last stage, the last two, and so on."""
+        if not self.terms.leaves_none_idle:
+            yield from combinations(range(1, self.devices + 1), depth)
+            return
+        for used in combinations(range(1, self.devices), depth - 1):
+            yield *used, self.devices
 
     def shares(self, bounds: Sequence[int], used: Sequence[int]) -> tuple[Share, ...] | None:
         """`used` counts devices from the end; None where a stage does not fit."""
@@ -223,17 +250,23 @@ class Table:
     def best_layouts(self) -> Iterator[tuple[Share, ...]]:
         """By what `ticks` says."""
         ways: dict[tuple[int, int], list[Behind]] = {(self.segments, 0): [NOTHING]}
-        for behind in range(min(self.segments, self.devices)):
+        places = [0, *self.cuts]
+        for behind in range(min(len(places), self.devices)):
             following: dict[tuple[int, int], list[Behind]] = {}
             for (stop, after), fronts in ways.items():
-                for first in range(stop):
+                for first in places[: bisect_left(places, stop)]:
                     for devices in range(1, self.devices - after + 1):
                         share = self.share(first, stop, after, behind, devices)
                         if share is not None:
                             place = following.setdefault((first, after + devices), [])
                             place += [front.before(share) for front in fronts]
             ways = {place: self._undominated(fronts) for place, fronts in following.items()}
-            whole = [front for (first, _), fronts in ways.items() if first == 0 for front in fronts]
+            whole = [
+                front
+                for (first, used), fronts in ways.items()
+                if first == 0 and (used == self.devices or not self.terms.leaves_none_idle)
+                for front in fronts
+            ]
             if whole:
                 yield min(whole, key=self._rank).shares
 
@@ -283,7 +316,7 @@ class Table:
 
     def simulated(self, shares: Sequence[Share]) -> float:
         orders = name_orders(
-            SCHEDULE,
+            self.terms.schedule,
             stages=len(shares),
             microbatches=self.microbatches,
             recompute=tuple(share.recompute for share in shares),
@@ -322,7 +355,7 @@ class Table:
             ),
             batch_size=self.batch_size,
             microbatch_size=ceil(ceil(self.batch_size / fewest) / self.microbatches),
-            schedule=SCHEDULE,
+            schedule=self.terms.schedule,
             precision=self.costs.profile.precision,
             fingerprint=self.costs.profile.fingerprint,
         )

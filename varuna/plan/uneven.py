@@ -6,7 +6,7 @@ says which). So one pipeline stands for all: a stage in it is any one of its rep
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from math import ceil, comb
+from math import ceil, comb, inf, isqrt
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from varuna.plan.memory import Room, keeps, stage_memory
 from varuna.plan.partition import Spans, all_cuts, balance_over, neighbours
 from varuna.plan.place import Ground
 from varuna.plan.simulate import Pipeline, Simulation, StageTimes, Tie, Way, name_orders, simulate
-from varuna.plan.stages import Share, Table
+from varuna.plan.stages import Share, Table, Terms
 from varuna.types import (
     Forecast,
     MemoryForecast,
@@ -32,8 +32,8 @@ MOST_STAGES_LOOKED_AT = 300_000
 """Spans of segments with devices, over all numbers of micro-batches: two seconds' worth."""
 FEW_CUTS = 600
 """Where a model can be cut for a map in up to so many ways, every one is looked at."""
-MOST_FOLLOWED_UP = 4
-"""Of the layouts for one number of micro-batches, so many are costed in full."""
+MOST_FOLLOWED_UP = 600
+"""So many layouts are costed in full at most, those with the smallest bound first."""
 TOTALS_BYTES = 16
 COUNTS_BYTES = 8
 """Before each step all ranks tell how many samples they were given."""
@@ -233,23 +233,37 @@ def best_uneven(
     depths: Sequence[int],
     schedules: Sequence[ScheduleName],
     shard_optimizer: bool,
-    headroom: float,
+    terms: Terms,
+    microbatches: Sequence[int] | None = None,  # numbers of them; None: powers of two
+    than: float = inf,  # seconds that it must not take
+    thins_out: bool = False,  # of too many cuts, look at some, and then at those near the best of them
 ) -> Uneven | None:
     """The fastest that fits; None where there is none, or too many to look at."""
-    numbers = [2**i for i in range(7) if 2**i <= batch_size]
-    segments, devices = costs.num_segments, ground.num_devices
-    each = min(segments, devices, max(depths)) * segments**2 * devices**2 // 4
-    if devices < 3 or max(depths) < 2 or each * len(numbers) > MOST_STAGES_LOOKED_AT:
+    numbers = microbatches or [2**i for i in range(7) if 2**i <= batch_size]
+    cuts = _all_cuts(costs, terms)
+    most = _most_cuts(ground, depths, len(numbers))
+    if len(cuts) > most:
+        cuts = _some_cuts(costs, cuts, most) if thins_out else ()
+    if ground.num_devices < 3 or max(depths, default=0) < 2 or not cuts:
         return None
-    best: Uneven | None = None
+    candidates = []
     for number in numbers:
-        for shares in _promising(Table(costs, ground, batch_size, number), depths):
-            for found in _costed(costs, ground, shares, batch_size, number, schedules, shard_optimizer):
-                if not _too_full(found, ground, headroom, found.devices) and (
-                    best is None or found.forecast.seconds < best.forecast.seconds
-                ):
-                    best = found
-    return best
+        table = Table(costs, ground, batch_size, number, terms._replace(cuts=cuts))
+        bounds = _Bounds(costs, ground, batch_size, number)
+        candidates += [
+            (bounds.least(shares), number, shares, table) for shares in _uneven_layouts(table, depths)
+        ]
+    best: Uneven | None = None
+    candidates.sort(key=lambda candidate: candidate[:3])
+    for least, _, shares, table in candidates[:MOST_FOLLOWED_UP]:
+        if least >= than:
+            break
+        for found in _costed(costs, ground, table.plan(shares), schedules, shard_optimizer, terms):
+            if found.forecast.seconds < than:
+                best, than = found, found.forecast.seconds
+    if best is None or len(cuts) == len(_all_cuts(costs, terms)):
+        return best
+    return _improved(best, _costing(costs, ground, best.plan, best.devices, shard_optimizer, terms))
 
 
 def cut_uneven(
@@ -263,32 +277,14 @@ def cut_uneven(
     recompute: bool | None,  # None: where memory asks for it
     shard_optimizer: bool,
     headroom: float,
+    cuts: Sequence[int] | None = None,  # the segments with which a stage may begin; None: any
 ) -> Uneven:
     """The fastest way to cut a model for a map that is given."""
-    devices = tuple(rank for ranks in stage_map for rank in ranks)
-
-    def costed(spans: Spans) -> Uneven | None:
-        flags = [bool(recompute)] * len(spans)
-        while True:
-            stages = (
-                StagePlan(first, stop, ranks, flag)
-                for (first, stop), ranks, flag in zip(spans, stage_map, flags, strict=True)
-            )
-            profile = costs.profile
-            plan = Plan(
-                tuple(stages), batch_size, microbatch_size, schedule, profile.precision, profile.fingerprint
-            )
-            forecast, _ = forecast_uneven(
-                costs, ground, plan, range(ground.num_devices), shard_optimizer=shard_optimizer
-            )
-            found = Uneven(plan, forecast, devices)
-            short = _too_full(found, ground, headroom, range(ground.num_devices))
-            if not short:
-                return found
-            if recompute is not None or all(flags[stage] for stage in short):
-                return None
-            flags = [flag or stage in short for stage, flag in enumerate(flags)]
-
+    profile = costs.profile
+    stages = tuple(StagePlan(0, costs.num_segments, ranks) for ranks in stage_map)
+    plan = Plan(stages, batch_size, microbatch_size, schedule, profile.precision, profile.fingerprint)
+    terms = Terms(schedule, recompute, headroom, cuts)
+    costed = _costing(costs, ground, plan, range(ground.num_devices), shard_optimizer, terms)
     number, depth = costs.num_segments, len(stage_map)
     if depth <= number and comb(number - 1, depth - 1) <= FEW_CUTS:
         found = [way for spans in all_cuts(number, depth) if (way := costed(spans)) is not None]
@@ -298,7 +294,10 @@ def cut_uneven(
             f1 - f0 + b1 - b0
             for (f0, f1), (b0, b1) in zip(pairwise(sizes.forward), pairwise(sizes.backward), strict=True)
         ]
-        start = costed(balance_over(work, [len(ranks) for ranks in stage_map]))
+        bounds = [0, *_all_cuts(costs, terms), number]
+        work = [sum(work[first:stop]) for first, stop in pairwise(bounds)]
+        spans = balance_over(work, [len(ranks) for ranks in stage_map])
+        start = costed(tuple((bounds[first], bounds[stop]) for first, stop in spans))
         found = [] if start is None else [_improved(start, costed)]
     if not found:
         raise PlanError(
@@ -319,39 +318,131 @@ def _improved(best: Uneven, costed: Callable[[Spans], Uneven | None]) -> Uneven:
         best = better
 
 
-def _promising(table: Table, depths: Sequence[int]) -> list[tuple[Share, ...]]:
-    if not table.sensible:
-        return []
-    every = table.all_layouts() if table.has_few else table.best_layouts()
-    uneven = [
-        shares for shares in every if len(shares) in depths and len({share.devices for share in shares}) > 1
-    ]
-    return sorted(uneven, key=lambda shares: (table.least(shares), shares))[:MOST_FOLLOWED_UP]
+def _all_cuts(costs: Costs, terms: Terms) -> Sequence[int]:
+    return range(1, costs.num_segments) if terms.cuts is None else terms.cuts
+
+
+def _most_cuts(ground: Ground, depths: Sequence[int], num_tables: int) -> int:
+    """So many there is time to look at."""
+    devices = ground.num_devices
+    each = min(devices, max(depths, default=0)) * devices**2 // 4 * num_tables
+    return max(0, isqrt(MOST_STAGES_LOOKED_AT // max(1, each)) - 1)
+
+
+def _some_cuts(costs: Costs, cuts: Sequence[int], most: int) -> Sequence[int]:
+    """Those before which about equal work is done."""
+    sizes = costs.sizes(1)
+    done = [forward + backward for forward, backward in zip(sizes.forward, sizes.backward, strict=True)]
+    wanted = (done[-1] * part / (most + 1) for part in range(1, most + 1))
+    return sorted({min(cuts, key=lambda cut: abs(done[cut] - moment)) for moment in wanted})
+
+
+def _uneven_layouts(table: Table, depths: Sequence[int]) -> Iterator[tuple[Share, ...]]:
+    if table.sensible:
+        for shares in table.all_layouts() if table.has_few else table.best_layouts():
+            if len(shares) in depths and len({share.devices for share in shares}) > 1:
+                yield shares
+
+
+class _Bounds:
+    """What no layout takes less than: what goes before each stage, and all its work, without a message."""
+
+    def __init__(self, costs: Costs, ground: Ground, batch_size: int, microbatches: int) -> None:
+        self.costs, self.batch_size, self.microbatches = costs, batch_size, microbatches
+        self._fastest = ground.fastest
+        self._times: dict[tuple[int, Share], tuple[float, float]] = {}
+
+    def least(self, shares: Sequence[Share]) -> float:
+        narrow = ceil(self.batch_size / min(share.devices for share in shares))
+        microbatches = ceil(narrow / ceil(narrow / self.microbatches))
+        longest = before = 0.0
+        for share in shares:
+            forward, whole = self._one(microbatches, share)
+            longest = max(longest, before + microbatches * whole)
+            before += forward
+        return longest * (1 - 1e-9)
+
+    def _one(self, microbatches: int, share: Share) -> tuple[float, float]:
+        """Of a micro-batch: its forward, and all that is done for it."""
+        key = microbatches, share
+        if key not in self._times:
+            smaller, larger = divmod(ceil(self.batch_size / share.devices), microbatches)
+            few = self._of(share, smaller) if smaller and larger < microbatches else (0.0, 0.0)
+            many = self._of(share, smaller + 1) if larger else (0.0, 0.0)
+            part = larger / microbatches
+            forward, whole = (part * m + (1 - part) * f for m, f in zip(many, few, strict=True))
+            self._times[key] = forward / self._fastest, whole / self._fastest
+        return self._times[key]
+
+    def _of(self, share: Share, size: int) -> tuple[float, float]:
+        sizes = self.costs.sizes(size)
+        forward, alone, backward = (
+            sums[share.stop] - sums[share.first]
+            for sums in (sizes.forward, sizes.forward_only, sizes.backward)
+        )
+        first = alone if share.recompute else forward
+        return first, first + backward + (forward if share.recompute else 0.0)
 
 
 def _costed(
     costs: Costs,
     ground: Ground,
-    shares: tuple[Share, ...],
-    batch_size: int,
-    microbatches: int,
+    plan: Plan,  # its ranks are devices of the ground
     schedules: Sequence[ScheduleName],
     shard_optimizer: bool,
+    terms: Terms,
 ) -> Iterator[Uneven]:
-    plan = Table(costs, ground, batch_size, microbatches).plan(shares)
     devices = plan.ranks
-    first = devices[0]
     stages = tuple(
-        msgspec.structs.replace(stage, ranks=tuple(rank - first for rank in stage.ranks))
+        msgspec.structs.replace(stage, ranks=tuple(rank - devices[0] for rank in stage.ranks))
         for stage in plan.stages
     )
     for schedule in schedules:
         changed = msgspec.structs.replace(plan, stages=stages, schedule=schedule)
         try:
-            forecast, _ = forecast_uneven(costs, ground, changed, devices, shard_optimizer=shard_optimizer)
+            found = _fitting(costs, ground, changed, devices, shard_optimizer, terms)
         except PlanError:  # a size that was not measured
             continue
-        yield Uneven(changed, forecast, devices)
+        if found is not None:
+            yield found
+
+
+def _costing(
+    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool, terms: Terms
+) -> Callable[[Spans], Uneven | None]:
+    """What a plan costs with other cuts; None where these are not allowed, or it does not fit."""
+    allowed = {0, *_all_cuts(costs, terms)}
+
+    def costed(spans: Spans) -> Uneven | None:
+        if not all(first in allowed for first, _ in spans):
+            return None
+        stages = tuple(
+            StagePlan(first, stop, stage.ranks, bool(terms.recompute))
+            for (first, stop), stage in zip(spans, plan.stages, strict=True)
+        )
+        changed = msgspec.structs.replace(plan, stages=stages)
+        return _fitting(costs, ground, changed, devices, shard_optimizer, terms)
+
+    return costed
+
+
+def _fitting(
+    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool, terms: Terms
+) -> Uneven | None:
+    """With recompute where memory asks for it; None where that does not help."""
+    while True:
+        forecast, _ = forecast_uneven(costs, ground, plan, devices, shard_optimizer=shard_optimizer)
+        found = Uneven(plan, forecast, tuple(devices))
+        short = _too_full(found, ground, terms.headroom, devices)
+        if not short:
+            return found
+        if terms.recompute is not None or all(plan.stages[stage].recompute for stage in short):
+            return None
+        stages = tuple(
+            msgspec.structs.replace(stage, recompute=stage.recompute or number in short)
+            for number, stage in enumerate(plan.stages)
+        )
+        plan = msgspec.structs.replace(plan, stages=stages)
 
 
 def _too_full(found: Uneven, ground: Ground, headroom: float, devices: Sequence[int]) -> list[int]:
