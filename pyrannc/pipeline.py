@@ -323,9 +323,9 @@ class Pipeline:
             )
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        if self.session.depth > 1:  # cuts hand on zeros; one stage leaves such gradients out by itself
-            untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
-            self._untouched = untouched if self.reduced else untouched & self._untouched
+        # Cuts hand on zeros, and replicas sum them.
+        untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
+        self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
         self._leave_untouched()

@@ -35,6 +35,8 @@ def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partit
         for node in nodes:
             node.meta["segment"] = segment
     whole.num_segments = max(segments, default=0) + 1
+    for place, node in _places(whole):
+        node.meta["place"] = place  # as the model runs, which is how other captures will count
     _put_in_order(whole)
     log.info(
         "the model has no CutPoints: its %d operations are cut into %d segments",
@@ -67,7 +69,7 @@ def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Map
 
 def places(whole: Whole) -> dict[Place, int]:
     """Where every node is."""
-    return {place: node.meta["segment"] for place, node in _places(whole)}
+    return {node.meta["place"]: node.meta["segment"] for node in whole.nodes if "place" in node.meta}
 
 
 def _places(whole: Whole) -> list[tuple[Place, fx.Node]]:
