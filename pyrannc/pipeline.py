@@ -323,7 +323,7 @@ class Pipeline:
             )
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        if self.session.depth > 1:  # cuts hand on zeros; one stage leaves such gradients out by itself
+        if not passing.stays:  # cuts hand on zeros; else what is present is this rank's own affair
             untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
             self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)

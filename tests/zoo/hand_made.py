@@ -378,9 +378,7 @@ class Attending(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint

@@ -99,7 +99,8 @@ def _compare(
                     tensor.grad = None
     named = dict(plain.named_parameters())
     largest = max(
-        (float(p.grad.abs().max()) for p in named.values() if p.grad is not None and p.numel()), default=0.0
+        (float(p.grad.nan_to_num().abs().max()) for p in named.values() if p.grad is not None and p.numel()),
+        default=0.0,
     )
     for name, parameter in named.items():
         if parameter.grad is None or not parameter.grad.any():

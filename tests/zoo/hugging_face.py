@@ -344,6 +344,8 @@ CASES: dict[str, Case] = {
             "expert_capacity": 64,
             "encoder_sparse_step": 2,
             "decoder_sparse_step": 2,
+            "moe_token_dropout": 0.0,
+            "activation_dropout": 0.0,
             "dropout": 0.0,
             "attention_dropout": 0.0,
             **NO_DROP,

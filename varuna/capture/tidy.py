@@ -45,13 +45,14 @@ def sizes_from_the_batch(whole: Whole, batch_dims: Mapping[str, int], symbol: sy
     name, dim = next((name, dim) for name, dim in batch_dims.items() if name in whole.inputs)
     graph = whole.graph
     made: dict[Dim, fx.Node] = {}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
 
     def make(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-        with graph.inserting_before(first):
-            node = graph.call_function(target, args)
-        node.meta = {"val": value, "segment": 0}
-        return node
+        nonlocal last
+        with graph.inserting_after(last):
+            last = graph.call_function(target, args)
+        last.meta = {"val": value, "segment": 0}
+        return last
 
     batch = make(aten.sym_size.int, (whole.inputs[name], dim), whole.inputs[name].meta["val"].shape[dim])
     whole.batch = batch

@@ -6,6 +6,7 @@ else is as in the example.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -85,6 +86,9 @@ def trace(
         stack.enter_context(_without_cache(faked))
         stack.enter_context(calling.adapted(faked, inputs))
         stack.enter_context(autocast(precision, device))
+        stack.enter_context(warnings.catch_warnings())
+        # Recurrent modules list their weights anew: that is no state of theirs.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
     return Trace(
