@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -171,3 +172,25 @@ def test_what_a_program_makes_by_itself_goes_to_its_device() -> None:
     state = {name: value.to("meta") for name, value in model.state_dict().items()}
     (loss,) = program([state[name] for name in program.state], (), inputs, Work(0, 0, 0))
     assert loss.is_meta
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_capture_is_the_same_whether_its_caller_wants_gradients_or_not(mode: Any) -> None:
+    """R9: where a call without gradients comes first, a `no_grad` of the model shows in the next."""
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Linear(6, 6)
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                seen = self.seen(x)
+            return F.mse_loss(self.layer(x) + seen, y)
+
+    for size in (1, 4):
+        with mode():
+            captured = Source(Seeing()).capture(batch_of(size), training=True)
+        assert captured.listing == Source(Seeing()).capture(batch_of(size), training=True).listing
+        assert any("detach" in line for line in captured.listing)

@@ -48,6 +48,8 @@ class Trace:
     gradients: frozenset[str]  # inputs that a gradient goes back to
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def trace(
     model: nn.Module,
     inputs: Mapping[str, object],
@@ -58,7 +60,11 @@ def trace(
     calling: Calling,
     watch: Watch | None = None,
 ) -> Trace:
-    """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway."""
+    """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway.
+
+    With gradients, whatever the caller is about: where there are none, a `no_grad` of the model would not
+    show, and what is captured for an evaluation may be trained by the next call.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake(model, mode, device)
     size = 1 if batch.size == 1 else hint_size(inputs)
