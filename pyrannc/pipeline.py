@@ -323,10 +323,9 @@ class Pipeline:
             )
         present, shared = self._compare(passing, gradients)
         own = self._collect(passing, gradients, present, shared)
-        # Cuts hand on zeros, and replicas sum them. Where nothing moves, `present` is of this rank alone.
-        wanted = (True,) * len(present) if passing.stays else tuple(present)
-        untouched = {p for p in passing.form.untouched(wanted) if p.grad is None}
-        self._untouched = untouched if self.reduced else untouched & self._untouched
+        if not passing.stays:  # cuts hand on zeros; else what is present is this rank's own affair
+            untouched = {p for p in passing.form.untouched(tuple(present)) if p.grad is None}
+            self._untouched = untouched if self.reduced else untouched & self._untouched
         self._prepare(delays)
         self.trainer.backwards(flight, own, again=again, reduces=not delays)
         self._leave_untouched()
