@@ -240,7 +240,9 @@ def best_uneven(
     thins_out: bool = False,  # of too many cuts, look at some, and then at those near the best of them
 ) -> Uneven | None:
     """The fastest that fits; None where there is none, or too many to look at."""
-    numbers = microbatches or [2**i for i in range(7) if 2**i <= batch_size]
+    asked = microbatches or [2**i for i in range(7) if 2**i <= batch_size]
+    # Four of 5 samples are three: of 2, 2 and 1.
+    numbers = sorted({ceil(batch_size / ceil(batch_size / number)) for number in asked})
     cuts = _all_cuts(costs, terms)
     most = _most_cuts(ground, depths, len(numbers))
     if len(cuts) > most:
