@@ -14,7 +14,7 @@ from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, get_varuna_
 from varuna.capture import Captured, Source
 from varuna.capture.batch import Batch
 from varuna.capture.calling import Calling
-from varuna.types import format_stage_map
+from varuna.types import PrecisionName, format_stage_map
 
 SEED = 11
 
@@ -56,10 +56,13 @@ class RememberingSource(Source):
         training: bool,
         batch: Batch | None = None,
         calling: Calling | None = None,
+        precision: PrecisionName | None = None,
     ) -> Captured:
-        key = self.toy, self.signature(inputs, batch), training, self.precision, self.device
+        key = self.toy, self.signature(inputs, batch), training, precision or self.precision, self.device
         if key not in self.remembered:
-            self.remembered[key] = super().capture(inputs, training=training, batch=batch, calling=calling)
+            self.remembered[key] = super().capture(
+                inputs, training=training, batch=batch, calling=calling, precision=precision
+            )
         if training and self._partition is not None:
             self._first = self._first or self.remembered[key]  # as other captures are to be cut
         return self.remembered[key]
