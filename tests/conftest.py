@@ -18,9 +18,10 @@ import pytest
 from tests.pool import Pool
 
 # CI says whether a change is sound, so it tries the same examples each time; runs by hand look for new ones.
-hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
-if os.environ.get("VARUNA_CI") == "1":
-    hypothesis.settings.load_profile("ci")
+# No example has a deadline: how long it takes is this machine's affair.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("VARUNA_CI") == "1" else "here")
 
 # What wrapping remembers is remembered for this run alone.
 os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
