@@ -582,8 +582,11 @@ class Search:
 
     @property
     def _wider_is_roomier(self) -> bool:
-        """Whether fewer replicas never hold less: each gets more samples, and none a larger device."""
-        return not self.asked.shard_optimizer and not self.ground.unequal
+        """Whether fewer replicas never hold less: each gets more samples, and none a larger device.
+
+        What was measured may say that more samples hold less; where cuts are few, it is taken at its word.
+        """
+        return not (self.few_cuts or self.asked.shard_optimizer or self.ground.unequal)
 
     @property
     def _only_recompute(self) -> bool:
