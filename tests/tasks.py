@@ -58,7 +58,8 @@ class RememberingSource(Source):
         calling: Calling | None = None,
         precision: PrecisionName | None = None,
     ) -> Captured:
-        key = self.toy, self.signature(inputs, batch), training, precision or self.precision, self.device
+        calling, precision = calling or Calling(), precision or self.precision
+        key = self.toy, self.signature(inputs, batch), training, calling.key, precision, self.device
         if key not in self.remembered:
             self.remembered[key] = super().capture(
                 inputs, training=training, batch=batch, calling=calling, precision=precision

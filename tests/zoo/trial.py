@@ -12,12 +12,9 @@ from torch.utils import _pytree as pytree
 
 import pyrannc.module
 from pyrannc import RaNNCModule
-from tests.tasks import stage_map
-from varuna import Varuna, plain_randomness
+from tests.tasks import RememberingSource
+from varuna import plain_randomness
 from varuna.capture import Captured, Source
-from varuna.capture.batch import Batch
-from varuna.capture.calling import Calling
-from varuna.types import PrecisionName
 
 SEED = 7
 BATCHES = (7, 7, 5)
@@ -56,12 +53,6 @@ def run(case: Case, layout: Layout, *, key: Hashable) -> None:
     """On every rank: raises where the wrapped model differs from the plain one."""
     with default_dtype(case.dtype), remembering(key):
         _compare(_wrapped(case, layout), _plain(case, layout), layout)
-
-
-def run_varuna(case: Case, layout: Layout) -> None:
-    """The same through `Varuna`, for models that compute their loss."""
-    with default_dtype(case.dtype):
-        _run_varuna(case, layout)
 
 
 @contextmanager
@@ -245,91 +236,18 @@ def close(found: Any, expected: Tensor, what: str, *, atol: float) -> None:
     )
 
 
-def _run_varuna(case: Case, layout: Layout) -> None:
-    model = made(case)
-    args, sample = batch_of(case, 0, 2)
-    assert not args, "Varuna calls a model by keywords"
-    size = BATCHES[0]
-    replica = dist.get_rank() // layout.stages
-    chunk = max(1, -(-size // (layout.replicas * layout.microbatches)))
-    wrapped = Varuna(
-        model,
-        stage_map(layout.stages, layout.replicas),
-        sample,
-        layout.replicas * (size // layout.replicas),
-        chunk,
-        device="cpu",
-        seed=SEED,
-        timeout_seconds=60,
-        from_cache=False,
-        **case.options,
-    )
-    parameters = list(wrapped.parameters())
-    wrapped.set_optimizer(
-        torch.optim.AdamW(parameters, lr=0.003, weight_decay=0.1, eps=1e-4) if parameters else None
-    )
-    each = size // layout.replicas
-    used = each * layout.replicas
-    plain = made_plain(case)
-    optimizer = optimizer_of(plain)
-    for step in range(3):
-        whole = batch_of(case, step, size)
-        _, mine = rows(case, whole, each * replica, each * (replica + 1), size)
-        found = wrapped.step(mine)
-        loss = found[0] if isinstance(found, tuple) else found
-        _, theirs = rows(case, whole, 0, used, size)
-        with plain_randomness(seed=SEED, step=step, batch_size=used):
-            expected = case.loss(plain(**theirs))
-        expected.backward()
-        close(
-            torch.as_tensor(float(loss)),
-            torch.as_tensor(float(expected)),
-            f"step {step}: the loss",
-            atol=1e-6,
-        )
-        for one in (wrapped.optimizer, optimizer):
-            assert one is not None
-            one.step()
-            one.zero_grad()
-    state = wrapped.full_state_dict()
-    wrapped.close()
-    for name, value in plain.state_dict().items():
-        if name in state:
-            close(state[name], value, f"the state {name}", atol=1e-6)
+class _Remembering(RememberingSource):
+    """Of the case at hand alone: the models of a zoo are many."""
 
-
-class _Remembering(Source):
-    """Captures each case once per process: tracing takes far longer than all the steps."""
-
-    case: ClassVar[Hashable] = None
     remembered: ClassVar[dict[Hashable, Captured]] = {}
-
-    def capture(
-        self,
-        inputs: Mapping[str, object],
-        *,
-        training: bool,
-        batch: Batch | None = None,
-        calling: Calling | None = None,
-        precision: PrecisionName | None = None,
-    ) -> Captured:
-        calling = calling or Calling()
-        key = self.case, self.signature(inputs, batch), training, calling.key, precision
-        if key not in self.remembered:
-            self.remembered[key] = super().capture(
-                inputs, training=training, batch=batch, calling=calling, precision=precision
-            )
-        if training and self._partition is not None:
-            self._first = self._first or self.remembered[key]
-        return self.remembered[key]
 
 
 @contextmanager
 def remembering(case: Hashable) -> Iterator[None]:
     """Within, what is wrapped is this case."""
-    if case != _Remembering.case:
+    if case != _Remembering.toy:
         _Remembering.remembered.clear()
-    pyrannc.module.Source, _Remembering.case = _Remembering, case  # type: ignore[misc]
+    pyrannc.module.Source, _Remembering.toy = _Remembering, case  # type: ignore[misc]
     try:
         yield
     finally:
