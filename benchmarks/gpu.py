@@ -9,7 +9,7 @@ import argparse
 import gc
 import os
 import shutil
-import sys
+import subprocess
 import tempfile
 import time
 import zlib
@@ -39,6 +39,7 @@ DEVICE = torch.device("cuda", 0)
 MATMUL = 8192
 MESSAGE_BYTES = 64 << 20
 TIMEOUT = 580.0
+MPS = "nvidia-cuda-mps-control"
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -422,7 +423,6 @@ def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Fo
         found.append(
             Foretold(microbatch, run.median, forecast.seconds, run.peak_bytes, memory.total - memory.fixed)
         )
-        print(found[-1], memory, forecast.stages[0], file=sys.stderr, flush=True)
     return took, found
 
 
@@ -547,44 +547,70 @@ def host_state(size: Size) -> Iterator[Figure]:
     )
 
 
-def stages(size: Size, depth: int) -> Iterator[Figure]:
+def stages(size: Size) -> Iterator[Figure]:
     """On one card, which holds the activations of all stages at once: so smaller micro-batches."""
     microbatch = max(1, size.microbatch // 2)
     half = msgspec.structs.replace(size, microbatch=microbatch, microbatches=size.batch // microbatch)
     with fresh() as pool:
-        whole = pool.run(run_stage, 1, half, 1, timeout=TIMEOUT)[0]
-    with fresh() as pool:
-        found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
-    seconds = median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
-    what = f"step, {depth} stages on one card, {half.microbatches} × {half.microbatch} samples, 1f1b"
-    yield against(what, "P=1", seconds, whole.run.median, "s", target=1.3)
-    differences = [
-        abs(norm - whole.gradients[name]) / (whole.gradients[name] or 1.0)
-        for each in found
-        for name, norm in each.gradients.items()
-    ]
-    ways = {way for each in found for way in each.channels.values()}
-    yield Figure(
-        f"largest difference of a gradient's norm, {depth} stages",
-        "P=1",
-        max(differences),
-        f"{len(differences)} gradients",
-        ", ".join(sorted(ways)),
-        target=2e-3,
-    )
-    peak = sum(each.run.peak_bytes for each in found)
-    what = f"peak memory, {depth} stages together"
-    yield Figure(what, "P=1", peak / whole.run.peak_bytes, gib(peak), gib(whole.run.peak_bytes))
-    with fresh() as pool:
-        rates = pool.run(run_beside, depth, 4.0)
+        (whole,) = pool.run(run_stage, 1, half, 1, timeout=TIMEOUT)
         alone = pool.run(run_beside, 1, 2.0)[0]
-    yield Figure(
-        f"of that: {depth} processes taking turns on the card, without messages",
-        "one process",
-        alone / sum(rates),
-        f"{sum(rates):.0f} products/s",
-        f"{alone:.0f} products/s",
-    )
+    for depth in (2, 4):
+        with fresh() as pool:
+            found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
+            rates = pool.run(run_beside, depth, 4.0)
+        what = f"step, {depth} stages on one card, {half.microbatches} × {half.microbatch} samples, 1f1b"
+        yield against(what, "P=1", seconds_of_all(found), whole.run.median, "s", target=1.3)
+        yield Figure(
+            f"of that: {depth} processes taking turns on the card, without messages",
+            "one process",
+            alone / sum(rates),
+            f"{sum(rates):.0f} products/s",
+            f"{alone:.0f} products/s",
+        )
+        differences = [
+            abs(norm - whole.gradients[name]) / (whole.gradients[name] or 1.0)
+            for each in found
+            for name, norm in each.gradients.items()
+        ]
+        ways = {way for each in found for way in each.channels.values()}
+        yield Figure(
+            f"largest difference of a gradient's norm, {depth} stages",
+            "P=1",
+            max(differences),
+            f"{len(differences)} gradients",
+            ", ".join(sorted(ways)),
+            target=2e-3,
+        )
+        peak = sum(each.run.peak_bytes for each in found)
+        what = f"peak memory, {depth} stages together"
+        yield Figure(what, "P=1", peak / whole.run.peak_bytes, gib(peak), gib(whole.run.peak_bytes))
+    if shutil.which(MPS):
+        with sharing_the_card(), fresh() as pool:
+            found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
+        what = f"step, {depth} stages on one card at the same time (MPS)"
+        yield against(what, "P=1", seconds_of_all(found), whole.run.median, "s", target=1.3)
+
+
+def seconds_of_all(found: Sequence[StageRun]) -> float:
+    """Of a step: those of the stage that takes longest."""
+    return median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
+
+
+@contextmanager
+def sharing_the_card() -> Iterator[None]:
+    """By a daemon of our own, so that processes need not take turns."""
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
+    with tempfile.TemporaryDirectory(prefix="varuna-mps-", ignore_cleanup_errors=True) as home:
+        for variable, name in folders.items():
+            os.environ[variable] = f"{home}/{name}"
+            os.mkdir(f"{home}/{name}")
+        try:
+            subprocess.run([MPS, "-d"], check=True)
+            yield
+        finally:
+            subprocess.run([MPS], input=b"quit\n", timeout=60, check=False)
+            for variable in folders:
+                del os.environ[variable]
 
 
 def channels(size: Size) -> Iterator[Figure]:
@@ -634,8 +660,7 @@ CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
     "channels": channels,
     "one-process": one_process,
     "predictions": predictions,
-    "two-stages": lambda size: stages(size, 2),
-    "four-stages": lambda size: stages(size, 4),
+    "stages": stages,
     "host-state": host_state,
     "compiling": compiling,
     "larger-microbatches": larger_microbatches,
