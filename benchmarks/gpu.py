@@ -1,8 +1,8 @@
 """The benchmark of a GPU: `python -m benchmarks.gpu [NAME...]`, one table and one JSON.
 
-GPT-2 as Hugging Face has it, in bf16, against the bare PyTorch loop on the same card: time, memory,
-compiling, stages as processes on the one card, what a channel carries, and what a profile foretells. Every
-case runs in fresh processes; times are medians of single steps, the card idle before and after each.
+GPT-2 or Llama as Hugging Face has them, in bf16, against the bare PyTorch loop on the same card: time,
+memory, compiling, stages as processes on the one card, what a channel carries, and what a profile foretells.
+Every case runs in fresh processes; times are medians of single steps, the card idle before and after each.
 """
 
 import argparse
@@ -45,6 +45,7 @@ MPS = "nvidia-cuda-mps-control"
 class Size(msgspec.Struct, frozen=True):
     """A model, and the work of one step."""
 
+    model: str = "gpt2"
     layers: int = 48
     width: int = 1600
     heads: int = 25
@@ -86,7 +87,7 @@ class Figure(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- the model
 
 
-def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+def make_gpt2(size: Size) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -101,9 +102,39 @@ def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
+    return GPT2LMHeadModel(config)
+
+
+def make_llama(size: Size) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        intermediate_size=-(-size.width * 8 // 3 // 64) * 64,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=size.tokens,
+        vocab_size=size.vocab,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, tuple[Callable[[Size], nn.Module], tuple[str, ...]]] = {
+    "gpt2": (make_gpt2, ("transformer.drop", "transformer.h.*")),
+    "llama": (make_llama, ("model.rotary_emb", "model.layers.*")),
+}
+"""With their cuts: before the first block too, so that all blocks are alike."""
+
+
+def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+    make, cuts = MODELS[size.model]
     with torch.device(device):
-        model = GPT2LMHeadModel(config)
-    cut_after(model, "transformer.drop", "transformer.h.*")  # so that all blocks are alike
+        model = make(size)
+    cut_after(model, *cuts)
     if device != "meta":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -115,7 +146,7 @@ def fill(name: str, tensor: Tensor) -> None:
     """The same values on whichever stage a tensor is."""
     if name.endswith("bias"):
         tensor.zero_()
-    elif "ln_" in name:
+    elif "ln_" in name or "norm" in name:
         tensor.fill_(1.0)
     else:
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
@@ -690,7 +721,7 @@ def table(report: Report) -> str:
     lines = [
         f"# On a GPU: {report.machine}",
         "",
-        "GPT-2 of Hugging Face in bf16 autocast with fused AdamW, written by `python -m benchmarks.gpu`. "
+        "Models of Hugging Face in bf16 autocast with fused AdamW, written by `python -m benchmarks.gpu`. "
         "Times are medians of single steps, the card idle before and after each.",
     ]
     for name, case in report.cases.items():
@@ -699,8 +730,9 @@ def table(report: Report) -> str:
             "",
             f"## {name}",
             "",
-            f"{size.layers} layers, {size.width} wide, {size.tokens} tokens, {size.microbatches} "
-            f"micro-batches of {size.microbatch}, {size.steps} steps after {size.warmups}.",
+            f"{size.model}: {size.layers} layers, {size.width} wide, {size.tokens} tokens, "
+            f"{size.microbatches} micro-batches of {size.microbatch}, "
+            f"{size.steps} steps after {size.warmups}.",
             "",
             "| what | against | found | ours | other | to reach | reached |",
             "|---|---|---|---|---|---|---|",
@@ -723,7 +755,10 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(CASES)} (default: all)"
     )
     for name, default in msgspec.structs.asdict(Size()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+        known = list(MODELS) if name == "model" else None
+        parser.add_argument(
+            f"--{name}", type=type(default), choices=known, default=default, help=f"default: {default}"
+        )
     parser.add_argument("--into", type=Path, default=HOME, help="folder for gpu.md and results/gpu.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -735,8 +770,8 @@ def main() -> None:
     report = Report(machine(), {})
     if path.is_file():
         known = msgspec.json.decode(path.read_bytes(), type=Report)
-        if known.machine == report.machine:
-            report = known  # a case that ran before is replaced, the others stay
+        if known.machine == report.machine:  # a case that ran before is replaced, the others stay
+            report.cases.update({name: case for name, case in known.cases.items() if name in CASES})
     path.parent.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
         if arguments.names and name not in arguments.names:
