@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.capture.function import NotOneOperation, record_function
 from varuna.capture.recorder import Recorder
@@ -176,7 +177,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.utils.checkpoint"):
+        if cls is CheckpointFunction:
             run, _preserve, *operands = args
             return run(*operands)
         if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
