@@ -282,6 +282,7 @@ CASES: dict[str, Case] = {
         ),
         translated,
         of_loss,
+        by_microbatch=True,  # whose tokens a mask of the experts' dropout is for, only a run can tell
         dtype=torch.float32,
     ),
     "Qwen2-MoE": experts("Qwen2Moe", CAUSAL, {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 16}),
