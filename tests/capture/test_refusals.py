@@ -333,6 +333,38 @@ def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:
         opaque(model, "betwixt")
 
 
+class Deciding(nn.Module):
+    """Reads a number off its tensor, and lets a module of a module of its own branch on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Told(), Told()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = (x.sum() > 0).item()
+        for layer in self.layers:
+            x = layer(x, positive)
+        return x
+
+
+class Told(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, positive: Any) -> Tensor:
+        return self.inner(x) if positive else x
+
+
+def test_the_way_out_of_a_branch_is_around_what_read_the_number() -> None:
+    """V7: not the module that was told; and it works, though a module inside breaks off while traced."""
+    model = Layers(Deciding())
+    assert 'varuna.opaque(model, "between")' in refusal(model)
+    assert 'varuna.opaque(model, "between")' in refusal(opaque(Layers(Deciding()), "between.layers.*"))
+    opaque(model, "between")
+    assert list(assert_same(model, batch_of(4), batch=4).carve(0, 1).leaves) == ["between"]
+
+
 def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
     """V12"""
     assert "input 'y' is a list" in refusal(Layers(nn.Identity()), {"x": torch.randn(4, 6), "y": [1]})

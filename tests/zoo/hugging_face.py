@@ -548,6 +548,16 @@ CASES: dict[str, Case] = {
     ),
     "FNet": case("FNet", "ForMaskedLM", {**STACK, "tpu_short_seq_length": LENGTH}, unmasked),
     "Longformer": case("Longformer", "ForMaskedLM", {**STACK, "attention_window": 4, "pad_token_id": 1}),
+    "Longformer, opaque encoder": Case(
+        lambda: varuna.opaque(
+            hugging_face(
+                "Longformer", "ForMaskedLM", {**STACK, "attention_window": 4, "pad_token_id": 1}
+            )(),
+            "longformer.encoder",
+        ),
+        labelled,
+        of_loss,
+    ),
     "BigBird": case("BigBird", "ForMaskedLM", {**STACK, "attention_type": "original_full"}),
     "Funnel": case(
         "Funnel",

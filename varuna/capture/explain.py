@@ -55,9 +55,8 @@ def current_line() -> str:
     return ""
 
 
-def way_out(recorder: Recorder) -> str:
-    """The call that makes the module that was running an opaque one, ready to be pasted."""
-    path = recorder.running
+def way_out(path: str) -> str:
+    """The call that makes a module an opaque one, ready to be pasted."""
     if not path:
         return "varuna.opaque(a submodule)"
     pattern = re.sub(r"\b\d+\b", "*", path)  # its like in the other layers will want the same
@@ -112,7 +111,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
             f"{place}: this line depends on the values of a tensor, which only a run can know; "
             "expected one path "
             f"for all data (rewrite it with torch.where{switch}, or keep the module whole and eager with "
-            f"{way_out(recorder)})"
+            f"{way_out(recorder.reading)})"
         )
     if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
         return (
@@ -126,7 +125,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
         f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} "
         "without values; if it "
         "runs as it is with that batch size, keep the module whole and eager with "
-        f"{way_out(recorder)}; if it does not, "
+        f"{way_out(recorder.running)}; if it does not, "
         "look for a batch size that is written into it)"
     )
 
@@ -188,7 +187,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
             raise CaptureError(
                 f"{place}: the custom autograd.Function {cls.__qualname__} {error}, and would lose its own "
                 "backward in a captured graph; expected a function of its tensors (keep the module whole and "
-                f"eager with {way_out(recorder)})"
+                f"eager with {way_out(recorder.running)})"
             ) from error
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -230,6 +229,10 @@ def _needless_moves() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
+READS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+"""Of a tensor's methods, those that give a number."""
+
+
 class _Branches(TorchFunctionMode):
     """Branches on data of which the answer is sure.
 
@@ -252,12 +255,13 @@ class _Branches(TorchFunctionMode):
                 f"{current_line()}: a layer is skipped at random with probability {limit}: a "
                 "branch on data, which a "
                 "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
-                f"{way_out(self._recorder)})"
+                f"{way_out(self._recorder.running)})"
             )
-        if name in ("__bool__", "item") and args[0].dtype == torch.bool and not self._recorder.is_inside_leaf:
+        if name in READS and not self._recorder.is_inside_leaf:
             source = current_line().partition(": ")[2]
-            if source.startswith("assert "):
+            if source.startswith("assert ") and args[0].dtype == torch.bool:
                 return True
+            self._recorder.note_read()
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._drawn.append(result)
