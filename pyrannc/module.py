@@ -215,8 +215,10 @@ class RaNNCModule(nn.Module):
         """What all ranks know of a call, found out when it first comes."""
         if number not in self._ways:
             assert self._pipeline is not None
+            trainer = self._pipeline.trainer
+            trainer.engine.where = f"stage {self._session.stage}, capturing another way to call the model"
             captured = self._capture(number)
-            plan = self._pipeline.trainer.plan
+            plan = trainer.plan
             if captured.num_segments != plan.stages[-1].stop:
                 raise ValueError(
                     f"called so, the model has {captured.num_segments} segments; when it was spread it had "
