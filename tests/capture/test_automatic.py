@@ -279,7 +279,7 @@ def test_a_parameter_that_the_first_capture_did_not_use_is_named_as_such() -> No
     source = Source(Later(), partition=partition)
     source.capture(batch_of(4), training=True)
     later = source.capture({**batch_of(4), "more": True}, training=True)
-    with pytest.raises(CaptureError, match=r"extra\.weight, extra\.bias is used for the first time.*first call"):
+    with pytest.raises(CaptureError, match=r"extra\.weight, extra\.bias is used for the first time.*first"):
         [later.carve(i, i + 1) for i in range(later.num_segments)]
     assert later.carve(0, later.num_segments).state
 

@@ -264,6 +264,23 @@ class Nested(nn.Module):
         }
 
 
+class Views(nn.Module):
+    """One view of a weight, used far apart; another, made long before it is used; and a weight given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned, scale = self.matrix.t(), self.scale.to(x.dtype)
+        x = torch.tanh(x @ turned)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (x @ turned) * scale[None], self.layers[0].weight.t()
+
+
 class Tied(nn.Module):
     """One matrix as embedding, as head and, transposed, in between; one layer used three times."""
 
@@ -558,6 +575,7 @@ CASES: dict[str, Case] = {
     "nested in and out": Case(
         Nested, _nested, lambda out: out["scores"].loss + out["pair"].a.square().sum(1).mean()
     ),
+    "views of weights": Case(Views, vector, lambda out: out[0].square().sum(1).mean()),
     "tied three times": Case(
         Tied, lambda n, g: ((_ids(n, g),), {}), lambda out: out.square().flatten(1).mean(1).mean()
     ),

@@ -133,7 +133,7 @@ def of_loss(out: Any) -> Tensor:
 def of_scores(out: Any) -> Tensor:
     """A loss outside of the model: a mean over the samples."""
     scores: Tensor = out[0]
-    return scores.float().square().flatten(1).mean(1).mean() if scores.shape[0] else scores.sum()
+    return scores.square().flatten(1).mean(1).mean() if scores.shape[0] else scores.sum()
 
 
 def hugging_face(
@@ -550,9 +550,7 @@ CASES: dict[str, Case] = {
     "Longformer": case("Longformer", "ForMaskedLM", {**STACK, "attention_window": 4, "pad_token_id": 1}),
     "Longformer, opaque encoder": Case(
         lambda: varuna.opaque(
-            hugging_face(
-                "Longformer", "ForMaskedLM", {**STACK, "attention_window": 4, "pad_token_id": 1}
-            )(),
+            hugging_face("Longformer", "ForMaskedLM", {**STACK, "attention_window": 4, "pad_token_id": 1})(),
             "longformer.encoder",
         ),
         labelled,

@@ -35,7 +35,15 @@ def test_hugging_face_models_train_as_they_are(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["in place", "nested in and out", "complex and integers", "own autograd.Function", "rows by data"]
+    "name",
+    [
+        "in place",
+        "nested in and out",
+        "complex and integers",
+        "own autograd.Function",
+        "rows by data",
+        "views of weights",
+    ],
 )
 def test_networks_written_by_hand_are_cut_anywhere(name: str) -> None:
     """R2, R5, R6"""

@@ -189,7 +189,7 @@ def _plain(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def _microbatches(step: int, layout: Layout) -> list[tuple[int, int]]:
-    """As the pipeline cuts the batch: evenly over replicas, of one stage as it was given, each into so many."""
+    """As the pipeline cuts it: evenly over replicas (of one stage: as it was given), each into so many."""
     found, first = [], 0
     (width,) = set(layout.replicas)
     one_stage = len(layout.replicas) == 1
@@ -201,13 +201,14 @@ def _microbatches(step: int, layout: Layout) -> list[tuple[int, int]]:
 
 
 def _detached(out: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
 
 
 def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], layout: Layout) -> None:
     for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"], strict=True)):
         largest = max(
-            (float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0
+            (float(g.nan_to_num().abs().max()) for g in theirs.values() if g is not None and g.numel()),
+            default=0.0,
         )
         for name, gradient in theirs.items():
             assert (gradient is None) == (mine[name] is None), (

@@ -84,7 +84,7 @@ def cut_alike(
     for place, node in _places(whole):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(model.get(place, 0), earliest)
-        used = [names[arg] for arg in node.all_input_nodes if arg in names]
+        used = [names[state] for state in flow.reads(node)]
         possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
         possible = {other for other in possible if other >= earliest}
         if possible and segment not in possible:

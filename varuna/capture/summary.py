@@ -46,9 +46,11 @@ def summarize(
             by_segment[node.meta["segment"]].append(node)
     segments = []
     for index, nodes in enumerate(by_segment):
-        used = {names[arg] for node in nodes for arg in node.all_input_nodes if arg in names}
+        used = {names[state] for node in nodes for state in flow.reads(node)}
         if index == 0:
             used.update(unused)
+        if index == whole.num_segments - 1:
+            used.update(names[flow.root[result]] for result in whole.results if flow.root[result] in names)
         ordered = [name for name in whole.state if name in used]
         parameters = tuple(name for name in ordered if name in whole.parameters)
         segments.append(
