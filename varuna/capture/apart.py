@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import base_name
+from varuna.capture.tidy import where
 from varuna.types import Dim
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"})
@@ -34,6 +35,7 @@ class Apart:
         self._of_samples = {whole.inputs[name] for name in batched_inputs if name in whole.inputs}
         # How often the samples come over again along their dimension: 1 in order, 0 where that is not known.
         self._rounds: dict[fx.Node, int] = {}
+        self._disorder: dict[fx.Node, fx.Node] = {}  # where the order of what has none was lost
         for node in whole.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -42,6 +44,9 @@ class Apart:
             if any(arg in self._of_samples for arg in made_of):
                 self._of_samples.add(node)
             self._rounds[node] = self._rounds_of(node, made_of)
+            if not self._rounds[node]:
+                origins = [self._disorder[arg] for arg in made_of if arg in self._disorder]
+                self._disorder[node] = origins[0] if origins else node
 
     def why_not(self, node: fx.Node) -> str | None:
         """Why a value that crosses a cut cannot be parted, in words; None where it can."""
@@ -53,7 +58,8 @@ class Apart:
         if not batched and node in self._of_samples:
             return f"{node.name} [{shape}] sums up all samples of a micro-batch"
         if len(batched) > 1 or any(dim.fixed for dim in batched) or self._rounds.get(node, 1) != 1:
-            return f"{node.name} [{shape}] does not hold the samples one after the other"
+            since = f", since {where(self._disorder[node])}" if node in self._disorder else ""
+            return f"{node.name} [{shape}] does not hold the samples one after the other{since}"
         return None
 
     def _dims(self, value: Tensor) -> list[Dim | None]:
