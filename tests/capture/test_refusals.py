@@ -159,6 +159,25 @@ class Asserting(nn.Module):
         return self.inner(x).view(len(x), 2, 3).flatten(1)
 
 
+class Routed(nn.Module):
+    """Every expert looks at every token, in a layout of which the strides are hard to tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 8) * 0.3)
+        self.down = nn.Parameter(torch.randn(4, 4, 6) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.bmm(x.repeat(4, 1).view(4, -1, 6), self.up).chunk(2, dim=-1)
+        out = torch.bmm(up * F.silu(gate), self.down).view(-1, 6)
+        return x + out.reshape(4, -1, out.shape[-1]).sum(dim=0)
+
+
+def test_strides_of_any_batch_are_no_reason_to_refuse() -> None:
+    """R6"""
+    assert_same(Layers(Routed()), batch_of(4), batch=4)
+
+
 def test_habits_that_ask_nothing_of_the_data_are_no_reason_to_refuse() -> None:
     """R6"""
     assert_same(Layers(Asserting()), batch_of(4), batch=4)

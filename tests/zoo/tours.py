@@ -46,9 +46,10 @@ def case_of(name: str) -> Case:
 
 
 def cases(wanted: list[str]) -> dict[str, Case]:
-    from tests.zoo import hugging_face  # which takes its time: who asks for another case need not wait
+    # Which take their time: who asks for another case need not wait.
+    from tests.zoo import hugging_face, more_hugging_face
 
-    everything = {**hugging_face.CASES, **hand_made.CASES}
+    everything = {**hugging_face.CASES, **more_hugging_face.CASES, **hand_made.CASES}
     return {
         name: case
         for name, case in everything.items()

@@ -87,6 +87,8 @@ class Apart:
         if base_name(node) == "repeat_interleave":
             return int(number == 1)
         each = {each for (_, each), _ in given}
+        if base_name(node) == "repeat" and len(each) == 1:
+            return number * (results[0][1] // each.pop())
         return number if all(each_then in each for _, each_then in results) else 0
 
     def _place(self, value: Tensor) -> tuple[int, int] | None:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.functions import Min
 
 from varuna.capture.function import NotOneOperation, record_function
 from varuna.capture.recorder import Recorder
@@ -163,7 +165,13 @@ def watched(recorder: Recorder) -> Iterator[None]:
     checks = Distribution._validate_args  # of the values that a distribution is made with
     Distribution.set_default_validate_args(False)
     try:
-        with _whole_functions(recorder), _sizes_by_len(), _needless_moves(), _Branches(recorder):
+        with (
+            _whole_functions(recorder),
+            _sizes_by_len(),
+            _smaller_sizes(),
+            _needless_moves(),
+            _Branches(recorder),
+        ):
             yield
     finally:
         Distribution.set_default_validate_args(checks)
@@ -210,6 +218,28 @@ def _sizes_by_len() -> Iterator[None]:
         yield
     finally:
         builtins.len = original
+
+
+@contextmanager
+def _smaller_sizes() -> Iterator[None]:
+    """The smaller of two sizes is known where their bounds tell; else its stride would fix the batch."""
+    original = ShapeEnv.simplify
+
+    def simplify(shapes: ShapeEnv, expression: Any, size_oblivious: bool = False) -> Any:
+        found: Any = original(shapes, expression, size_oblivious)
+        smaller: dict[Any, Any] = {}
+        for atom in found.atoms(Min):
+            bounds = {size: shapes.bound_sympy(size) for size in atom.args}
+            for size, bound in bounds.items():
+                if all(other is size or bound.upper <= bounds[other].lower for other in bounds):
+                    smaller[atom] = size
+        return original(shapes, found.xreplace(smaller), size_oblivious) if smaller else found
+
+    ShapeEnv.simplify = simplify  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShapeEnv.simplify = original  # type: ignore[method-assign]
 
 
 @contextmanager
