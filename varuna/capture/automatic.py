@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from varuna.capture.again import Again
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.operations import describe
@@ -80,11 +81,12 @@ def cut_alike(
     `unused` are the names that it has no use for. Gives what does not fit.
     """
     names = {node: name for name, node in whole.state.items()}
+    again = Again(whole, flow)
     strays: list[Stray] = []
     for place, node in _places(whole):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(model.get(place, 0), earliest)
-        used = [names[state] for state in flow.reads(node)]
+        used = [names[state] for state in again.reads(node)]
         possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
         possible = {other for other in possible if other >= earliest}
         if possible and segment not in possible:

@@ -35,7 +35,7 @@ class Flow:
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
         self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
         self.needs_grad: set[fx.Node] = set()
-        leaves = self._state = set(whole.state.values())
+        leaves = set(whole.state.values())
         wanted = {whole.inputs[name] for name in whole.gradients if name in whole.inputs}
         for node in whole.graph.nodes:
             self.root[node] = self._root(node)
@@ -57,17 +57,6 @@ class Flow:
         for arg in node.all_input_nodes:
             yield arg
             yield from self.writers_before(self.root[arg], self.order[node])
-
-    def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The state that a node reads, directly or by a view of it.
-
-        A view by itself reads nothing: it is made again wherever it is used, from the state that is there.
-        """
-        root = self.root[node]
-        if root in self._state and root not in self.writers:
-            return []
-        roots = dict.fromkeys(self.root[arg] for arg in node.all_input_nodes)
-        return [root for root in roots if root in self._state]
 
     def _root(self, node: fx.Node) -> fx.Node:
         source = aliased(node)

@@ -7,7 +7,7 @@ stage's own parameters. It cannot be cut, and its draws belong to the samples as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,11 +160,15 @@ def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
     forward = type(leaf.module).forward
     args, kwargs = leaf.arguments(tensors)
     mode = torch._guards.detect_fake_mode(tensors)
-    pending = mode.shape_env.pending_fresh_unbacked_symbols if mode and mode.shape_env else []
+    shapes = mode.shape_env if mode is not None else None
+    pending = shapes.pending_fresh_unbacked_symbols if shapes is not None else []
     before = list(pending)
+    # Whatever it asks of the batch's size here (a loop over its samples) must not hold for the graph.
+    unasked = shapes.error_on_new_guards() if shapes is not None else nullcontext()
     with recorder.inside(leaf.name), _untraced():
         try:
-            return leaf.keep_results(forward(leaf.module, *args, **kwargs))
+            with unasked:
+                return leaf.keep_results(forward(leaf.module, *args, **kwargs))
         except CaptureError:
             raise
         except Exception as refused:
