@@ -1,15 +1,15 @@
 """The benchmark of a GPU: `python -m benchmarks.gpu [NAME...]`, one table and one JSON.
 
-GPT-2 as Hugging Face has it, in bf16, against the bare PyTorch loop on the same card: time, memory,
-compiling, stages as processes on the one card, what a channel carries, and what a profile foretells. Every
-case runs in fresh processes; times are medians of single steps, the card idle before and after each.
+GPT-2 or Llama as Hugging Face has them, in bf16, against the bare PyTorch loop on the same card: time,
+memory, compiling, stages as processes on the one card, what a channel carries, and what a profile foretells.
+Every case runs in fresh processes; times are medians of single steps, the card idle before and after each.
 """
 
 import argparse
 import gc
 import os
 import shutil
-import sys
+import subprocess
 import tempfile
 import time
 import zlib
@@ -39,11 +39,13 @@ DEVICE = torch.device("cuda", 0)
 MATMUL = 8192
 MESSAGE_BYTES = 64 << 20
 TIMEOUT = 580.0
+MPS = "nvidia-cuda-mps-control"
 
 
 class Size(msgspec.Struct, frozen=True):
     """A model, and the work of one step."""
 
+    model: str = "gpt2"
     layers: int = 48
     width: int = 1600
     heads: int = 25
@@ -85,7 +87,7 @@ class Figure(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- the model
 
 
-def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+def make_gpt2(size: Size) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -100,9 +102,39 @@ def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
+    return GPT2LMHeadModel(config)
+
+
+def make_llama(size: Size) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        intermediate_size=-(-size.width * 8 // 3 // 64) * 64,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=size.tokens,
+        vocab_size=size.vocab,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, tuple[Callable[[Size], nn.Module], tuple[str, ...]]] = {
+    "gpt2": (make_gpt2, ("transformer.drop", "transformer.h.*")),
+    "llama": (make_llama, ("model.rotary_emb", "model.layers.*")),
+}
+"""With their cuts: before the first block too, so that all blocks are alike."""
+
+
+def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+    make, cuts = MODELS[size.model]
     with torch.device(device):
-        model = GPT2LMHeadModel(config)
-    cut_after(model, "transformer.drop", "transformer.h.*")  # so that all blocks are alike
+        model = make(size)
+    cut_after(model, *cuts)
     if device != "meta":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -114,7 +146,7 @@ def fill(name: str, tensor: Tensor) -> None:
     """The same values on whichever stage a tensor is."""
     if name.endswith("bias"):
         tensor.zero_()
-    elif "ln_" in name:
+    elif "ln_" in name or "norm" in name:
         tensor.fill_(1.0)
     else:
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
@@ -422,7 +454,6 @@ def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Fo
         found.append(
             Foretold(microbatch, run.median, forecast.seconds, run.peak_bytes, memory.total - memory.fixed)
         )
-        print(found[-1], memory, forecast.stages[0], file=sys.stderr, flush=True)
     return took, found
 
 
@@ -547,44 +578,70 @@ def host_state(size: Size) -> Iterator[Figure]:
     )
 
 
-def stages(size: Size, depth: int) -> Iterator[Figure]:
+def stages(size: Size) -> Iterator[Figure]:
     """On one card, which holds the activations of all stages at once: so smaller micro-batches."""
     microbatch = max(1, size.microbatch // 2)
     half = msgspec.structs.replace(size, microbatch=microbatch, microbatches=size.batch // microbatch)
     with fresh() as pool:
-        whole = pool.run(run_stage, 1, half, 1, timeout=TIMEOUT)[0]
-    with fresh() as pool:
-        found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
-    seconds = median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
-    what = f"step, {depth} stages on one card, {half.microbatches} × {half.microbatch} samples, 1f1b"
-    yield against(what, "P=1", seconds, whole.run.median, "s", target=1.3)
-    differences = [
-        abs(norm - whole.gradients[name]) / (whole.gradients[name] or 1.0)
-        for each in found
-        for name, norm in each.gradients.items()
-    ]
-    ways = {way for each in found for way in each.channels.values()}
-    yield Figure(
-        f"largest difference of a gradient's norm, {depth} stages",
-        "P=1",
-        max(differences),
-        f"{len(differences)} gradients",
-        ", ".join(sorted(ways)),
-        target=2e-3,
-    )
-    peak = sum(each.run.peak_bytes for each in found)
-    what = f"peak memory, {depth} stages together"
-    yield Figure(what, "P=1", peak / whole.run.peak_bytes, gib(peak), gib(whole.run.peak_bytes))
-    with fresh() as pool:
-        rates = pool.run(run_beside, depth, 4.0)
+        (whole,) = pool.run(run_stage, 1, half, 1, timeout=TIMEOUT)
         alone = pool.run(run_beside, 1, 2.0)[0]
-    yield Figure(
-        f"of that: {depth} processes taking turns on the card, without messages",
-        "one process",
-        alone / sum(rates),
-        f"{sum(rates):.0f} products/s",
-        f"{alone:.0f} products/s",
-    )
+    for depth in (2, 4):
+        with fresh() as pool:
+            found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
+            rates = pool.run(run_beside, depth, 4.0)
+        what = f"step, {depth} stages on one card, {half.microbatches} × {half.microbatch} samples, 1f1b"
+        yield against(what, "P=1", seconds_of_all(found), whole.run.median, "s", target=1.3)
+        yield Figure(
+            f"of that: {depth} processes taking turns on the card, without messages",
+            "one process",
+            alone / sum(rates),
+            f"{sum(rates):.0f} products/s",
+            f"{alone:.0f} products/s",
+        )
+        differences = [
+            abs(norm - whole.gradients[name]) / (whole.gradients[name] or 1.0)
+            for each in found
+            for name, norm in each.gradients.items()
+        ]
+        ways = {way for each in found for way in each.channels.values()}
+        yield Figure(
+            f"largest difference of a gradient's norm, {depth} stages",
+            "P=1",
+            max(differences),
+            f"{len(differences)} gradients",
+            ", ".join(sorted(ways)),
+            target=2e-3,
+        )
+        peak = sum(each.run.peak_bytes for each in found)
+        what = f"peak memory, {depth} stages together"
+        yield Figure(what, "P=1", peak / whole.run.peak_bytes, gib(peak), gib(whole.run.peak_bytes))
+    if shutil.which(MPS):
+        with sharing_the_card(), fresh() as pool:
+            found = pool.run(run_stage, depth, half, depth, timeout=TIMEOUT)
+        what = f"step, {depth} stages on one card at the same time (MPS)"
+        yield against(what, "P=1", seconds_of_all(found), whole.run.median, "s", target=1.3)
+
+
+def seconds_of_all(found: Sequence[StageRun]) -> float:
+    """Of a step: those of the stage that takes longest."""
+    return median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
+
+
+@contextmanager
+def sharing_the_card() -> Iterator[None]:
+    """By a daemon of our own, so that processes need not take turns."""
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
+    with tempfile.TemporaryDirectory(prefix="varuna-mps-", ignore_cleanup_errors=True) as home:
+        for variable, name in folders.items():
+            os.environ[variable] = f"{home}/{name}"
+            os.mkdir(f"{home}/{name}")
+        try:
+            subprocess.run([MPS, "-d"], check=True)
+            yield
+        finally:
+            subprocess.run([MPS], input=b"quit\n", timeout=60, check=False)
+            for variable in folders:
+                del os.environ[variable]
 
 
 def channels(size: Size) -> Iterator[Figure]:
@@ -634,8 +691,7 @@ CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
     "channels": channels,
     "one-process": one_process,
     "predictions": predictions,
-    "two-stages": lambda size: stages(size, 2),
-    "four-stages": lambda size: stages(size, 4),
+    "stages": stages,
     "host-state": host_state,
     "compiling": compiling,
     "larger-microbatches": larger_microbatches,
@@ -665,7 +721,7 @@ def table(report: Report) -> str:
     lines = [
         f"# On a GPU: {report.machine}",
         "",
-        "GPT-2 of Hugging Face in bf16 autocast with fused AdamW, written by `python -m benchmarks.gpu`. "
+        "Models of Hugging Face in bf16 autocast with fused AdamW, written by `python -m benchmarks.gpu`. "
         "Times are medians of single steps, the card idle before and after each.",
     ]
     for name, case in report.cases.items():
@@ -674,8 +730,9 @@ def table(report: Report) -> str:
             "",
             f"## {name}",
             "",
-            f"{size.layers} layers, {size.width} wide, {size.tokens} tokens, {size.microbatches} "
-            f"micro-batches of {size.microbatch}, {size.steps} steps after {size.warmups}.",
+            f"{size.model}: {size.layers} layers, {size.width} wide, {size.tokens} tokens, "
+            f"{size.microbatches} micro-batches of {size.microbatch}, "
+            f"{size.steps} steps after {size.warmups}.",
             "",
             "| what | against | found | ours | other | to reach | reached |",
             "|---|---|---|---|---|---|---|",
@@ -698,7 +755,10 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(CASES)} (default: all)"
     )
     for name, default in msgspec.structs.asdict(Size()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+        known = list(MODELS) if name == "model" else None
+        parser.add_argument(
+            f"--{name}", type=type(default), choices=known, default=default, help=f"default: {default}"
+        )
     parser.add_argument("--into", type=Path, default=HOME, help="folder for gpu.md and results/gpu.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -710,8 +770,8 @@ def main() -> None:
     report = Report(machine(), {})
     if path.is_file():
         known = msgspec.json.decode(path.read_bytes(), type=Report)
-        if known.machine == report.machine:
-            report = known  # a case that ran before is replaced, the others stay
+        if known.machine == report.machine:  # a case that ran before is replaced, the others stay
+            report.cases.update({name: case for name, case in known.cases.items() if name in CASES})
     path.parent.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
         if arguments.names and name not in arguments.names:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,55 @@ def test_closing_leaves_no_file_and_no_thread_behind() -> None:
         network.close()
     first.wake()  # nor does a late callback
     assert belongings() == before
+
+
+class SharedCard:
+    """Both ends of slots on a GPU that two processes share, without a GPU: `filled` says what is done."""
+
+    takes_turns, refused, borrowed = True, False, 1
+
+    def __init__(self) -> None:
+        self.slots: list[list[Tensor]] = []
+        self.filled: set[int] = set()
+
+    def put(self, tensors: list[Tensor]) -> int:
+        self.slots.append(tensors)
+        return len(self.slots) - 1
+
+    def is_there(self, number: int) -> bool:
+        return number in self.filled
+
+    def tensors(self, number: int, forms: object) -> list[Tensor]:
+        return self.slots[number]
+
+    def let_go(self) -> None: ...
+    def take_back(self) -> list[int]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_a_message_counts_as_arrived_when_a_shared_card_has_filled_it() -> None:
+    """In order: a later one that is there waits for its turn. No bell rings, and the waiter sees it."""
+    first, second = linked_pair()
+    card: Any = SharedCard()
+    out, into = first.links[1], second.links[0]
+    out._lender = out._borrower = into._lender = into._borrower = card
+    for tag in range(3):
+        out.send([torch.tensor(tag)], tag=tag)
+    card.filled = {1}
+    while into.unripe < 3:
+        second.poll()
+    assert into.ready == 0 and not second.wait(0.01)
+    with pytest.raises(LookupError, match="no message"):
+        into.take()
+    threading.Timer(0.05, lambda: card.filled.add(0)).start()
+    assert second.wait(PATIENCE) and (into.ready, into.unripe) == (2, 1)
+    assert [into.take(tag=tag)[0].item() for tag in range(2)] == [0, 1]
+    card.filled.add(2)
+    assert await_message(second, into, 2)[0].item() == 2
+    first.close()
+    second.close()
 
 
 def test_a_forked_child_does_not_keep_the_connections_open() -> None:

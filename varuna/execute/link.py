@@ -201,6 +201,7 @@ class Link:
         self._delay = delay
         self._backlog = backlog
         self._inbox: deque[Incoming] = deque()
+        self._ripe = 0  # of the inbox: how many of its first are there, where a device has to fill them
         self._outbox: deque[Outgoing] = deque()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -315,11 +316,13 @@ class Link:
 
     def take(self, *, tag: int = 0) -> list[Tensor]:
         """The oldest message that has arrived and was not taken yet."""
-        if not self._inbox:
+        if not self.ready:
             if self.over:
                 raise self.error()
             raise LookupError(f"no message of {self.name} has arrived (wait until `ready` is above 0)")
         message = self._inbox.popleft()
+        if self._lender is not None:
+            self._ripe -= 1
         if message.tag != tag:
             raise RuntimeError(
                 f"expected message {tag} of {self.name}, found message {message.tag} "
@@ -342,7 +345,21 @@ class Link:
     @property
     def ready(self) -> int:
         """How many messages have arrived and wait to be taken."""
-        return len(self._inbox)
+        if self._lender is None:
+            return len(self._inbox)
+        while self._ripe < len(self._inbox):
+            slot = self._inbox[self._ripe].slot
+            if slot >= 0 and not self._lender.is_there(slot):
+                break
+            self._ripe += 1
+        return self._ripe
+
+    @property
+    def unripe(self) -> int:
+        """How many messages are known of that a device has still to fill, and no bell will ring for them."""
+        if self._lender is None or not self._lender.takes_turns:
+            return 0
+        return len(self._inbox) - self.ready
 
     @property
     def over(self) -> bool:

@@ -30,6 +30,8 @@ import torch
 from varuna.execute.address import MEET_SECONDS, Exchange, meet
 from varuna.execute.link import Delay, Link
 
+NAP_SECONDS = 20e-6
+"""Between two looks at a device that fills a message, and rings no bell."""
 GOODBYE_SECONDS = 5.0
 """How long `close` tries to hand over what was sent but not yet accepted by a slow peer."""
 
@@ -150,7 +152,7 @@ class Network:
         """Changes whenever there is news; a sum, so that the two threads need no lock."""
         count = self._wakes
         for link in self.links.values():
-            count += link.received + link.over
+            count += link.received - link.unripe + link.over
         return count
 
     def _raise_if_lost(self) -> None:
@@ -178,6 +180,9 @@ class Network:
                     self._pump.read(link, True)
 
     def _take_in(self, seconds: float) -> None:
+        if seconds and any(link.unripe for link in self.links.values()):
+            select.select([self._epoll], [], [], min(seconds, NAP_SECONDS))
+            seconds = 0
         for fd, _ in self._epoll.poll(None if seconds == math.inf else seconds):
             if fd == self._bell.fd:
                 self._bell.clear()

@@ -11,6 +11,9 @@ and the socket carries only a word about it:
 Neither host waits for either device: `filled` and `emptied` are events that both processes see, and what
 is queued on one device waits for what is queued on the other. Each waits only for events that were recorded
 before, so no circle can close.
+
+Where both processes have the same GPU, they take turns on it, and one whose queue only waits for the other
+is given its turns all the same. So there a message counts as arrived once it is filled (`is_there`).
 """
 
 import functools
@@ -98,6 +101,7 @@ class Lender:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.takes_turns = False  # with the other process, on one GPU
         self._slots: list[Lent] = []
         self._returned: deque[Lent] = deque()
 
@@ -111,6 +115,7 @@ class Lender:
         except RuntimeError as error:
             log.warning("no device memory is shared between stages: %s", error)
             return None
+        self.takes_turns = to == device_uuid(self.device)
         self._slots.append(slot)
         return pickle.dumps(tuple(loan))
 
@@ -118,6 +123,11 @@ class Lender:
         """The other has the slot, and will say with this event that it is filled."""
         uuid, handle = pickle.loads(packed)
         self._slots[number].filled = cuda.Event.from_ipc_handle(reachable(self.device, uuid), handle)
+
+    def is_there(self, number: int) -> bool:
+        """Whether to compute on what the other puts into a slot, or to leave the GPU to it until then."""
+        filled = self._slots[number].filled
+        return not self.takes_turns or (filled is not None and bool(filled.query()))
 
     def tensors(self, number: int, forms: Sequence[Form]) -> list[Tensor]:
         """What the other process has put, or will have put, into a slot."""

@@ -28,9 +28,6 @@ from varuna.measure.stopwatch import Effort, Stopwatch, duration, typical
 from varuna.types import Duration, SizeCost
 
 PARTS = ("forward", "backward", "backward_inputs", "backward_weights", "forward_only")
-BUSY = 0.9
-"""A host that is busy for this share of the time that a call takes sets the pace, and not the device."""
-
 
 HEAD_START = 2.5
 """Times what the host needs to queue a round: it has queued two before the device begins."""
@@ -65,23 +62,28 @@ class Link:
 class Samples:
     """Seconds of single runs, by part."""
 
+    runs_behind: bool = False  # the device behind its host
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
     def cost(self, part: str, nothing: Samples, entry_seconds: float, quantile: float) -> Duration:
-        """Without what the call of a segment takes that does nothing, unless the device hides it.
+        """Without what the call of a segment takes that does nothing, for that is the engine's, once for each
+        instruction; nor with what only some stages do.
 
-        That is the engine's, once for each instruction. Nor with what only some stages do.
+        A device that runs behind its host takes what its work takes, and none of it is the call's; or what
+        the host needs at its best to queue it, where that is longer.
         """
-        hidden = median(self.host[part]) < BUSY * median(self.seconds[part])
-        less = 0.0 if hidden else typical(nothing.pace(part), quantile)
-        less += entry_seconds if part.startswith("forward") else 0.0
-        return duration(self.pace(part), less=less, quantile=quantile)
+        less = entry_seconds if part.startswith("forward") else 0.0
+        if not self.runs_behind:
+            less += typical(nothing.seconds[part], quantile)
+            return duration(self.seconds[part], less=less, quantile=quantile)
+        queueing = min(self.host[part]) - min(nothing.host[part])
+        return duration([max(own, queueing) for own in self.seconds[part]], less=less, quantile=quantile)
 
-    def pace(self, part: str) -> list[float]:
-        """What the device takes, and no less than the host needs at its best to queue it."""
-        least = min(self.host[part])
-        return [max(seconds, least) for seconds in self.seconds[part]]
+    def call_seconds(self, quantile: float) -> float:
+        """Of segments that do nothing: the mean of a forward and a backward."""
+        taken = self.host if self.runs_behind else self.seconds
+        return sum(typical(taken[part], quantile) for part in ("forward", "backward")) / 2
 
     def halve_backwards(self) -> None:
         """Where they were not run in two parts: each is taken to be half."""
@@ -119,8 +121,8 @@ def measure_chain(
         run(chain, stopwatch)
     num_bytes = _count(chain, meter)
     mixed = _mixed(chain, nothing)
-    samples = [Samples() for _ in chain]
-    calls = Samples()
+    samples = [Samples(stopwatch.runs_behind) for _ in chain]
+    calls = Samples(stopwatch.runs_behind)
     found = [sample for own in samples for sample in (own, calls)]
     for run in rounds:
         _repeat(run, mixed, found, stopwatch, effort, held=1 if run is _light_round else held)
@@ -140,23 +142,19 @@ def measure_chain(
                 **{part: sample.cost(part, calls, entry, effort.quantile) for part in PARTS},
             )
         )
-    return Measured(costs, _call_seconds(calls, effort))
+    return Measured(costs, calls.call_seconds(effort.quantile))
 
 
 def measure_calls(nothing: Link, *, stopwatch: Stopwatch, effort: Effort) -> float:
     """The same as `Measured.call_seconds`, where nothing else runs in between."""
-    calls = Samples()
+    calls = Samples(stopwatch.runs_behind)
     _repeat(_whole_round, [nothing], [calls], stopwatch, effort, held=1)
-    return _call_seconds(calls, effort)
+    return calls.call_seconds(effort.quantile)
 
 
 def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
     """Forwards and backwards."""
     _whole_round(chain, stopwatch)
-
-
-def _call_seconds(calls: Samples, effort: Effort) -> float:
-    return sum(typical(calls.pace(part), effort.quantile) for part in ("forward", "backward")) / 2
 
 
 def _mixed(chain: Sequence[Link], nothing: Callable[[], Link]) -> list[Link]:

@@ -53,6 +53,8 @@ class Stopwatch:
     its core does not count. What it waits for (a disk, another device, a timer) does.
     """
 
+    runs_behind = False  # whether the host queues what the device does later
+
     def __init__(self) -> None:
         self._own = torch.get_num_threads() == 1
         self.mark: Callable[[], Any] = self._mark
@@ -82,6 +84,8 @@ class CudaStopwatch(Stopwatch):
 
     With a head start the host has queued all of it before the device begins, and no gap counts.
     """
+
+    runs_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
