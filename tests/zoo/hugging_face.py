@@ -78,6 +78,18 @@ VISION = {
     "num_labels": 5,
 }
 NO_DROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+NLLB = {
+    **BOTH,
+    "num_experts": 4,
+    "expert_capacity": 64,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "moe_token_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    **NO_DROP,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -345,22 +357,17 @@ CASES: dict[str, Case] = {
     "Granite-MoE": experts(
         "GraniteMoe", CAUSAL, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
-    "NLLB-MoE": experts(
-        "NllbMoe",
-        PAIR,
-        {
-            **BOTH,
-            "num_experts": 4,
-            "expert_capacity": 64,
-            "encoder_sparse_step": 2,
-            "decoder_sparse_step": 2,
-            "moe_token_dropout": 0.0,
-            "activation_dropout": 0.0,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            **NO_DROP,
-        },
+    "NLLB-MoE": experts("NllbMoe", PAIR, NLLB, translated),
+    "NLLB-MoE, opaque routers": Case(
+        lambda: varuna.opaque(
+            hugging_face("NllbMoe", PAIR, NLLB)(),
+            "model.encoder.layers.*.ffn.router",
+            "model.decoder.layers.*.ffn.router",
+        ),
         translated,
+        of_loss,
+        by_microbatch=True,
+        dtype=torch.float32,
     ),
     "Llama 4": experts(
         "Llama4",

@@ -56,11 +56,9 @@ class Recorder:
 
     @property
     def reading(self) -> str:
-        """The path of the innermost running module that holds the one that last read a number."""
-        if self._reader is None:
-            return self.running
+        """The path of the innermost running module that holds the one that last read a number, if any."""
         holders = [path for path in self._paths if f"{self._reader}.".startswith(f"{path}.")]
-        return holders[-1] if holders else ""
+        return holders[-1] if holders else self.running
 
     def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Leaves a mark in the graph: whatever comes after it belongs to the next segment."""
