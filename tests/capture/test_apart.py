@@ -34,6 +34,14 @@ class Crossing(nn.Module):
             heads = x.transpose(0, 1).reshape(s, b * 3, 1).transpose(0, 1)
             again = self.first(torch.tanh(heads).transpose(0, 1).reshape(s * b, h))
             return self.last(self.cut(again.view(s, b, h).transpose(0, 1))).mean()
+        if "sorted" in self.way:
+            rows = x.reshape(b * s, h)
+            order = rows[:, 0].argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            if self.way == "sorted":
+                return self.last(self.cut(rows[order]))[back].mean()
+            return self.last(self.cut(torch.tanh(rows[order])[back])).mean()
         if self.way == "over again":
             return self.last(self.cut(x.repeat(2, 1, 1))).mean()
         if self.way == "over again, and summed":
@@ -57,6 +65,7 @@ def told(way: str) -> list[str]:
         "windows",
         "attention",
         "over again, and summed",
+        "sorted, and back",
     ],
 )
 def test_samples_in_order_can_be_parted(way: str) -> None:
@@ -66,6 +75,11 @@ def test_samples_in_order_can_be_parted(way: str) -> None:
 @pytest.mark.parametrize("way", ["sequence first, flat", "two views", "over again"])
 def test_samples_in_disorder_cannot(way: str) -> None:
     assert len(told(way)) == 1 and "does not hold the samples one after the other" in told(way)[0]
+
+
+def test_what_is_in_the_order_of_a_sort_cannot() -> None:
+    """Nor the places by which it is brought back: they are those of another micro-batch."""
+    assert len(told("sorted")) >= 2 and all("in the order of a sort" in why for why in told("sorted"))
 
 
 def test_what_sums_up_samples_cannot() -> None:

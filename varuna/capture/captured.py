@@ -80,7 +80,7 @@ class Captured:
 
     def inseparable(self, cut: int) -> list[str]:
         """What crosses the cut before a segment and cannot be parted by sample, in words."""
-        reasons = (self._apart.why_not(value) for value in self._carver.crossing(cut))
+        reasons = (self._apart.why_not_over_a_cut(value) for value in self._carver.crossing(cut))
         return [reason for reason in reasons if reason]
 
     @property
