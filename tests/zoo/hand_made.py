@@ -504,7 +504,7 @@ class Checkpointed(nn.Module):
         from torch.utils.checkpoint import checkpoint
 
         for i, layer in enumerate(self.layers):
-            x = x + checkpoint(layer, x, use_reentrant=i % 2 == 0)
+            x = x + checkpoint(layer, x, use_reentrant=i % 2 == 1)
         return x
 
 
@@ -712,7 +712,7 @@ CASES: dict[str, Case] = {
     "multi-head attention": Case(Attending, sequence, mean_square),
     "checkpointed": Case(Checkpointed, vector, mean_square),
     "weight norms": Case(Normed, vector, mean_square),
-    "autocast inside": Case(Autocast, vector, mean_square, dtype=torch.float32),
+    "autocast inside": Case(Autocast, vector, mean_square, dtype=torch.float32, by_microbatch=True),
     "torch.where": Case(Cond, vector, mean_square),
     "own autograd.Function": Case(OwnFunction, vector, mean_square),
     "own autograd.Function, in a module": Case(OwnModule, vector, mean_square),
