@@ -154,9 +154,15 @@ class RaNNCModule(nn.Module):
     def _backward(self, passing: Passing, gradients: Any) -> dict[str, Tensor]:
         assert self._pipeline is not None
         with self._errors_reach_everyone("backward"):
-            return self._pipeline.backward(
+            found = self._pipeline.backward(
                 passing, gradients, again=switches.keeps_graph, delays=switches.delays_allreduce
             )
+            self._let_scalers_agree(self._pipeline)
+            return found
+
+    def _let_scalers_agree(self, pipeline: Pipeline) -> None:
+        if pipeline.must_agree_on_overflow and pipeline.reduced and self._patched is not None:
+            self._patched.stand_in(self.device, overflowed=pipeline.overflowed)
 
     def _settle_call(self, args: Any, kwargs: Any) -> tuple[int, dict[str, Any], list[int]]:
         """The number under which all ranks know this call, its tensors, and every rank's samples."""
@@ -215,8 +221,10 @@ class RaNNCModule(nn.Module):
         """What all ranks know of a call, found out when it first comes."""
         if number not in self._ways:
             assert self._pipeline is not None
+            trainer = self._pipeline.trainer
+            trainer.engine.where = f"stage {self._session.stage}, capturing another way to call the model"
             captured = self._capture(number)
-            plan = self._pipeline.trainer.plan
+            plan = trainer.plan
             if captured.num_segments != plan.stages[-1].stop:
                 raise ValueError(
                     f"called so, the model has {captured.num_segments} segments; when it was spread it had "
@@ -445,7 +453,9 @@ class RaNNCModule(nn.Module):
     def allreduce_grads(self) -> None:
         """Reduces what backwards have added since `pyrannc.delay_grad_allreduce(True)`; all ranks call it."""
         with self._errors_reach_everyone("allreduce_grads"):
-            self._deployed("allreduce_grads").allreduce()
+            pipeline = self._deployed("allreduce_grads")
+            pipeline.allreduce()
+            self._let_scalers_agree(pipeline)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clips the norm of the whole model's gradient; returns what it was. All ranks call it."""

@@ -27,6 +27,7 @@ class Patched:
         self._spread: list[Tensor] = []  # what the optimizer was given and this rank holds
         self._gather: Callable[[dict[str, Any]], dict[str, Any]] = lambda own: own
         self._names = {parameter: name for parameter, name in names.items()}
+        self._stand_in: Tensor | None = None
         self._plain_state_dict = optimizer.state_dict
         self._plain_load = optimizer.load_state_dict
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
@@ -78,8 +79,28 @@ class Patched:
 
         self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
+    def stand_in(self, device: torch.device, *, overflowed: bool) -> None:
+        """After a backward in fp16: where no parameter here has a gradient, one that is none of the model's.
+
+        A gradient scaler must find something to look at (else it refuses the step), and on all ranks the
+        same, so that all have one scale.
+        """
+        self._dismiss()
+        if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+            return
+        self._stand_in = nn.Parameter(torch.zeros(1, device=device))
+        self._stand_in.grad = torch.full_like(self._stand_in, float("inf") if overflowed else 0.0)
+        self._optimizer.param_groups[0]["params"].append(self._stand_in)
+
+    def _dismiss(self) -> None:
+        if self._stand_in is not None:
+            self._optimizer.param_groups[0]["params"].pop()
+            self._optimizer.state.pop(self._stand_in, None)
+            self._stand_in = None
+
     def state_dict(self, from_global: bool = True, **_options: Any) -> dict[str, Any]:
         """Of the whole model, the same on all ranks, who all call it; `from_global=False`: of this rank."""
+        self._dismiss()
         own = self._plain_state_dict()
         if self._held is None or not from_global:
             return own
@@ -104,6 +125,7 @@ class Patched:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], from_global: bool = True) -> None:
         """What `state_dict` gave, on this layout or another, or a plain process."""
+        self._dismiss()
         if self._held is None or not from_global:
             self._plain_load(dict(state_dict))
             return

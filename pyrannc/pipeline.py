@@ -135,6 +135,7 @@ class Pipeline:
         self.pipeline_num = pipeline_num
         self.reduction = reduction
         self.must_agree_on_overflow = False  # some call was made in fp16
+        self.overflowed = False  # whether what was reduced last did
         self.reduced = True  # whether what is in `.grad` is of all replicas
         self._untouched: set[Tensor] = set()  # by the backwards since it was reduced last
 
@@ -188,7 +189,8 @@ class Pipeline:
             raise CaptureError(
                 f"of what the model gives, {disordered}, so that it cannot be put together from several "
                 "micro-batches or replicas, nor parted for several ranks (give each sample its own rows: "
-                "torch.stack([a, b], 1) in place of torch.cat([a, b], 0), say)"
+                "torch.stack([a, b], 1) in place of torch.cat([a, b], 0), say; or, where no sample "
+                "really sees another, keep the module of that line whole with varuna.opaque)"
             )
 
     def _divide(self, taken: Sequence[Span], total: int) -> Division:
@@ -489,7 +491,8 @@ class Pipeline:
     def _agree_on_overflow(self) -> None:
         """An overflow on any rank becomes one on all, so that every gradient scaler skips the same steps."""
         reducer = self.trainer.reducer
-        if not reducer.clip(float("inf")) < float("inf"):
+        self.overflowed = not reducer.clip(float("inf")) < float("inf")
+        if self.overflowed:
             for parameter in reducer.parameters:
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("inf"))

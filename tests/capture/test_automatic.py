@@ -253,11 +253,35 @@ class Turned(nn.Module):
         return F.mse_loss(x, y)
 
 
-def test_a_model_that_evaluates_in_another_order_is_refused() -> None:
+def test_a_model_that_evaluates_in_another_order_is_refused_by_stages_that_lack_a_layer() -> None:
     source = Source(Turned(), partition=partition)
     source.capture(batch_of(4), training=True)
+    evaluated = source.capture(batch_of(4), training=False)
     with pytest.raises(CaptureError, match=r"layers\.0\.weight.*another order than in training.*CutPoints"):
-        source.capture(batch_of(4), training=False)
+        [evaluated.carve(i, i + 1) for i in range(evaluated.num_segments)]
+    assert evaluated.carve(0, evaluated.num_segments).state
+
+
+class Later(nn.Module):
+    """A layer in its middle that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, more: bool = False) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return F.mse_loss(self.last(self.extra(x) if more else x), y)
+
+
+def test_a_parameter_that_the_first_capture_did_not_use_is_named_as_such() -> None:
+    """R6: unless one stage has it all."""
+    source = Source(Later(), partition=partition)
+    source.capture(batch_of(4), training=True)
+    later = source.capture({**batch_of(4), "more": True}, training=True)
+    with pytest.raises(CaptureError, match=r"extra\.weight, extra\.bias is used for the first time.*first"):
+        [later.carve(i, i + 1) for i in range(later.num_segments)]
+    assert later.carve(0, later.num_segments).state
 
 
 def test_one_stage_runs_the_program_of_an_uncut_model() -> None:

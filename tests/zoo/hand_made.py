@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import varuna
 from tests.zoo.trial import Call, Case
 
 WIDTH = 6
@@ -264,6 +265,125 @@ class Nested(nn.Module):
         }
 
 
+class Digits(nn.Module):
+    """Two convolutions with pools and three layers, the flat size counted by a loop over the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3)
+        self.layers = nn.ModuleList([nn.Linear(24, 12), nn.Linear(12, 8), nn.Linear(8, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(x)), (2, 2))
+        x = F.max_pool2d(F.relu(self.second(x)), 2)
+        features = 1
+        for size in x.size()[1:]:
+            features *= size
+        x = x.view(-1, features)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class Factors(nn.Module):
+    """Layers without bias, then constants: a number, and a tensor that is neither buffer nor parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.two = torch.tensor([2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mul(self.up(self.down(x)) * 3, self.two)
+
+
+class Forks(nn.Module):
+    """One value with many readers, some of which join again before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others, last = self.layers
+        trunk = first(x)
+        branches = [other(trunk) for other in others]
+        return trunk + last(branches[0] + branches[1] * 2) + branches[2]
+
+
+class OwnNorm(nn.Module):
+    """A layer norm from means and powers, in the precision of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        converts = self.weight.dtype != x.dtype
+        y = x.to(self.weight.dtype) if converts else x
+        centred = y - y.mean(-1, keepdim=True)
+        y = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-12)
+        y = self.weight * y + self.bias
+        return self.after(y.to(x.dtype) if converts else y)
+
+
+class BatchNormed(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(9, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+@torch.jit.script
+def without_even(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    for row in ids:
+        for place in range(row.numel()):
+            if row[place] % 2 == 0:
+                row[place] = 0
+    return ids
+
+
+class Scripted(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return without_even(ids)
+
+
+class ByLoop(nn.Module):
+    """A scripted loop over data before an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = Scripted()
+        self.words = nn.Embedding(20, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(self.choose(ids))
+
+
+class Views(nn.Module):
+    """One view of a weight, used far apart; another, made long before it is used; and a weight given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.token = nn.Parameter(torch.zeros(1, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned, scale, token = self.matrix.t(), self.scale.to(x.dtype), self.token.expand(len(x), -1)
+        x = torch.tanh(x @ turned)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (x @ turned + token) * scale[None], self.layers[0].weight.t()
+
+
 class Tied(nn.Module):
     """One matrix as embedding, as head and, transposed, in between; one layer used three times."""
 
@@ -384,7 +504,7 @@ class Checkpointed(nn.Module):
         from torch.utils.checkpoint import checkpoint
 
         for i, layer in enumerate(self.layers):
-            x = x + checkpoint(layer, x, use_reentrant=i % 2 == 0)
+            x = x + checkpoint(layer, x, use_reentrant=i % 2 == 1)
         return x
 
 
@@ -558,6 +678,28 @@ CASES: dict[str, Case] = {
     "nested in and out": Case(
         Nested, _nested, lambda out: out["scores"].loss + out["pair"].a.square().sum(1).mean()
     ),
+    "digits": Case(Digits, image, mean_square),
+    "factors": Case(Factors, vector, mean_square),
+    "forks and joins": Case(Forks, vector, mean_square),
+    "layer norm by hand": Case(OwnNorm, vector, mean_square),
+    "BatchNorm without statistics": Case(
+        lambda: BatchNormed(track_running_stats=False), sequence, mean_square, by_microbatch=True
+    ),
+    "BatchNorm without weights": Case(
+        lambda: BatchNormed(affine=False), sequence, mean_square, by_microbatch=True
+    ),
+    "BatchNorm without either": Case(
+        lambda: BatchNormed(affine=False, track_running_stats=False),
+        sequence,
+        mean_square,
+        by_microbatch=True,
+    ),
+    "embedding alone": Case(lambda: nn.Embedding(20, 8), lambda n, g: ((_ids(n, g),), {}), mean_square),
+    "scripted loop": Case(ByLoop, lambda n, g: ((_ids(n, g),), {}), mean_square),
+    "scripted loop, opaque": Case(
+        lambda: varuna.opaque(ByLoop(), "choose"), lambda n, g: ((_ids(n, g),), {}), mean_square
+    ),
+    "views of weights": Case(Views, vector, lambda out: out[0].square().sum(1).mean()),
     "tied three times": Case(
         Tied, lambda n, g: ((_ids(n, g),), {}), lambda out: out.square().flatten(1).mean(1).mean()
     ),
@@ -570,7 +712,7 @@ CASES: dict[str, Case] = {
     "multi-head attention": Case(Attending, sequence, mean_square),
     "checkpointed": Case(Checkpointed, vector, mean_square),
     "weight norms": Case(Normed, vector, mean_square),
-    "autocast inside": Case(Autocast, vector, mean_square, dtype=torch.float32),
+    "autocast inside": Case(Autocast, vector, mean_square, dtype=torch.float32, by_microbatch=True),
     "torch.where": Case(Cond, vector, mean_square),
     "own autograd.Function": Case(OwnFunction, vector, mean_square),
     "own autograd.Function, in a module": Case(OwnModule, vector, mean_square),

@@ -122,6 +122,7 @@ def _forwards(
     arrived: Sequence[Tensor] = ()
     for first, stop in pairwise(cuts):
         program = captured.carve(first, stop)
+        _assert_held(captured, first, stop)
         state = stage_state(source, captured, first, stop, device="cpu")
         received = [
             value.detach().contiguous().clone().requires_grad_(spec.needs_grad)
@@ -132,3 +133,12 @@ def _forwards(
         arrived = program([state.tensor(n) for n in program.state], received, leaves, Work(SEED, 2, 0))
         stages.append((program, state, received, arrived))
     return arrived, stages
+
+
+def _assert_held(captured: Captured, first: int, stop: int) -> None:
+    """A stage trains what it uses, all of it and nothing else: what nothing uses is in the first segment."""
+    segments = captured.graph.segments
+    parameters = {name for segment in segments for name in segment.parameters}
+    used = set(captured.carve(0, captured.num_segments).state) & parameters
+    held = {name for segment in segments[first:stop] for name in segment.parameters}
+    assert held & used == set(captured.carve(first, stop).state) & parameters

@@ -21,22 +21,30 @@ from varuna.errors import CaptureError
 
 def test_parameters_that_no_loss_reaches_are_left_alone(pool: Pool) -> None:
     """R5: they have no gradient, as in one process, and so no decay; over stages and replicas."""
-    for layouts in ([Layout(2), Layout(1, 2, 3)], [Layout(2, 2)]):
-        world = layouts[0].stages * layouts[0].replicas
-        for answers in pool.run(try_one, world, "unused parameters", layouts):
+    for layouts in ([Layout((1, 1)), Layout((2,), 3)], [Layout((2, 2))]):
+        for answers in pool.run(try_one, layouts[0].world, "unused parameters", layouts):
             assert answers == ["ok"] * len(layouts)
 
 
 @pytest.mark.parametrize("name", ["Switch Transformers", "Bloom"])
 def test_hugging_face_models_train_as_they_are(pool: Pool, name: str) -> None:
     """B8, R5, R6: an encoder and a decoder whose experts loop over data; an autograd.Function."""
-    layouts = [Layout(2), Layout(1, 2, 3)]
+    layouts = [Layout((1, 1)), Layout((2,), 3)]
     for answers in pool.run(try_one, 2, name, layouts, timeout=150):
         assert answers == ["ok"] * len(layouts)
 
 
 @pytest.mark.parametrize(
-    "name", ["in place", "nested in and out", "complex and integers", "own autograd.Function", "rows by data"]
+    "name",
+    [
+        "in place",
+        "nested in and out",
+        "complex and integers",
+        "own autograd.Function",
+        "rows by data",
+        "views of weights",
+        "scripted loop, opaque",
+    ],
 )
 def test_networks_written_by_hand_are_cut_anywhere(name: str) -> None:
     """R2, R5, R6"""

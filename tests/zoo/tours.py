@@ -1,14 +1,43 @@
 """Walks through the zoo: each model in turn, and one line on what became of it."""
 
+import multiprocessing as mp
+import os
 import time
+import traceback
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.pool import Pool, TaskFailed
+import torch
+import torch.distributed as dist
+
+from tests.pool import free_port
 from tests.zoo import hand_made, trial
 from tests.zoo.here import run_here
 from tests.zoo.trial import Case, Layout
 
-LAYOUTS = [Layout(1), Layout(2), Layout(3), Layout(4), Layout(2, 2), Layout(1, 2, 3)]
+PATIENCE_SECONDS = 240.0
+FEW = [
+    Layout((1, 1)),
+    Layout((2,), 3),
+    Layout((1, 1, 1)),
+    Layout((2, 1)),
+    Layout((2, 2)),
+    Layout((1, 3)),
+    Layout((2, 1, 1), 3),
+]
+MANY = [
+    Layout((3, 2)),
+    Layout((1, 2, 2), 3),
+    Layout((3, 2, 1)),
+    Layout((2, 2, 2)),
+    Layout((3, 4)),
+    Layout((1, 2, 1, 3), 3),
+    Layout((3, 1, 4)),
+    Layout((2, 2, 2, 2)),
+    Layout((8,), 1),
+    Layout((5,), 1),
+]
+"""Of 5 to 8 ranks, of which each model has its turn with one: batches are smaller than these are wide."""
 
 
 def case_of(name: str) -> Case:
@@ -17,9 +46,10 @@ def case_of(name: str) -> Case:
 
 
 def cases(wanted: list[str]) -> dict[str, Case]:
-    from tests.zoo import hugging_face  # which takes its time: who asks for another case need not wait
+    # Which take their time: who asks for another case need not wait.
+    from tests.zoo import hugging_face, more_hugging_face
 
-    everything = {**hugging_face.CASES, **hand_made.CASES}
+    everything = {**hugging_face.CASES, **more_hugging_face.CASES, **hand_made.CASES}
     return {
         name: case
         for name, case in everything.items()
@@ -50,23 +80,82 @@ def try_one(name: str, layouts: list[Layout]) -> list[str]:
     return found
 
 
+# ------------------------------------------------------------------ in processes that know the captures
+
+
 def tour(wanted: list[str]) -> None:
-    pool = Pool()
-    for name in cases(wanted):
+    """Each model is captured in a process of its own, whose children are the ranks of every layout."""
+    torch.set_num_threads(1)
+    for number, name in enumerate(cases(wanted)):
         began = time.monotonic()
-        words: list[str] = []
-        for world in (4, 3, 2, 1):
-            layouts = [layout for layout in LAYOUTS if layout.stages * layout.replicas == world]
-            answers: Any
-            try:
-                answers = pool.run(try_one, world, name, layouts, timeout=240)
-            except TaskFailed as error:
-                answers = [[f"failed: {str(error)[-600:]}"]]
-            bad = [each for answer in answers for each in answer if each != "ok"]
+        said = _answers(1, _visit, name, MANY[number % len(MANY)])[0]
+        print(f"{name}: {said}   [{time.monotonic() - began:.0f} s]", flush=True)
+
+
+def _visit(_rank: int, name: str, many: Layout) -> str:
+    """What became of one model: where layouts differ from one process, of the first that does."""
+    case = case_of(name)
+    os.environ["MASTER_PORT"] = str(free_port())
+    for layout in (Layout((1,)), Layout((1,), max(trial.BATCHES))):  # also with one sample each
+        said = _as_rank(0, name, layout, free_port())
+        if said != "ok":
+            return f"1 rank: {said}"
+    passed = []
+    for layout in (*FEW, many):
+        if trial.fits(case, layout):
+            answers = _answers(layout.world, _as_rank, name, layout, free_port())
+            bad = [answer for answer in answers if answer != "ok"]
+            if any("can be cut into" in answer for answer in bad):
+                continue
             if bad:
                 said = next((each for each in bad if "on rank" not in each and "peer" not in each), bad[0])
-                words.append(f"W={world}: {said.strip()[:1500]}")
-                pool.close()
-                break
-        print(f"{name}: {'ok' if not words else words[0]}   [{time.monotonic() - began:.0f} s]", flush=True)
-    pool.close()
+                return f"{layout}: {said}"
+            passed.append(str(layout))
+    return f"ok at {', '.join(passed)}"
+
+
+def _as_rank(rank: int, name: str, layout: Layout, port: int) -> str:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=layout.world)
+    (said,) = try_one(name, [layout])
+    if said == "ok":
+        dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def _answers(ranks: int, task: Any, *args: Any) -> list[str]:
+    """What forked processes say, each of which knows all that this one does."""
+    fork = mp.get_context("fork")
+    found = ["no answer"] * ranks
+    workers, pending = [], {}
+    for rank in range(ranks):
+        ours, theirs = fork.Pipe(duplex=False)
+        worker = fork.Process(target=_say, args=(theirs, task, rank, *args))
+        worker.start()
+        theirs.close()
+        workers.append(worker)
+        pending[ours] = rank
+    patience = PATIENCE_SECONDS * (10 if task is _visit else 1)
+    while pending:
+        ready = wait(list(pending), patience)
+        if not ready:
+            break
+        for connection in ready:
+            rank = pending.pop(connection)  # type: ignore[arg-type]
+            try:
+                found[rank] = connection.recv()  # type: ignore[union-attr]
+            except EOFError:
+                found[rank] = "the process died"
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    return found
+
+
+def _say(connection: Connection, task: Any, *args: Any) -> None:
+    try:
+        connection.send(task(*args))
+    except BaseException:
+        connection.send(traceback.format_exc()[-1500:])

@@ -15,6 +15,7 @@ from pyrannc import RaNNCModule
 from tests.tasks import RememberingSource
 from varuna import plain_randomness
 from varuna.capture import Captured, Source
+from varuna.types import spread_evenly
 
 SEED = 7
 BATCHES = (7, 7, 5)
@@ -37,22 +38,36 @@ class Case:
 
 @dataclass(frozen=True)
 class Layout:
-    stages: int
-    replicas: int = 1
+    """The replicas of each stage, and the micro-batches of each replica."""
+
+    replicas: tuple[int, ...]
     microbatches: int = 2
 
+    @property
+    def world(self) -> int:
+        return sum(self.replicas)
+
     def __str__(self) -> str:
-        return f"{self.stages} x {self.replicas}"
+        return "+".join(map(str, self.replicas))
 
 
-def even_counts(total: int, ranks: int) -> list[int]:
-    return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+def shares(step: int, layout: Layout) -> tuple[int, ...]:
+    """Of each rank: in the last step the first rank has none, where there are several."""
+    size, ranks = BATCHES[step], layout.world
+    if step < len(BATCHES) - 1 or ranks == 1:
+        return spread_evenly(size, parts=ranks)
+    return 0, *spread_evenly(size, parts=ranks - 1)
 
 
 def run(case: Case, layout: Layout, *, key: Hashable) -> None:
     """On every rank: raises where the wrapped model differs from the plain one."""
     with default_dtype(case.dtype), remembering(key):
         _compare(_wrapped(case, layout), _plain(case, layout), layout)
+
+
+def fits(case: Case, layout: Layout) -> bool:
+    """Samples that see each other have one process to be compared with where all replicas are alike."""
+    return not case.by_microbatch or len(set(layout.replicas)) == 1
 
 
 @contextmanager
@@ -110,21 +125,21 @@ def _wrapped(case: Case, layout: Layout) -> dict[str, Any]:
     model = made(case)
     names = [name for name, _ in model.named_parameters()]
     optimizer = optimizer_of(model)
-    world, rank = layout.stages * layout.replicas, dist.get_rank()
+    rank = dist.get_rank()
     wrapped = RaNNCModule(
         model,
         optimizer,
         device="cpu",
         seed=SEED,
         timeout_seconds=60,
-        partition_num=layout.stages,
+        replica_num=layout.replicas,
         pipeline_num=layout.microbatches,
         **case.options,
     )
     outputs, losses = [], []
     gradients: list[dict[str, Tensor | None]] = []
     for step, size in enumerate(BATCHES):
-        counts = even_counts(size, world)
+        counts = shares(step, layout)
         first = sum(counts[:rank])
         args, kwargs = rows(case, batch_of(case, step, size), first, first + counts[rank], size)
         out = wrapped(*args, **kwargs)
@@ -138,9 +153,9 @@ def _wrapped(case: Case, layout: Layout) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     state = wrapped.state_dict()
-    depth = len(wrapped.plan.stages)
+    found = tuple(len(stage.ranks) for stage in wrapped.plan.stages)
     wrapped.undeploy()
-    assert depth == layout.stages
+    assert found == layout.replicas
     return {"outputs": outputs, "losses": losses, "gradients": gradients, "state": state}
 
 
@@ -151,7 +166,7 @@ def _plain(case: Case, layout: Layout) -> dict[str, Any]:
     gradients: list[dict[str, Tensor | None]] = []
     for step, size in enumerate(BATCHES):
         whole = batch_of(case, step, size)
-        spans = _microbatches(size, layout) if case.by_microbatch else [(0, size)]
+        spans = _microbatches(step, layout) if case.by_microbatch else [(0, size)]
         parts, total = [], torch.zeros(())
         for first, stop in spans:
             args, kwargs = rows(case, whole, first, stop, size)
@@ -173,10 +188,12 @@ def _plain(case: Case, layout: Layout) -> dict[str, Any]:
     return {"outputs": outputs, "losses": losses, "gradients": gradients, "state": model.state_dict()}
 
 
-def _microbatches(size: int, layout: Layout) -> list[tuple[int, int]]:
-    """As the pipeline cuts the batch: evenly over replicas, each part into so many."""
+def _microbatches(step: int, layout: Layout) -> list[tuple[int, int]]:
+    """As the pipeline cuts it: evenly over replicas (of one stage: as it was given), each into so many."""
     found, first = [], 0
-    for count in even_counts(size, layout.replicas):
+    (width,) = set(layout.replicas)
+    one_stage = len(layout.replicas) == 1
+    for count in shares(step, layout) if one_stage else spread_evenly(BATCHES[step], parts=width):
         chunk = max(1, -(-count // layout.microbatches))
         found += [(first + i, first + min(i + chunk, count)) for i in range(0, count, chunk)]
         first += count
@@ -184,13 +201,14 @@ def _microbatches(size: int, layout: Layout) -> list[tuple[int, int]]:
 
 
 def _detached(out: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
 
 
 def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], layout: Layout) -> None:
     for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"], strict=True)):
         largest = max(
-            (float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0
+            (float(g.nan_to_num().abs().max()) for g in theirs.values() if g is not None and g.numel()),
+            default=0.0,
         )
         for name, gradient in theirs.items():
             assert (gradient is None) == (mine[name] is None), (
@@ -203,7 +221,7 @@ def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], layout: Layo
     assert found["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
         close(found["state"][name], value, f"the state {name}", atol=1e-6)
-    world, rank = layout.stages * layout.replicas, dist.get_rank()
+    rank = dist.get_rank()
     for step, size in enumerate(BATCHES):
         whole = expected["outputs"][step]
         if whole is None:
@@ -211,7 +229,7 @@ def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], layout: Layo
         ours, spec = pytree.tree_flatten(found["outputs"][step])
         theirs, other = pytree.tree_flatten(whole)
         assert str(spec) == str(other), f"step {step}: the outputs are nested as {spec}, expected {other}"
-        counts = even_counts(size, world)
+        counts = shares(step, layout)
         first = sum(counts[:rank])
         for i, (mine, value) in enumerate(zip(ours, theirs, strict=True)):
             if not isinstance(value, Tensor):

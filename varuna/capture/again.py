@@ -5,7 +5,7 @@ A value is, where its memory is a parameter's, or where it follows cheaply from 
 
 from __future__ import annotations
 
-from torch import fx
+from torch import Tensor, fx
 
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
@@ -20,6 +20,27 @@ class Again:
         self._state = set(whole.state.values())
         self._parameters = {whole.state[name] for name in whole.parameters}
         self._changed = {root for root in flow.writers if root in self._state}
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The state that a node reads: itself, or by a view of it that is made again where it is used.
+
+        Such a view by itself reads nothing.
+        """
+        if self._is_view(node):
+            return []
+        return list(dict.fromkeys(state for arg in node.all_input_nodes for state in self.state_of(arg)))
+
+    def state_of(self, value: fx.Node) -> list[fx.Node]:
+        """The state that whoever uses a value must hold."""
+        if value in self._state:
+            return [value]
+        return [self._flow.root[value]] if self._is_view(value) else []
+
+    def _is_view(self, node: fx.Node) -> bool:
+        root = self._flow.root[node]
+        if node is root or root not in self._state or root in self._changed:
+            return False
+        return self.closure(node, len(self._flow.order)) is not None
 
     def closure(self, value: fx.Node, limit: int) -> frozenset[fx.Node] | None:
         """The nodes that make a value as it is at a position of the graph; None where it must be sent."""
@@ -44,7 +65,7 @@ class Again:
             closure.add(node)
             if len(closure) > _MOST_MADE_AGAIN:
                 return None
-            if of_state and flow.root[node] is not root:
-                return None
+            if of_state and flow.root[node] is not root and isinstance(node.meta.get("val"), Tensor):
+                return None  # sizes may follow from the inputs' batch
             pending.extend(flow.dependencies(node))
         return frozenset(closure)

@@ -20,9 +20,16 @@ from torch import Tensor, fx
 
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
-from varuna.capture.flow import base_name
+from varuna.capture.flow import base_name, written
+from varuna.capture.tidy import where
 from varuna.types import Dim
 
+_BY_INDEX = frozenset({"index", "_unsafe_index", "index_select", "gather", "take_along_dim"})
+_BACK_BY_INDEX = frozenset(
+    name + ending
+    for name in ("index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce")
+    for ending in ("", "_")
+)
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"})
 
 
@@ -34,6 +41,9 @@ class Apart:
         self._of_samples = {whole.inputs[name] for name in batched_inputs if name in whole.inputs}
         # How often the samples come over again along their dimension: 1 in order, 0 where that is not known.
         self._rounds: dict[fx.Node, int] = {}
+        self._disorder: dict[fx.Node, fx.Node] = {}  # where the order of what has none was lost
+        # What lies in the order of a sort over all samples, and where that was sorted.
+        self._sorted: dict[fx.Node, fx.Node] = {}
         for node in whole.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -42,6 +52,10 @@ class Apart:
             if any(arg in self._of_samples for arg in made_of):
                 self._of_samples.add(node)
             self._rounds[node] = self._rounds_of(node, made_of)
+            self._follow_sorts(node, made_of)
+            if not self._rounds[node]:
+                origins = [self._disorder[arg] for arg in made_of if arg in self._disorder]
+                self._disorder[node] = origins[0] if origins else node
 
     def why_not(self, node: fx.Node) -> str | None:
         """Why a value that crosses a cut cannot be parted, in words; None where it can."""
@@ -53,8 +67,33 @@ class Apart:
         if not batched and node in self._of_samples:
             return f"{node.name} [{shape}] sums up all samples of a micro-batch"
         if len(batched) > 1 or any(dim.fixed for dim in batched) or self._rounds.get(node, 1) != 1:
-            return f"{node.name} [{shape}] does not hold the samples one after the other"
+            since = f", since {where(self._disorder[node])}" if node in self._disorder else ""
+            return f"{node.name} [{shape}] does not hold the samples one after the other{since}"
         return None
+
+    def why_not_over_a_cut(self, node: fx.Node) -> str | None:
+        """The same; and places in a sorted micro-batch are none in that of which it is a part."""
+        if node in self._sorted:
+            return f"{node.name} is in the order of a sort over a micro-batch, {where(self._sorted[node])}"
+        return self.why_not(node)
+
+    def _follow_sorts(self, node: fx.Node, made_of: list[fx.Node]) -> None:
+        """Experts sort their tokens and bring them back: sorted by what is sorted, they are in order."""
+        name, operands = base_name(node), made_of
+        if name in ("sort", "argsort"):
+            value = made_of[0].meta["val"]
+            chosen = [arg for arg in (*node.args[1:], *node.kwargs.values()) if type(arg) is int]
+            dim = self._dims(value)[chosen[0] if chosen else -1] if value.dim() else None
+            if dim is not None and dim.per_sample:
+                self._sorted[node] = node
+                return
+        if name in _BACK_BY_INDEX:
+            operands = [arg for arg in made_of if arg is not node.args[0]]
+        origins = [self._sorted[arg] for arg in operands if arg in self._sorted]
+        if not origins or (name in _BY_INDEX | _BACK_BY_INDEX and len(origins) == len(operands) > 1):
+            return
+        for value in (node, *written(node)):
+            self._sorted[value] = origins[0]
 
     def _dims(self, value: Tensor) -> list[Dim | None]:
         return [dim_of(size, self._symbol) for size in value.shape]
@@ -81,6 +120,8 @@ class Apart:
         if base_name(node) == "repeat_interleave":
             return int(number == 1)
         each = {each for (_, each), _ in given}
+        if base_name(node) == "repeat" and len(each) == 1:
+            return number * (results[0][1] // each.pop())
         return number if all(each_then in each for _, each_then in results) else 0
 
     def _place(self, value: Tensor) -> tuple[int, int] | None:

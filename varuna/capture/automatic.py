@@ -10,21 +10,31 @@ counterpart went; what has none stays with what it needs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 from torch import fx
 
+from varuna.capture.again import Again
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
 from varuna.capture.operations import describe
-from varuna.errors import CaptureError
 from varuna.types import Partition
 
 log = logging.getLogger("varuna")
 
 Place = tuple[str, str, int]
+
+DISORDERED = (
+    "is used in another order than in training, so that no cut fits both (put CutPoints into the model: they "
+    "hold wherever they are; or train it in one stage)"
+)
+FIRST_USED = (
+    "is used for the first time, in the middle of a model that was cut and spread without it (let the first "
+    "call be one that uses all parameters, or train it in one stage)"
+)
 
 
 def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
@@ -45,25 +55,50 @@ def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partit
     )
 
 
-def cut_alike(whole: Whole, flow: Flow, model: Mapping[Place, int], holders: Mapping[str, set[int]]) -> None:
-    """Cuts as another capture was: `model` tells where its nodes went, `holders` where its state is."""
+@dataclass(frozen=True)
+class Stray:
+    """State that is used in a segment where it is not held: fine in a stage that spans both."""
+
+    name: str
+    segment: int
+    holders: frozenset[int]
+    why: str
+
+    def is_within(self, first: int, stop: int) -> bool:
+        """Whether a span has the segment, and not the state."""
+        return first <= self.segment < stop and not any(first <= holder < stop for holder in self.holders)
+
+
+def cut_alike(
+    whole: Whole,
+    flow: Flow,
+    model: Mapping[Place, int],
+    holders: Mapping[str, set[int]],
+    unused: Collection[str],
+) -> list[Stray]:
+    """Cuts as another capture was: `model` tells where its nodes went, `holders` where its state is.
+
+    `unused` are the names that it has no use for. Gives what does not fit.
+    """
     names = {node: name for name, node in whole.state.items()}
+    again = Again(whole, flow)
+    strays: list[Stray] = []
     for place, node in _places(whole):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(model.get(place, 0), earliest)
-        used = [names[arg] for arg in node.all_input_nodes if arg in names]
+        used = [names[state] for state in again.reads(node)]
         possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
         possible = {other for other in possible if other >= earliest}
-        if not possible:
-            raise CaptureError(
-                f"{', '.join(used)} is used in another order than in training, so that no cut fits both "
-                "(put CutPoints into the model: they hold wherever they are)"
-            )
-        if segment not in possible:
+        if possible and segment not in possible:
             segment = min(possible)
+        for name in used if not possible else ():
+            held = frozenset(holders.get(name, ()))
+            if segment not in held:
+                strays.append(Stray(name, segment, held, FIRST_USED if name in unused else DISORDERED))
         node.meta["segment"] = segment
     whole.num_segments = max(model.values(), default=0) + 1
     _put_in_order(whole)
+    return strays
 
 
 def places(whole: Whole) -> dict[Place, int]:

@@ -18,6 +18,7 @@ from varuna.capture.flow import Flow
 from varuna.capture.mask import name_masks
 from varuna.capture.program import Program
 from varuna.capture.summary import listing, summarize
+from varuna.errors import CaptureError, some
 from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 
@@ -55,8 +56,9 @@ class Captured:
         tidy.refuse_coupled_samples(whole, symbol)
         tidy.refuse_reordered_samples(whole, symbol)
         flow = Flow(whole)
+        self._strays: list[automatic.Stray] = []
         if alike is not None:
-            automatic.cut_alike(whole, flow, alike._places, alike._holders)
+            self._strays = automatic.cut_alike(whole, flow, alike._places, alike._holders, alike._unused)
             flow = Flow(whole)
         elif partition is not None:
             automatic.cut(whole, flow, symbol, partition)
@@ -78,7 +80,7 @@ class Captured:
 
     def inseparable(self, cut: int) -> list[str]:
         """What crosses the cut before a segment and cannot be parted by sample, in words."""
-        reasons = (self._apart.why_not(value) for value in self._carver.crossing(cut))
+        reasons = (self._apart.why_not_over_a_cut(value) for value in self._carver.crossing(cut))
         return [reason for reason in reasons if reason]
 
     @property
@@ -110,6 +112,10 @@ class Captured:
         return found
 
     @cached_property
+    def _unused(self) -> frozenset[str]:
+        return frozenset(name for name, node in self._whole.state.items() if not node.users)
+
+    @cached_property
     def crossing_bytes(self) -> list[int]:
         """What goes over the cut after each segment but the last, there and back, for one sample."""
         return [self._carver.crossing_bytes(cut) for cut in range(1, self.num_segments)]
@@ -139,6 +145,10 @@ class Captured:
 
     def carve(self, first: int, stop: int) -> Program:
         """The segments `first..stop-1` as a pure function."""
+        strays = [stray for stray in self._strays if stray.is_within(first, stop)]
+        if strays:
+            names = [stray.name for stray in strays if stray.why == strays[0].why]
+            raise CaptureError(f"{some(names)} {strays[0].why}")
         if (first, stop) not in self._programs:
             self._programs[first, stop] = self._carver.carve(first, stop)
         return self._programs[first, stop]

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.functions import Min
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.capture.function import NotOneOperation, record_function
@@ -56,9 +58,8 @@ def current_line() -> str:
     return ""
 
 
-def way_out(recorder: Recorder) -> str:
-    """The call that makes the module that was running an opaque one, ready to be pasted."""
-    path = recorder.running
+def way_out(path: str) -> str:
+    """The call that makes a module an opaque one, ready to be pasted."""
     if not path:
         return "varuna.opaque(a submodule)"
     pattern = re.sub(r"\b\d+\b", "*", path)  # its like in the other layers will want the same
@@ -113,7 +114,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
             f"{place}: this line depends on the values of a tensor, which only a run can know; "
             "expected one path "
             f"for all data (rewrite it with torch.where{switch}, or keep the module whole and eager with "
-            f"{way_out(recorder)})"
+            f"{way_out(recorder.reading)})"
         )
     if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
         return (
@@ -127,7 +128,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
         f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} "
         "without values; if it "
         "runs as it is with that batch size, keep the module whole and eager with "
-        f"{way_out(recorder)}; if it does not, "
+        f"{way_out(recorder.running)}; if it does not, "
         "look for a batch size that is written into it)"
     )
 
@@ -165,7 +166,13 @@ def watched(recorder: Recorder) -> Iterator[None]:
     checks = Distribution._validate_args  # of the values that a distribution is made with
     Distribution.set_default_validate_args(False)
     try:
-        with _whole_functions(recorder), _sizes_by_len(), _needless_moves(), _Branches(recorder):
+        with (
+            _whole_functions(recorder),
+            _sizes_by_len(),
+            _smaller_sizes(),
+            _needless_moves(),
+            _Branches(recorder),
+        ):
             yield
     finally:
         Distribution.set_default_validate_args(checks)
@@ -189,7 +196,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
             raise CaptureError(
                 f"{place}: the custom autograd.Function {cls.__qualname__} {error}, and would lose its own "
                 "backward in a captured graph; expected a function of its tensors (keep the module whole and "
-                f"eager with {way_out(recorder)})"
+                f"eager with {way_out(recorder.running)})"
             ) from error
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -215,6 +222,28 @@ def _sizes_by_len() -> Iterator[None]:
 
 
 @contextmanager
+def _smaller_sizes() -> Iterator[None]:
+    """The smaller of two sizes is known where their bounds tell; else its stride would fix the batch."""
+    original = ShapeEnv.simplify
+
+    def simplify(shapes: ShapeEnv, expression: Any, size_oblivious: bool = False) -> Any:
+        found: Any = original(shapes, expression, size_oblivious)
+        smaller: dict[Any, Any] = {}
+        for atom in found.atoms(Min):
+            bounds = {size: shapes.bound_sympy(size) for size in atom.args}
+            for size, bound in bounds.items():
+                if all(other is size or bound.upper <= bounds[other].lower for other in bounds):
+                    smaller[atom] = size
+        return original(shapes, found.xreplace(smaller), size_oblivious) if smaller else found
+
+    ShapeEnv.simplify = simplify  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShapeEnv.simplify = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def _needless_moves() -> Iterator[None]:
     """`self.layer.to(dtype)` within a forward: where nothing changes, nothing is to be done."""
     original = nn.Module._apply
@@ -229,6 +258,10 @@ def _needless_moves() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+READS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+"""Of a tensor's methods, those that give a number."""
 
 
 class _Branches(TorchFunctionMode):
@@ -253,12 +286,13 @@ class _Branches(TorchFunctionMode):
                 f"{current_line()}: a layer is skipped at random with probability {limit}: a "
                 "branch on data, which a "
                 "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
-                f"{way_out(self._recorder)})"
+                f"{way_out(self._recorder.running)})"
             )
-        if name in ("__bool__", "item") and args[0].dtype == torch.bool and not self._recorder.is_inside_leaf:
+        if name in READS and not self._recorder.is_inside_leaf:
             source = current_line().partition(": ")[2]
-            if source.startswith("assert "):
+            if source.startswith("assert ") and args[0].dtype == torch.bool:
                 return True
+            self._recorder.note_read()
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._drawn.append(result)

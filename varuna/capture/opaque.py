@@ -7,7 +7,7 @@ stage's own parameters. It cannot be cut, and its draws belong to the samples as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -130,10 +130,11 @@ def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mappi
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+        around = _around(name) if recorder.reading == name else recorder.reading
         raise CaptureError(
             f"the opaque module {name!r} is given a number that follows from the batch or from data; "
             "expected tensors and constants (let it read sizes off its tensors, or keep the module around "
-            f'it whole: varuna.opaque(model, "{_around(name)}"))'
+            f'it whole: varuna.opaque(model, "{around}"))'
         )
     call = LeafCall(name, module, structure, constants)
     recorder.leaf_calls.append(call)
@@ -159,16 +160,31 @@ def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
     forward = type(leaf.module).forward
     args, kwargs = leaf.arguments(tensors)
     mode = torch._guards.detect_fake_mode(tensors)
-    pending = mode.shape_env.pending_fresh_unbacked_symbols if mode and mode.shape_env else []
+    shapes = mode.shape_env if mode is not None else None
+    pending = shapes.pending_fresh_unbacked_symbols if shapes is not None else []
     before = list(pending)
-    with recorder.inside(leaf.name):
+    # Whatever it asks of the batch's size here (a loop over its samples) must not hold for the graph.
+    unasked = shapes.error_on_new_guards() if shapes is not None else nullcontext()
+    with recorder.inside(leaf.name), _untraced():
         try:
-            return leaf.keep_results(forward(leaf.module, *args, **kwargs))
+            with unasked:
+                return leaf.keep_results(forward(leaf.module, *args, **kwargs))
         except CaptureError:
             raise
         except Exception as refused:
             pending[:] = before  # what the failed attempt asked for is not part of the graph
             return _shapes_by_running(leaf, tensors, refused)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """The tracer keeps a stack of the modules that run, where one that raises would stay for ever."""
+    traced = nn.Module.__call__
+    nn.Module.__call__ = nn.Module._wrapped_call_impl  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = traced  # type: ignore[method-assign]
 
 
 def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:

@@ -34,6 +34,7 @@ class Recorder:
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
         self._inside = ""  # the opaque module whose own code is running
+        self._reader: str | None = None  # the module that last read a number off a tensor
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
 
     def name_of(self, module: nn.Module) -> str:
@@ -42,8 +43,22 @@ class Recorder:
     @property
     def running(self) -> str:
         """The path of the innermost registered module that is running now."""
-        named = [self._names[id(module)] for module in self._running if id(module) in self._names]
-        return named[-1] if named else ""
+        paths = self._paths
+        return paths[-1] if paths else ""
+
+    @property
+    def _paths(self) -> list[str]:
+        return [self._names[id(module)] for module in self._running if id(module) in self._names]
+
+    def note_read(self) -> None:
+        """The module that is running reads a number off a tensor, and may hand it to others."""
+        self._reader = self.running
+
+    @property
+    def reading(self) -> str:
+        """The path of the innermost running module that holds the one that last read a number, if any."""
+        holders = [path for path in self._paths if f"{self._reader}.".startswith(f"{path}.")]
+        return holders[-1] if holders else self.running
 
     def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Leaves a mark in the graph: whatever comes after it belongs to the next segment."""

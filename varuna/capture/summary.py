@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from varuna.capture import random
+from varuna.capture.again import Again
 from varuna.capture.batch import dim_of
 from varuna.capture.flatten import Whole
 from varuna.capture.flow import Flow
@@ -40,15 +41,18 @@ def summarize(
     """State that nothing reads belongs to the first segment, so that none is lost."""
     unused = [name for name, node in whole.state.items() if not node.users]
     names = {node: name for name, node in whole.state.items()}
+    again = Again(whole, flow)
     by_segment: list[list[fx.Node]] = [[] for _ in range(whole.num_segments)]
     for node in whole.nodes:
         if node.op != "get_attr":
             by_segment[node.meta["segment"]].append(node)
     segments = []
     for index, nodes in enumerate(by_segment):
-        used = {names[arg] for node in nodes for arg in node.all_input_nodes if arg in names}
+        used = {names[state] for node in nodes for state in again.reads(node)}
         if index == 0:
             used.update(unused)
+        if index == whole.num_segments - 1:
+            used.update(names[state] for result in whole.results for state in again.state_of(result))
         ordered = [name for name in whole.state if name in used]
         parameters = tuple(name for name in ordered if name in whole.parameters)
         segments.append(

@@ -119,7 +119,8 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
             if found is not None and found.per_sample:
                 raise CaptureError(
                     f"{where(node)}: {base_name(node)} goes along the batch, from sample to sample, so it "
-                    "would give something else in every micro-batch (do it outside of the pipeline)"
+                    "would give something else in every micro-batch (do it outside of the pipeline; or, if "
+                    "each micro-batch may do it by itself, keep its module whole with varuna.opaque)"
                 )
 
 
