@@ -30,7 +30,7 @@ from varuna.capture.state import StageState, adopted_state
 from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
-from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.address import machine_identity
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe import merge, to_perfetto
@@ -39,7 +39,7 @@ from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
 from varuna.types import Plan, PrecisionName, Profile
-from varuna.wrapping import check_name, find_device, refuse_inseparable
+from varuna.wrapping import check_name, find_device, own_address, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 
@@ -386,23 +386,21 @@ class RaNNCModule(nn.Module):
     ) -> Profile | None:
         """What rank 0 wants to know of the model's costs: known to it already, or found out by all ranks."""
         session, configuration = self._session, self._configuration
-        wish, known, circumstances = None, None, ""
+        wanted = deployment.Wanted()
         if session.rank == 0:
-            wish = deployment.what_to_measure(subject, configuration)
-            circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
-            known = deployment.known_costs(subject, configuration, circumstances)
-        wish = session.tell(None if known is not None else wish, 0)
+            wanted = deployment.what_is_wanted(subject, configuration, type(self._optimizer))
+        wish = session.tell(wanted.wish, 0)
         if wish is None or not any(counts):
-            return known
+            return wanted.known
         donor = max(range(len(counts)), key=counts.__getitem__)
         own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
         samples = session.tell(own, donor)
         assert samples is not None
         source, captured, described = subject.source, subject.captured, subject.described
         measuring = Measuring(session, source, captured, described, samples, self.device, wish)
-        found = measuring.run(self._optimizer, self._host)
+        found = measuring.run(self._optimizer, own_address())
         if found is not None and session.rank == 0:
-            deployment.keep_costs(found, configuration, circumstances)
+            deployment.keep_costs(found, configuration, wanted.circumstances)
         return found
 
     def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
@@ -630,17 +628,13 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ inside
 
-    @property
-    def _host(self) -> str:
-        return address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-
     def _open(self, stage_map: Any, rank: int) -> Session:
         session = open_session(
             stage_map,
             rank=rank,
             device=self.device,
             timeout_seconds=self._timeout_seconds,
-            host=self._host,
+            host=own_address(),
         )
         weakref.finalize(self, _end, session)
         return session
