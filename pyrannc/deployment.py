@@ -346,6 +346,21 @@ def _memory(subject: Subject, configuration: Configuration) -> int:
     return max(1, memory)
 
 
+class Wanted(NamedTuple):
+    """What is known of a model's costs before its layout is chosen; else, what is to be measured of them."""
+
+    known: Profile | None = None
+    wish: Wish | None = None
+    circumstances: str = ""  # under which what is measured is remembered
+
+
+def what_is_wanted(subject: Subject, configuration: Configuration, optimizer: type) -> Wanted:
+    wish = what_to_measure(subject, configuration)
+    circumstances = str((wish, subject.described.device, subject.machines, optimizer))
+    known = known_costs(subject, configuration, circumstances)
+    return Wanted(known, None if known is not None else wish, circumstances)
+
+
 def known_costs(subject: Subject, configuration: Configuration, circumstances: str) -> Profile | None:
     """What an earlier run has measured: from the file that was named, or as it is remembered."""
     if configuration.load_graph_profile:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc import deployment
-from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
+from pyrannc.calls import Agreed, Call, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.joining import join
 from pyrannc.logs import configure_logging
@@ -30,7 +30,7 @@ from varuna.capture.state import StageState, adopted_state
 from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
-from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.address import machine_identity
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe import merge, to_perfetto
@@ -39,7 +39,7 @@ from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
 from varuna.types import Plan, PrecisionName, Profile
-from varuna.wrapping import check_name, find_device, refuse_inseparable
+from varuna.wrapping import check_name, find_device, own_address, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 
@@ -113,6 +113,7 @@ class RaNNCModule(nn.Module):
         self._patched = None if optimizer is None else Patched(optimizer, _names(model))
         self._agreed: list[Agreed] = []
         self._callings: list[Structured] = []
+        self._counts: dict[int, list[int]] = {}  # every rank's samples when such a call was made last
         self._ways: dict[int, Way] = {}
         self._programs: dict[object, Program] = {}
         self._number = 0  # of the call that is being run
@@ -127,16 +128,26 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._errors_reach_everyone("forward"):
-            number, leaves, counts = self._settle_call(args, kwargs)
+            call = self._look_at_call(args, kwargs)
+            number, counts = self._likely(call) or self._settle(call)
+            leaves = call.leaves
             if self._pipeline is None:
                 self._deploy(number, leaves, counts)
             assert self._pipeline is not None
-            way = self._way(number)
-            pipeline, self._number = self._pipeline, number
+            pipeline, way = self._pipeline, self._way(number)
             pipeline.must_agree_on_overflow |= way.agreed.draft.precision == "fp16"
 
             def run() -> tuple[list[Tensor], Passing]:
-                return pipeline.forward(way, leaves, counts)
+                nonlocal way
+                found = pipeline.forward(
+                    way, leaves, counts, confirm=lambda: self._settle(call) == (number, counts)
+                )
+                self._number, true_counts = self._settle(call)
+                if found is None:
+                    way = self._way(self._number)
+                    found = pipeline.forward(way, leaves, true_counts)
+                    assert found is not None, "what is settled is so"
+                return found
 
             if not way.agreed.draft.keeps:
                 results, _ = run()
@@ -164,8 +175,8 @@ class RaNNCModule(nn.Module):
         if pipeline.must_agree_on_overflow and pipeline.reduced and self._patched is not None:
             self._patched.stand_in(self.device, overflowed=pipeline.overflowed)
 
-    def _settle_call(self, args: Any, kwargs: Any) -> tuple[int, dict[str, Any], list[int]]:
-        """The number under which all ranks know this call, its tensors, and every rank's samples."""
+    def _look_at_call(self, args: Any, kwargs: Any) -> Call:
+        """What this rank knows of it; the others are told, and what they tell is on its way."""
         silent = not self._gathers and self._session.rank != 0
         draft: Draft | None = None
         sizes: dict[str, int] = {}
@@ -188,10 +199,26 @@ class RaNNCModule(nn.Module):
                 found = agreed.num_samples(draft, sizes)
                 if found is not None:
                     number, count = index, found
-        words = self._session.gather_numbers([number, count])
+        words = self._session.begin_gathering([number, count])
+        return Call(draft, sizes, leaves, calling, number, count, words)
+
+    def _likely(self, call: Call) -> tuple[int, list[int]] | None:
+        """What `_settle` most likely finds: the same as last time; None where that must be known first."""
+        counts = self._counts.get(call.number)
+        if counts is None or counts[self._session.rank] != call.count or call.number not in self._ways:
+            return None
+        ahead = self._pipeline is not None and self._pipeline.may_run_ahead
+        return (call.number, counts) if ahead else None
+
+    def _settle(self, call: Call) -> tuple[int, list[int]]:
+        """The number under which all ranks know this call, and every rank's samples."""
+        if call.settled is not None:
+            return call.settled
+        words = call.words()
         speaking = words if self._gathers else words[:1]
         if any(theirs[0] != speaking[0][0] or theirs[0] < 0 for theirs in speaking):
-            everyone = self._session.gather((draft, sizes, None if self._gathers else calling))
+            calling = call.calling
+            everyone = self._session.gather((call.draft, call.sizes, None if self._gathers else calling))
             told = everyone if self._gathers else everyone[:1]
             calls = [(theirs, sizes) for theirs, sizes, _ in told if theirs is not None]
             agreed = agree([theirs for theirs, _ in calls], [sizes for _, sizes in calls], self._batch_dims)
@@ -203,7 +230,9 @@ class RaNNCModule(nn.Module):
             number = len(self._agreed) - 1
         else:
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
-        return number, leaves, counts + [0] * (len(words) - len(counts))
+        self._counts[number] = counts + [0] * (len(words) - len(counts))
+        call.settled = number, self._counts[number]
+        return call.settled
 
     def _precision_now(self) -> PrecisionName:
         """The one that the model was wrapped in, unless it is called under autocast."""
@@ -365,23 +394,21 @@ class RaNNCModule(nn.Module):
     ) -> Profile | None:
         """What rank 0 wants to know of the model's costs: known to it already, or found out by all ranks."""
         session, configuration = self._session, self._configuration
-        wish, known, circumstances = None, None, ""
+        wanted = deployment.Wanted()
         if session.rank == 0:
-            wish = deployment.what_to_measure(subject, configuration)
-            circumstances = str((wish, subject.described.device, subject.machines, type(self._optimizer)))
-            known = deployment.known_costs(subject, configuration, circumstances)
-        wish = session.tell(None if known is not None else wish, 0)
+            wanted = deployment.what_is_wanted(subject, configuration, type(self._optimizer))
+        wish = session.tell(wanted.wish, 0)
         if wish is None or not any(counts):
-            return known
+            return wanted.known
         donor = max(range(len(counts)), key=counts.__getitem__)
         own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
         samples = session.tell(own, donor)
         assert samples is not None
         source, captured, described = subject.source, subject.captured, subject.described
         measuring = Measuring(session, source, captured, described, samples, self.device, wish)
-        found = measuring.run(self._optimizer, self._host)
+        found = measuring.run(self._optimizer, own_address())
         if found is not None and session.rank == 0:
-            deployment.keep_costs(found, configuration, circumstances)
+            deployment.keep_costs(found, configuration, wanted.circumstances)
         return found
 
     def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
@@ -611,17 +638,13 @@ class RaNNCModule(nn.Module):
 
     # ------------------------------------------------------------ inside
 
-    @property
-    def _host(self) -> str:
-        return address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-
     def _open(self, stage_map: Any, rank: int) -> Session:
         session = open_session(
             stage_map,
             rank=rank,
             device=self.device,
             timeout_seconds=self._timeout_seconds,
-            host=self._host,
+            host=own_address(),
         )
         weakref.finalize(self, _end, session)
         return session

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
 from varuna.capturing import watch
-from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.address import machine_identity
 from varuna.execute.groups import make_group
 from varuna.execute.shard import share_values
 from varuna.measure.draft import Draft, Subject
@@ -49,7 +49,7 @@ from varuna.types import (
     Profile,
     ReduceCost,
 )
-from varuna.wrapping import check_name, find_device
+from varuna.wrapping import check_name, find_device, own_address
 
 OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
 OPTIMIZER_ELEMENTS = 1 << 26
@@ -201,7 +201,7 @@ class Profiler:
         pair = places.far_pair
         if draft.between is None and pair is not None:
             with report.item("links between machines"):
-                host = address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+                host = own_address()
                 far = team.together(
                     lambda: measure_link_between(
                         pair,

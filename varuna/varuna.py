@@ -21,7 +21,7 @@ from varuna.capturing import watch
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
 from varuna.errors import CheckpointError
-from varuna.execute.address import address_facing, machine_identity
+from varuna.execute.address import machine_identity
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
 from varuna.execute.room import Layout, explained
@@ -58,6 +58,7 @@ from varuna.wrapping import (
     check_sizes,
     find_device,
     join_job,
+    own_address,
     plan_stages,
     refuse_inseparable,
 )
@@ -160,7 +161,7 @@ class Varuna(nn.Module):
             rank=rank,
             device=self.device,
             timeout_seconds=timeout_seconds,
-            host=address_facing(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            host=own_address(),
             link_delay=link_delay,
             channel=channel,
         )

@@ -5,14 +5,17 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from varuna.cache import read_spans, write_spans
 from varuna.capture import Captured, check_capture
 from varuna.errors import CaptureError, some
+from varuna.execute.address import address_facing
 from varuna.plan import balance, balance_over
 from varuna.types import Plan, StageMap, StagePlan, format_stage_map
 
@@ -20,6 +23,19 @@ log = logging.getLogger("varuna")
 
 CHECKED_PARAMETERS = 200_000_000
 """Up to this size the captured model is compared with the user's before it is trusted."""
+
+
+def own_address() -> str:
+    """This machine's, as the other ranks reach it: the one that faces where the process group has met."""
+    return address_facing(os.environ.get("MASTER_ADDR") or _meeting_place() or "127.0.0.1")
+
+
+def _meeting_place() -> str:
+    """Of a process group that was made by `init_method="tcp://host:port"`, or with a TCPStore."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def check_sizes(batch_size: int, chunk_size: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import pyrannc
+from pyrannc.joining import join
 from tests.pyrannc.jobs import batch_of, make, train
 
 COUNTS = [[3, 2, 2, 1], [2, 2, 2, 2], [0, 4, 1, 2]]
@@ -15,6 +16,8 @@ COUNTS = [[3, 2, 2, 1], [2, 2, 2, 2], [0, 4, 1, 2]]
 
 def main(folder: Path, what: str, stages: int) -> None:
     if what == "train":
+        join()
+        del os.environ["MASTER_ADDR"]  # as where a script has made its group by an `init_method`
         found = train("WithLoss", counts=COUNTS, options={"partition_num": stages, "pipeline_num": 2})
         torch.save({"rank": pyrannc.get_rank(), **found}, folder / f"{pyrannc.get_rank()}.pt")
         return

@@ -42,7 +42,10 @@ def test_importing_it_does_nothing(tmp_path: Path) -> None:
 
 
 def test_torchrun_over_two_machines_trains_as_one_process(tmp_path: Path) -> None:
-    """R1, R17: two hosts with two ranks each, two stages, uneven batches; no process group in the script."""
+    """R1, R17: two hosts with two ranks each, two stages, uneven batches; no process group in the script.
+
+    Where the first host is, the process group knows, whatever the environment says later.
+    """
     with Lab(2) as lab:
         jobs = []
         for number, host in enumerate(lab.hosts):

@@ -50,7 +50,11 @@ def line_of(error: BaseException) -> str:
 
 def current_line() -> str:
     """The innermost line of the model's own code that is running now."""
-    frame: FrameType | None = sys._getframe(1)
+    return model_line(sys._getframe(1))
+
+
+def model_line(frame: FrameType | None) -> str:
+    """The innermost line of the model's own code on the way to a frame, as "file:line: source", or ""."""
     while frame is not None:
         if _is_the_models(frame.f_code.co_filename):
             return _line(frame.f_code.co_filename, frame.f_lineno)

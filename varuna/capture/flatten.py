@@ -17,26 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch.export.graph_signature import InputKind
 
 from varuna.capture.function import Applied, Applying
 from varuna.capture.opaque import OPAQUE, Leaf, LeafCall
-from varuna.capture.recorder import CUT
+from varuna.capture.recorder import CHECKS, CUT
 from varuna.capture.trace import Trace
 from varuna.errors import CaptureError
 
 aten = torch.ops.aten
 DETACH = aten.detach.default
 
-_DROPPED = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_async.default,
-    aten._assert_async.msg,
-    aten._assert_scalar.default,
-    aten.sym_constrain_range.default,
-    aten.sym_constrain_range_for_size.default,
-    torch._check,
-}
 Autocast = tuple[str, Any, bool]  # device type, dtype, enabled
 
 
@@ -128,7 +120,9 @@ class _Flattener:
     def attribute(self, prefix: str, value: Any) -> fx.Node:
         name = f"{prefix}_{len(self.whole.attributes)}"
         self.whole.attributes[name] = value
-        return self.whole.graph.create_node("get_attr", name)
+        new = self.whole.graph.create_node("get_attr", name)
+        new.meta = {"segment": 0}
+        return new
 
     def constant(self, value: Any, node: fx.Node) -> fx.Node:
         if isinstance(value, Tensor) and value.device.type == "meta":
@@ -166,7 +160,7 @@ class _Flattener:
                 values[node] = values[node.args[0]]
                 self.segment += 1
                 continue
-            if node.target in _DROPPED:
+            if node.target in CHECKS:
                 continue
             values[node] = self._call(node, mapped, autocast, no_grad)
         raise AssertionError("a graph without an output")
@@ -190,11 +184,12 @@ class _Flattener:
             new = self.whole.graph.call_function(Applied(call), tuple(mapped(node.args[0])))
             new.meta = self._facts(node, autocast, no_grad)
             return new
+        nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
         new = self.whole.graph.create_node(
             node.op,
             node.target,
-            self._nested(mapped(node.args)),
-            self._nested(mapped(node.kwargs)),
+            nested(mapped(node.args)),
+            nested(mapped(node.kwargs)),
             name=node.name,
         )
         new.meta = self._facts(node, autocast, no_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,11 +99,20 @@ def written(node: fx.Node) -> list[fx.Node]:
         changed = [node.args[i] for i in which] if node.args[flag] else []
         return [arg for arg in changed if isinstance(arg, fx.Node)]
     found: list[fx.Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
+    for i, name in _written(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
     return found
+
+
+@cache
+def _written(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operation changes."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
@@ -113,23 +123,31 @@ def aliased(node: fx.Node) -> fx.Node | None:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    schema = node.target._schema
-    returned = {
-        name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
-    }
-    for i, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is None or not (info.before_set & returned or (info.is_write and "*" in info.after_set)):
-            # `split(Tensor(a -> *) self) -> Tensor(a)[]` names the set on both sides.
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+    for i, name in _aliased(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if isinstance(value, fx.Node):
             return value
     return None
 
 
+@cache
+def _aliased(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments whose memory an operation's results may share."""
+    schema = target._schema
+    returned = {
+        name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
+    }
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        # `split(Tensor(a -> *) self) -> Tensor(a)[]` names the set on both sides.
+        if info is not None and (info.before_set & returned or (info.is_write and "*" in info.after_set)):
+            found.append((i, argument.name))
+    return found
+
+
 def base_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
+        return str(target.overloadpacket.__name__)
     return getattr(target, "__name__", "")

@@ -22,6 +22,18 @@ library.impl("cut", lambda x, index: x.view_as(x), "CompositeImplicitAutograd")
 
 CUT: Any = torch.ops.varuna.cut.default
 
+aten = torch.ops.aten
+CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+    torch._check,
+}
+"""Of what torch.export writes down: a capture leaves them out."""
+
 
 class Recorder:
     """What happened so far in the forward pass that is being traced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -82,10 +83,9 @@ def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             continue
-        count = sympy.Integer(1)
-        for size in value.shape:
-            count = count * (size.node.expr if isinstance(size, torch.SymInt) else size)
-        if symbol in count.free_symbols and sympy.degree(sympy.expand(count), symbol) >= 2:
+        shape: tuple[Any, ...] = tuple(value.shape)
+        sizes = tuple(size.node.expr for size in shape if isinstance(size, torch.SymInt))
+        if _degree(sizes, symbol) >= 2:
             raise CaptureError(
                 f"{where(node)}: the value {node.name} has the shape "
                 f"{[str(s) for s in value.shape]} with the batch "
@@ -94,6 +94,13 @@ def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
                 "train with "
                 "micro-batches as large as the batch)"
             )
+
+
+@lru_cache(maxsize=4096)
+def _degree(sizes: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> int:
+    """How often a symbol is a factor of the product."""
+    count = sympy.expand(sympy.Mul(*sizes))
+    return int(sympy.degree(count, symbol)) if symbol in count.free_symbols else 0
 
 
 def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
@@ -126,13 +133,7 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
 
 def where(node: fx.Node) -> str:
     """The model's line that made a node, or its module."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    places = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if places:
-        place = lines[places[-1]].replace('File "', "").replace('", line ', ":").split(",")[0]
-        source = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
-        return f"{place}: {source}"
-    return node.name
+    return node.meta.get("stack_trace") or node.name
 
 
 def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:

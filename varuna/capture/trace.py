@@ -6,6 +6,8 @@ else is as in the example.
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,11 +23,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from varuna.capture.batch import Batch, hint_size
 from varuna.capture.calling import Calling, Structure
 from varuna.capture.cutpoint import require_all_met
-from varuna.capture.explain import explained, watched
+from varuna.capture.explain import explained, model_line, watched
 from varuna.capture.hollow import fake
 from varuna.capture.opaque import LeafCall, leaves_marked
+from varuna.capture.quick import quick
 from varuna.capture.recorder import recording
+from varuna.capture.repeat import Repeats
 from varuna.types import PrecisionName
+
+log = logging.getLogger("varuna")
 
 LARGEST_BATCH = 1 << 15
 
@@ -65,6 +71,27 @@ def trace(
     With gradients, whatever the caller is about: where there are none, a `no_grad` of the model would not
     show, and what is captured for an evaluation may be trained by the next call.
     """
+    attempt = functools.partial(
+        _trace, model, inputs, batch, precision=precision, device=device, calling=calling, watch=watch
+    )
+    try:
+        return attempt(repeats=True)
+    except Exception as error:  # the model's own as well: what torch itself says of it is what counts
+        log.debug("traced again, without repeats: %r", error)
+        return attempt(repeats=False)
+
+
+def _trace(
+    model: nn.Module,
+    inputs: Mapping[str, object],
+    batch: Batch,
+    *,
+    precision: PrecisionName,
+    device: torch.device,
+    calling: Calling,
+    watch: Watch | None,
+    repeats: bool,
+) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake(model, mode, device)
     size = 1 if batch.size == 1 else hint_size(inputs)
@@ -87,14 +114,16 @@ def trace(
         tell = stack.enter_context(watch(num_running(faked))) if watch is not None else None
         recorder = stack.enter_context(recording(faked, tell))
         stack.enter_context(explained(recorder, size))
-        stack.enter_context(watched(recorder))
         stack.enter_context(leaves_marked(faked))
         stack.enter_context(_without_cache(faked))
         stack.enter_context(calling.adapted(faked, inputs))
+        repeating: AbstractContextManager[Any] = Repeats(model_line) if repeats else nullcontext()
+        stack.enter_context(_running_in([watched(recorder), repeating], faked))
         stack.enter_context(autocast(precision, device))
         stack.enter_context(warnings.catch_warnings())
         # Recurrent modules list their weights anew: that is no state of theirs.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")
+        stack.enter_context(quick(model_line))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
     return Trace(
@@ -106,6 +135,25 @@ def trace(
         calling.structure(),
         calling.gradients,
     )
+
+
+@contextmanager
+def _running_in(contexts: Sequence[AbstractContextManager[Any]], model: nn.Module) -> Iterator[None]:
+    """The innermost contexts in which torch.export runs the model, the last one innermost."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            return original(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        model.forward = original
 
 
 def num_running(model: nn.Module) -> int:

@@ -11,6 +11,7 @@ messages. "Sharing a machine" includes the network namespace: containers of one 
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import selectors
@@ -164,9 +165,15 @@ def _dial(own: Contact, peer: Contact, deadline: float) -> socket.socket:
     try:
         return socket.create_connection((peer.host, peer.port), timeout=seconds)
     except OSError as error:
+        way_out = "is it alive, and may the two machines talk on any port?"
+        if own.machine != peer.machine and ipaddress.ip_address(peer.host).is_loopback:
+            way_out = (
+                "it is on another machine, and gave an address that only its own knows: set MASTER_ADDR on "
+                "all ranks to the address of the first one's machine, as the others reach it"
+            )
         raise PeerLost(
             f"rank {own.rank} cannot reach rank {peer.rank} at {peer.host} port {peer.port}: {error} "
-            "(is it alive, and may the two machines talk on any port?)"
+            f"({way_out})"
         ) from error
 
 
