@@ -5,15 +5,13 @@ number. A tensor is batched where its sizes are the batch's on all ranks; one th
 ranks, beside others that are not, is shared by all samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from varuna.capture.batch import Batch
-from varuna.capture.calling import Structured
 from varuna.errors import CaptureError
 from varuna.execute.exchange import Form
 from varuna.types import PrecisionName
@@ -49,20 +47,6 @@ class Draft(NamedTuple):
 
 Sizes = Mapping[str, int]
 """Of each tensor along its batch."""
-
-
-@dataclass
-class Call:
-    """One call, as this rank has looked at it, and what all ranks make of it."""
-
-    draft: Draft | None  # None: this rank is not asked
-    sizes: Sizes
-    leaves: Mapping[str, Any]
-    calling: Structured | None
-    number: int  # under which this rank knows it; -1: not yet
-    count: int  # of this rank's samples
-    words: Callable[[], list[list[float]]]  # every rank's number and count, once they are here
-    settled: tuple[int, list[int]] | None = None  # the number for all, and every rank's samples
 
 
 class Agreed(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc import deployment
-from pyrannc.calls import Agreed, Call, Draft, agree, look_at, sample_of
+from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.joining import join
 from pyrannc.logs import configure_logging
@@ -113,7 +113,6 @@ class RaNNCModule(nn.Module):
         self._patched = None if optimizer is None else Patched(optimizer, _names(model))
         self._agreed: list[Agreed] = []
         self._callings: list[Structured] = []
-        self._counts: dict[int, list[int]] = {}  # every rank's samples when such a call was made last
         self._ways: dict[int, Way] = {}
         self._programs: dict[object, Program] = {}
         self._number = 0  # of the call that is being run
@@ -128,26 +127,16 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._errors_reach_everyone("forward"):
-            call = self._look_at_call(args, kwargs)
-            number, counts = self._likely(call) or self._settle(call)
-            leaves = call.leaves
+            number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
                 self._deploy(number, leaves, counts)
             assert self._pipeline is not None
-            pipeline, way = self._pipeline, self._way(number)
+            way = self._way(number)
+            pipeline, self._number = self._pipeline, number
             pipeline.must_agree_on_overflow |= way.agreed.draft.precision == "fp16"
 
             def run() -> tuple[list[Tensor], Passing]:
-                nonlocal way
-                found = pipeline.forward(
-                    way, leaves, counts, confirm=lambda: self._settle(call) == (number, counts)
-                )
-                self._number, true_counts = self._settle(call)
-                if found is None:
-                    way = self._way(self._number)
-                    found = pipeline.forward(way, leaves, true_counts)
-                    assert found is not None, "what is settled is so"
-                return found
+                return pipeline.forward(way, leaves, counts)
 
             if not way.agreed.draft.keeps:
                 results, _ = run()
@@ -175,8 +164,8 @@ class RaNNCModule(nn.Module):
         if pipeline.must_agree_on_overflow and pipeline.reduced and self._patched is not None:
             self._patched.stand_in(self.device, overflowed=pipeline.overflowed)
 
-    def _look_at_call(self, args: Any, kwargs: Any) -> Call:
-        """What this rank knows of it; the others are told, and what they tell is on its way."""
+    def _settle_call(self, args: Any, kwargs: Any) -> tuple[int, dict[str, Any], list[int]]:
+        """The number under which all ranks know this call, its tensors, and every rank's samples."""
         silent = not self._gathers and self._session.rank != 0
         draft: Draft | None = None
         sizes: dict[str, int] = {}
@@ -199,26 +188,10 @@ class RaNNCModule(nn.Module):
                 found = agreed.num_samples(draft, sizes)
                 if found is not None:
                     number, count = index, found
-        words = self._session.begin_gathering([number, count])
-        return Call(draft, sizes, leaves, calling, number, count, words)
-
-    def _likely(self, call: Call) -> tuple[int, list[int]] | None:
-        """What `_settle` most likely finds: the same as last time; None where that must be known first."""
-        counts = self._counts.get(call.number)
-        if counts is None or counts[self._session.rank] != call.count or call.number not in self._ways:
-            return None
-        ahead = self._pipeline is not None and self._pipeline.may_run_ahead
-        return (call.number, counts) if ahead else None
-
-    def _settle(self, call: Call) -> tuple[int, list[int]]:
-        """The number under which all ranks know this call, and every rank's samples."""
-        if call.settled is not None:
-            return call.settled
-        words = call.words()
+        words = self._session.gather_numbers([number, count])
         speaking = words if self._gathers else words[:1]
         if any(theirs[0] != speaking[0][0] or theirs[0] < 0 for theirs in speaking):
-            calling = call.calling
-            everyone = self._session.gather((call.draft, call.sizes, None if self._gathers else calling))
+            everyone = self._session.gather((draft, sizes, None if self._gathers else calling))
             told = everyone if self._gathers else everyone[:1]
             calls = [(theirs, sizes) for theirs, sizes, _ in told if theirs is not None]
             agreed = agree([theirs for theirs, _ in calls], [sizes for _, sizes in calls], self._batch_dims)
@@ -230,9 +203,7 @@ class RaNNCModule(nn.Module):
             number = len(self._agreed) - 1
         else:
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
-        self._counts[number] = counts + [0] * (len(words) - len(counts))
-        call.settled = number, self._counts[number]
-        return call.settled
+        return number, leaves, counts + [0] * (len(words) - len(counts))
 
     def _precision_now(self) -> PrecisionName:
         """The one that the model was wrapped in, unless it is called under autocast."""

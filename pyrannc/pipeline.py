@@ -141,24 +141,9 @@ class Pipeline:
 
     # ------------------------------------------------------------ forward
 
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether a forward may run before all ranks have said what they were called with.
-
-        It is done again where one was called with something else. An opaque module could tell.
-        """
-        session = self.session
-        return session.depth == 1 and session.width > 1 and self.gathers and self.trainer.reducer.watches
-
     def forward(
-        self,
-        form: Way,
-        leaves: Mapping[str, Any],
-        counts: Sequence[int],
-        *,
-        confirm: Callable[[], bool] = lambda: True,
-    ) -> tuple[list[Tensor], Passing] | None:
-        """None where it turns out that the ranks do not have so many samples; then nothing has happened."""
+        self, form: Way, leaves: Mapping[str, Any], counts: Sequence[int]
+    ) -> tuple[list[Tensor], Passing]:
         passing = self._spread(form, counts)
         self._refuse_disorder(passing)
         agreed = form.agreed
@@ -169,10 +154,7 @@ class Pipeline:
             training=agreed.draft.training,
             gradients=self._wanting_gradients(passing),
             keeps=agreed.draft.keeps,
-            confirm=confirm,
         )
-        if flight is None:
-            return None
         self.trainer.engine.where = f"stage {self.session.stage}, handing out the outputs"
         results = self._hand_back(passing, flight)
         flight.results = ()

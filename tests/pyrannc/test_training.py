@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from pyrannc import RaNNCModule
 from tests.pool import Pool
-from tests.pyrannc.jobs import batch_of, make, train, train_plainly
+from tests.pyrannc.jobs import train, train_plainly
 from tests.pyrannc.use import use
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}
@@ -90,34 +88,6 @@ def test_batch_norm_and_dropout_are_those_of_the_same_microbatches(pool: Pool, r
     expected = train_plainly("Norm", counts=counts, microbatches=[[2] * 4] * 2)
     for rank, found in enumerate(pool.run(train, 4, "Norm", counts=counts, options=options)):
         check(found, expected, counts, rank)
-
-
-def test_a_forward_that_ran_ahead_of_the_others_words_is_done_again_where_they_differ(pool: Pool) -> None:
-    """R4, R9: rank 0 has as many samples as ever, rank 1 has not: shares, draws and statistics are right."""
-    counts = [[2, 2], [2, 2], [2, 3], [2, 3], [2, 4], [2, 2]]
-    expected = train_plainly("Norm", counts=counts, microbatches=counts)
-    options = {"partition_num": 1, "pipeline_num": 1}
-    for rank, found in enumerate(pool.run(train, 2, "Norm", counts=counts, options=options)):
-        check(found, expected, counts, rank)
-
-
-def call_in_two_ways() -> list[str]:
-    """After two equal calls, rank 1 calls it with other inputs."""
-    wrapped = RaNNCModule(make("Simple"), device="cpu", partition_num=1, timeout_seconds=30)
-    (x,), _ = batch_of("Simple", 0, 2)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    try:
-        wrapped(x if dist.get_rank() == 0 else x.double())
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def test_inputs_that_differ_after_equal_ones_are_refused_on_all_ranks(pool: Pool) -> None:
-    """R6: though rank 0 was ahead with what it had all the time."""
-    for (text,) in pool.run(call_in_two_ways, 2):
-        assert "rank 1 calls the model in another way than rank 0" in text
 
 
 @pytest.mark.parametrize(

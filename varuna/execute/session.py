@@ -92,13 +92,7 @@ class Session:
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, as many each: one small message."""
-        return self.begin_gathering(numbers)()
-
-    def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """The same, on its way: what is given back waits for it. No other collective may come between."""
-        if self.everyone is None:
-            return lambda: [list(numbers)]
-        return self._begin_all_gather(numbers, self.everyone)
+        return [list(numbers)] if self.everyone is None else self._all_gather(numbers, self.everyone)
 
     def tell(self, value: Anything, source: int) -> Anything:
         """One rank's value, on every rank."""
@@ -117,20 +111,10 @@ class Session:
         return [list(numbers)] if self.replicas is None else self._all_gather(numbers, self.replicas)
 
     def _all_gather(self, numbers: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
-        return self._begin_all_gather(numbers, group)()
-
-    def _begin_all_gather(
-        self, numbers: Sequence[float], group: dist.ProcessGroup
-    ) -> Callable[[], list[list[float]]]:
         own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(group.size())]
-        work = dist.all_gather(parts, own, group=group, async_op=True)
-
-        def finish() -> list[list[float]]:
-            self._wait(work)
-            return [part.tolist() for part in parts]
-
-        return finish
+        self._wait(dist.all_gather(parts, own, group=group, async_op=True))
+        return [part.tolist() for part in parts]
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None

@@ -5,7 +5,7 @@ program that fits a micro-batch's inputs, and so knows nothing of how models are
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -132,9 +132,7 @@ class Trainer:
         training: bool,
         gradients: Sequence[str],  # inputs that a gradient goes back to
         keeps: bool,  # what a backward needs
-        confirm: Callable[[], bool],  # whether the batch is divided so indeed, asked before others are told
-    ) -> Flight | None:
-        """None where it is not: then nothing has happened."""
+    ) -> Flight:
         microbatches = self._part(inputs, dims, division)
         if keeps:
             microbatches = [with_leaves(microbatch, gradients) for microbatch in microbatches]
@@ -148,11 +146,6 @@ class Trainer:
         results = self.engine.forwards(
             jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
         )
-        if not confirm():
-            self.engine.stage.take_held()
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
-            return None
         self._even_out(before, buffers, shares)
         self.iteration += training
         return Flight(jobs, results, self.engine.stage.take_held(), division)
