@@ -145,7 +145,7 @@ def best_unequal(
         ),
         microbatches=numbers_of_microbatches(batch_size, configuration),
         than=than / UNEVEN_GAIN,
-        thins_out=True,
+        starts=(),
     )
     if found is None:
         return None

@@ -244,7 +244,7 @@ def test_no_layout_with_unequal_replicas_is_better(
         shard_optimizer=False,
         terms=Terms("gpipe", headroom=0.1, leaves_none_idle=True),
         microbatches=[1, 2, 4],
-        thins_out=True,
+        starts=(),
     )
     expected = brute_force(model, cluster, world, [1, 2, 4], batch)
     assert (best.forecast.seconds if best else float("inf")) == pytest.approx(expected, rel=1e-9)

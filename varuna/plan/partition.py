@@ -147,10 +147,10 @@ def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
         yield tuple(pairwise([0, *inner, segments]))
 
 
-def neighbours(spans: Spans) -> Iterator[Spans]:
-    """All that differ by one segment, moved over one cut."""
+def neighbours(spans: Spans, step: int = 1) -> Iterator[Spans]:
+    """All that differ by one segment, or as many as `step` says, moved over one cut."""
     bounds = [first for first, _ in spans] + [spans[-1][1]]
     for cut in range(1, len(spans)):
-        for moved in (bounds[cut] - 1, bounds[cut] + 1):
+        for moved in (bounds[cut] - step, bounds[cut] + step):
             if bounds[cut - 1] < moved < bounds[cut + 1]:
                 yield tuple(pairwise([*bounds[:cut], moved, *bounds[cut + 1 :]]))

@@ -161,7 +161,7 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
         shard_optimizer=asked.shard_optimizer,
         terms=Terms(headroom=asked.headroom),
         than=before.forecast.seconds / UNEVEN_GAIN,
-        thins_out=True,
+        starts=[proposal.plan for proposal in ranking.proposals[:3] if proposal.plan.depth > 1],
     )
     if found is None:
         return ranking

@@ -42,6 +42,7 @@ class Terms(NamedTuple):
     headroom: float = 0.0  # the share of each device's memory to leave free
     cuts: Sequence[int] | None = None  # the segments with which a stage may begin; None: any
     leaves_none_idle: bool = False
+    unit: int = 1  # replicas of a stage are a multiple of it, where not every layout is looked at
 
 
 ANY_LAYOUT = Terms()
@@ -250,12 +251,12 @@ class Table:
     def best_layouts(self) -> Iterator[tuple[Share, ...]]:
         """By what `ticks` says."""
         ways: dict[tuple[int, int], list[Behind]] = {(self.segments, 0): [NOTHING]}
-        places = [0, *self.cuts]
+        places, unit = [0, *self.cuts], self.terms.unit
         for behind in range(min(len(places), self.devices)):
             following: dict[tuple[int, int], list[Behind]] = {}
             for (stop, after), fronts in ways.items():
                 for first in places[: bisect_left(places, stop)]:
-                    for devices in range(1, self.devices - after + 1):
+                    for devices in range(unit, self.devices - after + 1, unit):
                         share = self.share(first, stop, after, behind, devices)
                         if share is not None:
                             place = following.setdefault((first, after + devices), [])

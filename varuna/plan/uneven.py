@@ -5,8 +5,8 @@ says which). So one pipeline stands for all: a stage in it is any one of its rep
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from math import ceil, comb, inf, isqrt
+from itertools import pairwise, product
+from math import ceil, comb, inf
 from typing import NamedTuple
 
 import msgspec
@@ -30,11 +30,13 @@ from varuna.types import (
 from varuna.units import count
 
 MOST_STAGES_LOOKED_AT = 300_000
-"""Spans of segments with devices, over all numbers of micro-batches: two seconds' worth."""
+"""Spans of segments with devices, over all numbers of micro-batches: some two seconds' worth."""
 FEW_CUTS = 600
 """Where a model can be cut for a map in up to so many ways, every one is looked at."""
 MOST_FOLLOWED_UP = 600
 """So many layouts are costed in full at most, those with the smallest bound first."""
+MOST_SPREAD = 8
+"""Layouts of up to so many stages with about equally many replicas are moved to where they are fastest."""
 TOTALS_BYTES = 16
 COUNTS_BYTES = 8
 """Before each step all ranks tell how many samples they were given."""
@@ -237,36 +239,172 @@ def best_uneven(
     terms: Terms,
     microbatches: Sequence[int] | None = None,  # numbers of them; None: powers of two
     than: float = inf,  # seconds that it must not take
-    thins_out: bool = False,  # of too many cuts, look at some, and then at those near the best of them
+    starts: Sequence[Plan] | None = None,  # where cuts are too many, some are looked at; these are moved too
 ) -> Uneven | None:
     """The fastest that fits; None where there is none, or too many to look at."""
     asked = microbatches or [2**i for i in range(7) if 2**i <= batch_size]
     # Four of 5 samples are three: of 2, 2 and 1.
     numbers = sorted({ceil(batch_size / ceil(batch_size / number)) for number in asked})
     cuts = _all_cuts(costs, terms)
-    most = _most_cuts(ground, depths, len(numbers))
-    if len(cuts) > most:
-        cuts = _some_cuts(costs, cuts, most) if thins_out else ()
     if ground.num_devices < 3 or max(depths, default=0) < 2 or not cuts:
         return None
-    candidates = []
-    for number in numbers:
-        table = Table(costs, ground, batch_size, number, terms._replace(cuts=cuts))
-        bounds = _Bounds(costs, ground, batch_size, number)
-        candidates += [
-            (bounds.least(shares), number, shares, table) for shares in _uneven_layouts(table, depths)
-        ]
+    most = _most_cuts(ground.num_devices, depths, len(numbers))
+    looks = [terms._replace(cuts=cuts)]
+    if len(cuts) > most:
+        looks = []
+        for unit in sorted({1, _machine_size(ground)}) if starts is not None and most else ():
+            several = _most_cuts(ground.num_devices // unit, depths, len(numbers))
+            looks.append(terms._replace(cuts=_some_cuts(costs, cuts, several), unit=unit))
     best: Uneven | None = None
-    candidates.sort(key=lambda candidate: candidate[:3])
-    for least, _, shares, table in candidates[:MOST_FOLLOWED_UP]:
-        if least >= than:
-            break
-        for found in _costed(costs, ground, table.plan(shares), schedules, shard_optimizer, terms):
-            if found.forecast.seconds < than:
-                best, than = found, found.forecast.seconds
-    if best is None or len(cuts) == len(_all_cuts(costs, terms)):
+    for look in looks:
+        candidates = []
+        for number in numbers:
+            table = Table(costs, ground, batch_size, number, look)
+            bounds = _Bounds(costs, ground, batch_size, number)
+            candidates += [
+                (bounds.least(shares), number, shares, table) for shares in _uneven_layouts(table, depths)
+            ]
+        candidates.sort(key=lambda candidate: candidate[:3])
+        for least, _, shares, table in candidates[:MOST_FOLLOWED_UP]:
+            if least >= than:
+                break
+            for found in _costed(costs, ground, table.plan(shares), schedules, shard_optimizer, terms):
+                if found.forecast.seconds < than:
+                    best, than = found, found.forecast.seconds
+    if len(cuts) <= most or not looks:
         return best
-    return _improved(best, _costing(costs, ground, best.plan, best.devices, shard_optimizer, terms))
+    allowed = numbers if microbatches else range(1, batch_size + 1)
+    climber = _Climber(costs, ground, batch_size, allowed, schedules, shard_optimizer, terms)
+    plans = (*(starts or ()), *([best.plan] if best is not None else ()))
+    for spot in (*map(climber.spot_of, plans), *climber.spread(depths)):
+        moved = climber.climb(spot)
+        if moved is not None and moved.plan.uneven and moved.forecast.seconds < than:
+            best, than = moved, moved.forecast.seconds
+    return best
+
+
+class Spot(NamedTuple):
+    """Where a climb is: a plan on the last devices, stage after stage."""
+
+    spans: Spans
+    widths: tuple[int, ...]
+    microbatches: int
+    schedule: ScheduleName
+
+
+class _Climber:
+    """Moves a segment over a cut, devices to a stage, the number of micro-batches, while that helps."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        ground: Ground,
+        batch_size: int,
+        numbers: Sequence[int],  # of micro-batches
+        schedules: Sequence[ScheduleName],
+        shard_optimizer: bool,
+        terms: Terms,
+    ) -> None:
+        self.costs, self.ground, self.batch_size = costs, ground, batch_size
+        self.numbers, self.schedules = numbers, schedules
+        self.shard, self.terms = shard_optimizer, terms
+        self._bounds = [0, *_all_cuts(costs, terms), costs.num_segments]
+        self._work = _work(costs, 1, self._bounds)
+
+    def spot_of(self, plan: Plan) -> Spot:
+        spans = tuple((stage.first, stage.stop) for stage in plan.stages)
+        microbatches = ceil(ceil(self.batch_size / plan.width) / plan.microbatch_size)
+        return Spot(spans, plan.widths, microbatches, plan.schedule)
+
+    def spread(self, depths: Sequence[int]) -> Iterator[Spot]:
+        """All devices over few stages, about equally many for each, with as much work as they can do."""
+        for depth in depths:
+            if 2 <= depth <= min(MOST_SPREAD, self.ground.num_devices, len(self._work)):
+                few, more = divmod(self.ground.num_devices, depth)
+                widths = tuple(few + (stage < more) for stage in range(depth))
+                number = min(self.numbers, key=lambda number: abs(number - 4 * depth))
+                yield Spot(self._balanced(widths), widths, number, self.schedules[0])
+
+    def climb(self, start: Spot) -> Uneven | None:
+        best = self._cost(start)
+        looks = 0
+        while best is not None:
+            for spot in self._near(best):
+                looks += 1
+                found = self._cost(spot)
+                if found is not None and found.forecast.seconds < best.forecast.seconds:
+                    best = found
+                    break
+            else:
+                return best
+            if looks > MOST_FOLLOWED_UP:
+                return best
+        return None
+
+    def _near(self, found: Uneven) -> Iterator[Spot]:
+        plan, spot = found.plan, self.spot_of(found.plan)
+        busy = [stage.compute_seconds + stage.reduce_seconds for stage in found.forecast.stages]
+        by_work = sorted(range(plan.depth), key=busy.__getitem__)
+        spare: list[int | None] = [None] if sum(plan.widths) < self.ground.num_devices else []
+        takers, givers = by_work[-3:], [*spare, *by_work[:3]]
+        # Where a device is much of a stage, cuts have to move with it; and machines are better kept whole.
+        few = plan.depth <= 3
+        for taker, giver, number in product(reversed(takers), givers, (1, 2) if few else (1,)):
+            if widths := self._moved(plan.widths, giver, taker, number):
+                yield spot._replace(widths=widths)
+                if few:
+                    yield spot._replace(widths=widths, spans=self._balanced(widths))
+        for step in (4, 2, 1):
+            for moved in neighbours(spot.spans, step):
+                yield spot._replace(spans=moved)
+        now = spot.microbatches
+        for other in (2 * now, now // 2, now + 1, now - 1):
+            if other in self.numbers:
+                yield spot._replace(microbatches=other)
+        for schedule in self.schedules:
+            if schedule != spot.schedule:
+                yield spot._replace(schedule=schedule)
+
+    def _moved(
+        self, widths: Sequence[int], giver: int | None, taker: int, number: int
+    ) -> tuple[int, ...] | None:
+        """None as the giver: devices that are idle."""
+        if giver == taker:
+            return None
+        moved = list(widths)
+        moved[taker] += number
+        if giver is not None:
+            moved[giver] -= number
+        return tuple(moved) if min(moved) >= 1 and sum(moved) <= self.ground.num_devices else None
+
+    def _balanced(self, widths: Sequence[int]) -> Spans:
+        return tuple((self._bounds[a], self._bounds[b]) for a, b in balance_over(self._work, widths))
+
+    def _cost(self, spot: Spot) -> Uneven | None:
+        first = self.ground.num_devices - sum(spot.widths)
+        if not all(start in self._bounds for start, _ in spot.spans) or (
+            first and self.terms.leaves_none_idle
+        ):
+            return None
+        stages, rank = [], 0
+        for (start, stop), width in zip(spot.spans, spot.widths, strict=True):
+            stages.append(
+                StagePlan(start, stop, tuple(range(rank, rank + width)), bool(self.terms.recompute))
+            )
+            rank += width
+        plan = Plan(
+            tuple(stages),
+            self.batch_size,
+            ceil(ceil(self.batch_size / min(spot.widths)) / spot.microbatches),
+            spot.schedule,
+            self.costs.profile.precision,
+            self.costs.profile.fingerprint,
+        )
+        devices = range(first, first + rank)
+        try:
+            return _fitting(self.costs, self.ground, plan, devices, self.shard, self.terms)
+        except PlanError:  # a size that was not measured
+            return None
 
 
 def cut_uneven(
@@ -299,13 +437,7 @@ def cut_uneven(
     if depth <= number and comb(number - 1, depth - 1) <= FEW_CUTS:
         found = [way for spans in all_cuts(number, depth) if (way := costed(spans)) is not None]
     else:
-        sizes = costs.sizes(microbatch_size)
-        work = [
-            f1 - f0 + b1 - b0
-            for (f0, f1), (b0, b1) in zip(pairwise(sizes.forward), pairwise(sizes.backward), strict=True)
-        ]
-        work = [sum(work[first:stop]) for first, stop in pairwise(bounds)]
-        spans = balance_over(work, [len(ranks) for ranks in stage_map])
+        spans = balance_over(_work(costs, microbatch_size, bounds), [len(ranks) for ranks in stage_map])
         start = costed(tuple((bounds[first], bounds[stop]) for first, stop in spans))
         found = [] if start is None else [_improved(start, costed)]
     if not found:
@@ -314,6 +446,15 @@ def cut_uneven(
             "(a smaller micro-batch, more replicas, or more stages)"
         )
     return min(found, key=lambda way: way.forecast.seconds)
+
+
+def _work(costs: Costs, size: int, bounds: Sequence[int]) -> list[float]:
+    """Seconds of forward and backward from each bound to the next."""
+    sizes = costs.sizes(size)
+    return [
+        sizes.forward[stop] - sizes.forward[first] + sizes.backward[stop] - sizes.backward[first]
+        for first, stop in pairwise(bounds)
+    ]
 
 
 def _improved(best: Uneven, costed: Callable[[Spans], Uneven | None]) -> Uneven:
@@ -331,19 +472,34 @@ def _all_cuts(costs: Costs, terms: Terms) -> Sequence[int]:
     return range(1, costs.num_segments) if terms.cuts is None else terms.cuts
 
 
-def _most_cuts(ground: Ground, depths: Sequence[int], num_tables: int) -> int:
-    """So many there is time to look at."""
-    devices = ground.num_devices
-    each = min(devices, max(depths, default=0)) * devices**2 // 4 * num_tables
-    return max(0, isqrt(MOST_STAGES_LOOKED_AT // max(1, each)) - 1)
+def _most_cuts(devices: int, depths: Sequence[int], num_tables: int) -> int:
+    """So many there is time to look at: each stage may begin and end at any, with any number of devices."""
+    most = 0
+    while (
+        min(devices, max(depths, default=0), most + 2) * (most + 2) ** 2 * devices**2 // 4 * num_tables
+        <= MOST_STAGES_LOOKED_AT
+    ):
+        most += 1
+    return most
 
 
 def _some_cuts(costs: Costs, cuts: Sequence[int], most: int) -> Sequence[int]:
-    """Those before which about equal work is done."""
+    """Of each of so many equal parts of the work the cut over which least travels."""
+    if len(cuts) <= most:
+        return cuts
     sizes = costs.sizes(1)
     done = [forward + backward for forward, backward in zip(sizes.forward, sizes.backward, strict=True)]
-    wanted = (done[-1] * part / (most + 1) for part in range(1, most + 1))
-    return sorted({min(cuts, key=lambda cut: abs(done[cut] - moment)) for moment in wanted})
+    crossing = [sent + back for sent, back in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)]
+    parts: dict[int, list[int]] = {}
+    for cut in cuts:
+        parts.setdefault(min(most - 1, int(done[cut] / done[-1] * most)), []).append(cut)
+    return sorted(min(part, key=crossing.__getitem__) for part in parts.values())
+
+
+def _machine_size(ground: Ground) -> int:
+    """The devices of each machine, which are better kept together; 1 where machines differ."""
+    sizes = {machine.devices for machine in ground.cluster.machines}
+    return sizes.pop() if len(sizes) == 1 and len(ground.cluster.machines) > 2 else 1
 
 
 def _uneven_layouts(table: Table, depths: Sequence[int]) -> Iterator[tuple[Share, ...]]:
