@@ -26,12 +26,12 @@ from varuna.capture.calling import Structured
 from varuna.errors import PlanError
 from varuna.execute.division import divide_batch
 from varuna.plan.blocks import partition
+from varuna.plan.climb import best_uneven
 from varuna.plan.costs import Costs
 from varuna.plan.forecast import forecast_plan
 from varuna.plan.partition import all_cuts
 from varuna.plan.place import Ground
 from varuna.plan.stages import Terms
-from varuna.plan.uneven import best_uneven
 from varuna.plan_file import read_plan
 from varuna.types import Cluster, Plan, Profile, StagePlan, Work, spread_evenly
 
@@ -244,7 +244,6 @@ def test_no_layout_with_unequal_replicas_is_better(
         shard_optimizer=False,
         terms=Terms("gpipe", headroom=0.1, leaves_none_idle=True),
         microbatches=[1, 2, 4],
-        starts=(),
     )
     expected = brute_force(model, cluster, world, [1, 2, 4], batch)
     assert (best.forecast.seconds if best else float("inf")) == pytest.approx(expected, rel=1e-9)

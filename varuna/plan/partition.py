@@ -61,28 +61,35 @@ def _balance(costs: Sequence[float], stages: int) -> Spans:
             f"{stages} pipeline stages asked for, but the model has {count - 1} cuts and so allows "
             f"1 to {count} (add CutPoints, or choose a number in that range)"
         )
+    return balance_over(costs, [1] * stages)
+
+
+def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
+    """The same for stages that share their work among so many replicas each."""
+    count = len(costs)
+    if len(widths) > count:
+        return _balance(costs, len(widths))  # which says what is wrong
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = before  # best[n]: the least largest cost of the first n segments
+    best = [cost / widths[0] for cost in before]  # best[n]: the least largest cost of the first n segments
     choices: list[list[int]] = []
-    for used in range(1, stages):
-        following = [float("inf")] * (count + 1)
+    for used, width in enumerate(widths[1:], 1):
+        following = [inf] * (count + 1)
         choice = [0] * (count + 1)
         for stop in range(used + 1, count + 1):
             # What the stages so far cost rises with where the last one begins, what that one costs
             # falls: the best beginning is where they meet, or one before.
             whole = before[stop]
-            meet = bisect_left(
-                range(used, stop), True, key=lambda first: best[first] >= whole - before[first]
+            first = bisect_left(
+                range(stop), True, lo=used, key=lambda first: best[first] >= (whole - before[first]) / width
             )
-            first = used + meet
             least = min(
-                max(best[place], whole - before[place])
+                max(best[place], (whole - before[place]) / width)
                 for place in (first - 1, first)
                 if used <= place < stop
             )
             following[stop] = least
-            choice[stop] = used + bisect_left(
-                range(used, stop), True, key=lambda first: whole - before[first] <= least
+            choice[stop] = bisect_left(
+                range(stop), True, lo=used, key=lambda first: (whole - before[first]) / width <= least
             )
         best = following
         choices.append(choice)
@@ -124,33 +131,16 @@ def cut_for_least(
     return best
 
 
-def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
-    """The same for stages that share their work among so many replicas each."""
-    count = len(costs)
-    if len(widths) > count:
-        return _balance(costs, len(widths))  # which says what is wrong
-    before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = [(0.0, (0,))] + [(inf, ())] * count  # of the first n segments: the largest cost, the bounds
-    for width in widths:
-        best = [(inf, ())] + [
-            min(
-                (max(best[first][0], (before[stop] - before[first]) / width), (*best[first][1], stop))
-                for first in range(stop)
-            )
-            for stop in range(1, count + 1)
-        ]
-    return tuple(pairwise(best[count][1]))
-
-
 def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
     for inner in combinations(range(1, segments), stages - 1):
         yield tuple(pairwise([0, *inner, segments]))
 
 
-def neighbours(spans: Spans, step: int = 1) -> Iterator[Spans]:
-    """All that differ by one segment, or as many as `step` says, moved over one cut."""
-    bounds = [first for first, _ in spans] + [spans[-1][1]]
+def neighbours(spans: Spans, bounds: Sequence[int], step: int = 1) -> Iterator[Spans]:
+    """All that differ by one cut, moved to the next of the bounds, or as many further as `step` says."""
+    cuts = [bounds.index(first) for first, _ in spans] + [len(bounds) - 1]
     for cut in range(1, len(spans)):
-        for moved in (bounds[cut] - step, bounds[cut] + step):
-            if bounds[cut - 1] < moved < bounds[cut + 1]:
-                yield tuple(pairwise([*bounds[:cut], moved, *bounds[cut + 1 :]]))
+        for moved in (cuts[cut] - step, cuts[cut] + step):
+            if cuts[cut - 1] < moved < cuts[cut + 1]:
+                places = [*cuts[:cut], moved, *cuts[cut + 1 :]]
+                yield tuple(pairwise([bounds[place] for place in places]))

@@ -27,6 +27,7 @@ import msgspec
 
 from varuna.errors import PlanError
 from varuna.plan.bounds import Open, least_of_any_cut, least_seconds
+from varuna.plan.climb import best_uneven, cut_uneven
 from varuna.plan.costs import Costs, Sizes
 from varuna.plan.cuts import Cut, Cutter, Mode, Tempo, Work
 from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
@@ -35,7 +36,6 @@ from varuna.plan.partition import neighbours
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.plan.stages import Terms
-from varuna.plan.uneven import best_uneven, cut_uneven
 from varuna.schedule import splits
 from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
 from varuna.units import count, duration, memory
@@ -161,7 +161,6 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
         shard_optimizer=asked.shard_optimizer,
         terms=Terms(headroom=asked.headroom),
         than=before.forecast.seconds / UNEVEN_GAIN,
-        starts=[proposal.plan for proposal in ranking.proposals[:3] if proposal.plan.depth > 1],
     )
     if found is None:
         return ranking
@@ -684,7 +683,7 @@ class Search:
             made: dict[object, list[Pipeline]] = {}
             cutters = [self._cutter_of(before.draft, mode) for mode in self.asked.modes]
             tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
-            for spans in neighbours(spans_before):
+            for spans in neighbours(spans_before, range(self.costs.num_segments + 1)):
                 moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
                 if not all(tempo.done_within(worth, *stage, self._only_recompute) for stage in moved):
                     continue
