@@ -107,7 +107,7 @@ class Hill:
         self.schedules, self.shard, self.terms = schedules, shard_optimizer, terms
         self.cuts = all_places(costs, terms)
         self._bounds = [0, *self.cuts, costs.num_segments]
-        self._work = work_between(costs, 1, self._bounds)
+        self._work = costs.work_between(1, self._bounds)
 
     def devices(self, spot: Spot) -> range:
         return range(self.ground.num_devices - sum(spot.widths), self.ground.num_devices)
@@ -360,7 +360,7 @@ def cut_uneven(
         parts = all_cuts(len(bounds) - 1, depth)
         found = [way for spans in parts if (way := costed(_at(bounds, spans))) is not None]
     else:
-        work = work_between(costs, microbatch_size, bounds)
+        work = costs.work_between(microbatch_size, bounds)
         start = costed(_at(bounds, balance_over(work, [len(ranks) for ranks in stage_map])))
         found = [] if start is None else [_improved(start, bounds, costed)]
     if not found:
@@ -395,15 +395,6 @@ def _improved(
 
 def all_places(costs: Costs, terms: Terms) -> Sequence[int]:
     return range(1, costs.num_segments) if terms.cuts is None else terms.cuts
-
-
-def work_between(costs: Costs, size: int, bounds: Sequence[int]) -> list[float]:
-    """Seconds of forward and backward from each bound to the next."""
-    sizes = costs.sizes(size)
-    return [
-        sizes.forward[stop] - sizes.forward[first] + sizes.backward[stop] - sizes.backward[first]
-        for first, stop in pairwise(bounds)
-    ]
 
 
 def some_places(costs: Costs, cuts: Sequence[int], most: int) -> Sequence[int]:

@@ -5,7 +5,7 @@ profile tells: it looks for the cut whose step is shortest, as far as a bound te
 that each stage's device has.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
@@ -129,6 +129,23 @@ def cut_for_least(
         else:
             best, most = found, middle
     return best
+
+
+def uniform_cuts(work: Sequence[float], stages: int) -> list[Spans]:
+    """As one would place them by hand: equally many segments for each stage, and equal work."""
+    count = len(work)
+    before = [0.0, *accumulate(work)]
+
+    def within(budget: float) -> Spans | None:
+        return cut_within(
+            segments=count,
+            stages=stages,
+            reach=lambda _, first: bisect_right(before, before[first] + budget) - 1,
+        )
+
+    by_work = cut_for_least(before[-1] / stages, before[-1] * (1 + 1e-9), within, precision=1e-6)
+    assert by_work is not None, "a budget for all of the work has a cut"
+    return list(dict.fromkeys([tuple(pairwise(count * s // stages for s in range(stages + 1))), by_work]))
 
 
 def all_cuts(segments: int, stages: int) -> Iterator[Spans]:

@@ -18,8 +18,8 @@ the bound likes best stands for all, and the winner's cuts are moved while that 
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
 from math import ceil, comb, inf
 from typing import NamedTuple, get_args
 
@@ -32,7 +32,7 @@ from varuna.plan.costs import Costs, Sizes
 from varuna.plan.cuts import Cut, Cutter, Mode, Tempo, Work
 from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
 from varuna.plan.memory import Needs, Room
-from varuna.plan.partition import neighbours
+from varuna.plan.partition import Spans, neighbours, uniform_cuts
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.plan.stages import Terms
@@ -45,7 +45,13 @@ FEW_CUTS = 600
 HEADROOM = 0.05
 """The share of each device's memory that jobs leave free, for what fragments."""
 FEW_DEVICES = 64
-"""On up to so many devices, all numbers of replicas are looked at."""
+"""On up to so many devices, all numbers of replicas are looked at, and each depth by itself."""
+MOST_UNIFORM = 6
+"""So many layouts with equal cuts are looked at, on more devices."""
+NEAR = 1.15
+"""Depths that take up to so much longer than the best are looked at more closely, on few devices."""
+MOST_MOVED = 2_000
+"""So many stages are simulated at most while the cuts of a depth are moved."""
 PROBES = 6
 """Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
 UNEVEN_GAIN = 1.02
@@ -57,7 +63,11 @@ PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-b
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """What a search found, best first, one proposal for each depth; and why other depths were refused."""
+    """What a search found, best first; and why other depths were refused.
+
+    There is one proposal for each depth; where stages of the best differ in their replicas, also the
+    best of its depth in which they do not.
+    """
 
     proposals: tuple[Proposal, ...]
     refused: tuple[str, ...]
@@ -172,7 +182,6 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
     others = [
         msgspec.structs.replace(other, reason=why_slower(other.forecast, found.forecast))
         for other in ranking.proposals
-        if other.plan.depth != found.plan.depth
     ]
     return msgspec.structs.replace(
         ranking, proposals=(Proposal(found.plan, found.forecast, idle, reason), *others)
@@ -259,8 +268,30 @@ class Search:
         self._sendings: dict[object, tuple[float, ...]] = {}
         self._works: dict[object, Work] = {}
         self._tempos: dict[object, Tempo] = {}
+        self._segment_work = costs.work_between(asked.microbatch_sizes[0], range(costs.num_segments + 1))
 
     def run(self) -> Ranking:
+        self._look_at_all()
+        if not self.found:
+            raise PlanError(self._why_nothing_fits())
+        if not self.few_cuts and self.ground.num_devices <= FEW_DEVICES:
+            self._look_closer()
+        if not self.few_cuts and self.every_depth:
+            self._look_at_every_depth()
+        return self._rank()
+
+    def _look_closer(self) -> None:
+        """At depths that came near, each by itself: what is not cut as bounds like it may gain by that."""
+        near = [found.draft.depth for found in self._ranked() if found.seconds <= NEAR * self._shortest]
+        for depth in near if len(self.asked.depths) > 1 else ():
+            one = Search(self.costs, self.ground, self.asked._replace(depths=(depth,)))
+            one._leasts, one._rates, one._sendings = self._leasts, self._rates, self._sendings
+            one._works, one._tempos = self._works, self._tempos
+            one._look_at_all()
+            self.num_simulated += one.num_simulated
+            self._keep(one.found[depth])
+
+    def _look_at_all(self) -> None:
         self._put_nodes()
         while self._queue:
             bound, _, item = heapq.heappop(self._queue)
@@ -280,14 +311,10 @@ class Search:
                     self._put_narrower(node, following)
             else:
                 self._simulate(item)
-        if not self.found:
-            raise PlanError(self._why_nothing_fits())
         if not self.few_cuts:
+            self._look_at_uniform_cuts()
             for found in self._ranked()[:3]:
                 self._move_cuts(found.draft.depth)
-            if self.every_depth:
-                self._look_at_every_depth()
-        return self._rank()
 
     def cut(self, placement: Placement) -> Proposal:
         """The best cut for places that are given, where one micro-batch size and schedule are asked for."""
@@ -313,6 +340,49 @@ class Search:
         for node in sorted(self._nodes(depth), key=self._bound)[:PROBES]:
             if depth not in self.found:
                 self._probe(node)
+
+    def _look_at_uniform_cuts(self) -> None:
+        """What somebody would place by hand must not be faster: equal cuts, over as many devices as go in.
+
+        On many devices, of these only the most promising.
+        """
+        found = []
+        for depth in self.asked.depths:
+            width = min(self.ground.num_devices // depth, self.asked.batch_size)
+            if not width or not self._can_hold(depth):
+                continue
+            halves = {splits(name) for name in self.asked.schedules}
+            nodes = [Node(depth, *each, width) for each in product(self.asked.microbatch_sizes, halves)]
+            nodes = [node for node in nodes if self._bound(node) <= self._worth(depth)]
+            ways = uniform_cuts(self._segment_work, depth) if nodes else ()
+            found += [(self._ticks(node, spans), node, spans) for node, spans in product(nodes, ways)]
+        left = inf if self.ground.num_devices <= FEW_DEVICES else MOST_UNIFORM
+        for _, node, spans in sorted(found):
+            self._queue = []
+            self._put_cut(node, spans)
+            left -= bool(self._queue)
+            self._simulate_queued(node.depth)
+            if not left:
+                break
+
+    def _ticks(self, node: Node, spans: Spans) -> float:
+        """What a step takes about, were every tick of the pipeline as long as its longest stage."""
+        microbatches, _ = _spread(self.asked.batch_size, node.width, node.microbatch_size)
+        bounds = [0, *(stop for _, stop in spans)]
+        work = self.costs.work_between(node.microbatch_size, bounds)
+        return sum(work) + (microbatches - 1) * max(work)
+
+    def _put_cut(self, node: Node, spans: Spans) -> None:
+        """At all places, with all schedules."""
+        for way in self.ground.ways(node.depth, node.width):
+            placement = self.ground.place(node.depth, node.width, way)
+            if self._bound(node) <= self._worth(node.depth) >= self._bound_at(node, placement):
+                site = Site(
+                    node, placement, self._tempo(node, placement.speeds, self._room(node).sizes, placement)
+                )
+                made: dict[object, list[Pipeline]] = {}
+                for schedule in self._schedules(node.split):
+                    self._put_recut(self._draft(site, schedule, Cut((), ())), [spans], made)
 
     def _put(self, bound: float, item: Node | Site | Draft) -> None:
         self._num_queued += 1  # of equal bounds, what came first goes first
@@ -665,39 +735,53 @@ class Search:
             draft,
             simulation,
         )
-        before = self.found.get(draft.depth)
-        if before is None or found[:4] < before[:4]:
-            self.found[draft.depth] = found
-            self._shortest = min(self._shortest, found.seconds)
+        self._keep(found)
         node = _node_of(draft)
         other, bare = self._bare.get(node[:3], (node, inf))
         if other.width <= node.width:
             self._bare[node[:3]] = (node, min(simulation.bare_seconds, bare if other == node else inf))
 
+    def _keep(self, found: Found) -> None:
+        before = self.found.get(found.draft.depth)
+        if before is None or found[:4] < before[:4]:
+            self.found[found.draft.depth] = found
+            self._shortest = min(self._shortest, found.seconds)
+
     def _move_cuts(self, depth: int) -> None:
         """Moves single segments over single cuts while the step becomes shorter by it."""
         before = None
-        while before is not self.found[depth]:
+        stop = self.num_simulated + MOST_MOVED // depth
+        while before is not self.found[depth] and self.num_simulated < stop:
             before = self.found[depth]
             self._queue = []
-            made: dict[object, list[Pipeline]] = {}
-            cutters = [self._cutter_of(before.draft, mode) for mode in self.asked.modes]
-            tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
-            for spans in neighbours(spans_before, range(self.costs.num_segments + 1)):
-                moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
-                if not all(tempo.done_within(worth, *stage, self._only_recompute) for stage in moved):
-                    continue
-                for recompute in {cutter.recompute(spans) for cutter in cutters}:
-                    if recompute is not None:
-                        self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
-            self._simulate_queued(depth)
+            ways = neighbours(before.draft.spans, range(self.costs.num_segments + 1))
+            self._put_recut(before.draft, ways, {})
+            self._simulate_queued(depth, stop)
 
-    def _simulate_queued(self, depth: int) -> None:
+    def _put_recut(self, draft: Draft, ways: Iterable[Spans], made: dict[object, list[Pipeline]]) -> None:
+        """Drafts that are cut otherwise, in all ways that may be of interest and fit."""
+        cutters = [self._cutter_of(draft, mode) for mode in self.asked.modes]
+        tempo, worth = cutters[0].tempo, self._worth(draft.depth)
+        for spans in ways:
+            if not all(
+                tempo.done_within(worth, stage, *span, self._only_recompute)
+                for stage, span in enumerate(spans)
+                if draft.spans[stage : stage + 1] != (span,)
+            ):
+                continue
+            for recompute in {cutter.recompute(spans) for cutter in cutters}:
+                if recompute is not None:
+                    self._put_draft(draft._replace(spans=spans, recompute=recompute), made)
+
+    def _simulate_queued(self, depth: int, stop: float = inf) -> None:
         """Drafts of a depth alone, as long as they may be of interest."""
-        while self._queue and self._queue[0][0] <= self._worth(depth):
-            draft = heapq.heappop(self._queue)[2]
-            assert isinstance(draft, Draft)
-            self._simulate(draft)
+        while self._queue and self._queue[0][0] <= self._worth(depth) and self.num_simulated < stop:
+            self._simulate_next()
+
+    def _simulate_next(self) -> None:
+        draft = heapq.heappop(self._queue)[2]
+        assert isinstance(draft, Draft)
+        self._simulate(draft)
 
     def _room(self, node: Node) -> Room:
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
