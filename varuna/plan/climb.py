@@ -11,8 +11,9 @@ What is found for a depth does not depend on which others are asked for, so that
 slower than the best of one.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import ceil, comb, inf
 from typing import NamedTuple
 
@@ -107,7 +108,7 @@ class Hill:
         self.schedules, self.shard, self.terms = schedules, shard_optimizer, terms
         self.cuts = all_places(costs, terms)
         self._bounds = [0, *self.cuts, costs.num_segments]
-        self._work = costs.work_between(1, self._bounds)
+        self._done = [0.0, *accumulate(costs.work_between(1, self._bounds))]
 
     def devices(self, spot: Spot) -> range:
         return range(self.ground.num_devices - sum(spot.widths), self.ground.num_devices)
@@ -221,7 +222,15 @@ class Hill:
         return Spot(self._balanced(widths), widths, number, self.schedules[0])
 
     def _balanced(self, widths: Sequence[int]) -> Spans:
-        return tuple((self._bounds[a], self._bounds[b]) for a, b in balance_over(self._work, widths))
+        """To each stage about the share of the work that it has of the devices."""
+        places, total = [0], len(self._bounds) - 1
+        for stage, devices in enumerate(accumulate(widths[:-1]), 1):
+            moment = self._done[-1] * devices / sum(widths)
+            place = bisect_left(self._done, moment)
+            if self._done[place] - moment > moment - self._done[place - 1]:
+                place -= 1
+            places.append(max(places[-1] + 1, min(place, total - (len(widths) - stage))))
+        return tuple(pairwise(self._bounds[place] for place in (*places, total)))
 
     def _climb(self, best: Seen) -> Seen:
         looked_at = {best.spot}

@@ -61,35 +61,28 @@ def _balance(costs: Sequence[float], stages: int) -> Spans:
             f"{stages} pipeline stages asked for, but the model has {count - 1} cuts and so allows "
             f"1 to {count} (add CutPoints, or choose a number in that range)"
         )
-    return balance_over(costs, [1] * stages)
-
-
-def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
-    """The same for stages that share their work among so many replicas each."""
-    count = len(costs)
-    if len(widths) > count:
-        return _balance(costs, len(widths))  # which says what is wrong
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = [cost / widths[0] for cost in before]  # best[n]: the least largest cost of the first n segments
+    best = before  # best[n]: the least largest cost of the first n segments
     choices: list[list[int]] = []
-    for used, width in enumerate(widths[1:], 1):
-        following = [inf] * (count + 1)
+    for used in range(1, stages):
+        following = [float("inf")] * (count + 1)
         choice = [0] * (count + 1)
         for stop in range(used + 1, count + 1):
             # What the stages so far cost rises with where the last one begins, what that one costs
             # falls: the best beginning is where they meet, or one before.
             whole = before[stop]
-            first = bisect_left(
-                range(stop), True, lo=used, key=lambda first: best[first] >= (whole - before[first]) / width
+            meet = bisect_left(
+                range(used, stop), True, key=lambda first: best[first] >= whole - before[first]
             )
+            first = used + meet
             least = min(
-                max(best[place], (whole - before[place]) / width)
+                max(best[place], whole - before[place])
                 for place in (first - 1, first)
                 if used <= place < stop
             )
             following[stop] = least
-            choice[stop] = bisect_left(
-                range(stop), True, lo=used, key=lambda first: (whole - before[first]) / width <= least
+            choice[stop] = used + bisect_left(
+                range(used, stop), True, key=lambda first: whole - before[first] <= least
             )
         best = following
         choices.append(choice)
@@ -129,6 +122,24 @@ def cut_for_least(
         else:
             best, most = found, middle
     return best
+
+
+def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
+    """The same for stages that share their work among so many replicas each."""
+    count = len(costs)
+    if len(widths) > count:
+        return _balance(costs, len(widths))  # which says what is wrong
+    before = [0.0, *accumulate(float(cost) for cost in costs)]
+    best = [(0.0, (0,))] + [(inf, ())] * count  # of the first n segments: the largest cost, the bounds
+    for width in widths:
+        best = [(inf, ())] + [
+            min(
+                (max(best[first][0], (before[stop] - before[first]) / width), (*best[first][1], stop))
+                for first in range(stop)
+            )
+            for stop in range(1, count + 1)
+        ]
+    return tuple(pairwise(best[count][1]))
 
 
 def uniform_cuts(work: Sequence[float], stages: int) -> list[Spans]:

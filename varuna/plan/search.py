@@ -285,6 +285,7 @@ class Search:
         near = [found.draft.depth for found in self._ranked() if found.seconds <= NEAR * self._shortest]
         for depth in near if len(self.asked.depths) > 1 else ():
             one = Search(self.costs, self.ground, self.asked._replace(depths=(depth,)))
+            one.few_cuts = False  # which the other depths were not counted for
             one._leasts, one._rates, one._sendings = self._leasts, self._rates, self._sendings
             one._works, one._tempos = self._works, self._tempos
             one._look_at_all()
