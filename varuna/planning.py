@@ -15,8 +15,9 @@ from varuna.errors import PlanError
 from varuna.observe import to_perfetto, to_svg, to_text
 from varuna.plan.costs import with_network
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import HEADROOM, Ranking, search, why_slower
+from varuna.plan.search import HEADROOM, Ranking, search
 from varuna.plan.simulate import Simulation
+from varuna.plan.telling import why_slower
 from varuna.plan_file import Network, PinnedPlan, read_plan, write_plan
 from varuna.profile_file import read_profile, write_whole
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, in_few

@@ -13,7 +13,8 @@ better bound, until a layout comes out that is settled in every detail; that one
 
 The search ends when the smallest bound is above what was found. Every bound is sound, so the answer is
 that of simulating them all, where models of few segments are cut in every way. Of others, the cut that
-the bound likes best stands for all, and the winner's cuts are moved while that helps.
+the bound likes best stands for all at first. Then uniform cuts are simulated, so that none of them is
+faster; and the cuts of the depths that came near are moved while that helps.
 """
 
 import heapq
@@ -36,9 +37,19 @@ from varuna.plan.partition import Spans, neighbours, uniform_cuts
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.plan.stages import Terms
+from varuna.plan.telling import (
+    EQUAL,
+    Need,
+    fits_otherwise,
+    fits_with_more,
+    needs_larger_devices,
+    nothing_fits,
+    shortage,
+    too_few_devices,
+    why_slower,
+)
 from varuna.schedule import splits
-from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
-from varuna.units import count, duration, memory
+from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap
 
 FEW_CUTS = 600
 """Where a model can be cut in up to so many ways, counted over all depths, every one is looked at."""
@@ -56,8 +67,6 @@ PROBES = 6
 """Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
 UNEVEN_GAIN = 1.02
 """An even layout needs no redistribution, and its forecast is the surer one: it must be beaten by so much."""
-EQUAL = 1e-9
-"""Steps whose times differ by less than this share take equally long."""
 PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
 """Among equally fast ones: the one that bears jitter best, then those that hold least."""
 
@@ -285,7 +294,7 @@ class Search:
         near = [found.draft.depth for found in self._ranked() if found.seconds <= NEAR * self._shortest]
         for depth in near if len(self.asked.depths) > 1 else ():
             one = Search(self.costs, self.ground, self.asked._replace(depths=(depth,)))
-            one.few_cuts = False  # which the other depths were not counted for
+            one.few_cuts = False  # of one depth there may be few, but each with all numbers of replicas
             one._leasts, one._rates, one._sendings = self._leasts, self._rates, self._sendings
             one._works, one._tempos = self._works, self._tempos
             one._look_at_all()
@@ -870,8 +879,9 @@ class Search:
             )
             for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
         )
-        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self._fit)}
-        refused = tuple(f"{count(depth, 'stage')}: {why}" for depth, why in shortages.items() if why)
+        needs = {depth: self._least_need(depth) for depth in sorted(self._misfits - self._fit)}
+        # Where the least is there, something fits that could not have won, and so was not looked at.
+        refused = tuple(shortage(depth, need) for depth, need in needs.items() if need.missing > 0)
         return Ranking(proposals, refused, self.num_simulated)
 
     def _idle(self, draft: Draft) -> tuple[str, ...]:
@@ -880,18 +890,8 @@ class Search:
             self.ground.name(device) for device in range(self.ground.num_devices) if device not in used
         )
 
-    def _shortage(self, depth: int) -> str:
-        """Empty where something fits that could not have won, and so was not looked at."""
-        need, stage, have = self._least_need(depth)
-        if need <= have:
-            return ""
-        return (
-            f"stage {stage} needs {memory(need)} at least, a device has {memory(have)}: "
-            f"{memory(need - have)} too little"
-        )
-
-    def _least_need(self, depth: int) -> tuple[float, int, int]:
-        """(bytes, stage, bytes of its device) of the layout of a depth that needs least."""
+    def _least_need(self, depth: int) -> Need:
+        """Of the layout of a depth that needs least."""
         width = 1
         if self.asked.shard_optimizer:
             width = min(max(1, self.ground.num_devices // depth), self.asked.batch_size)
@@ -907,30 +907,23 @@ class Search:
         )
         cutter = self._cutter_of(draft, self.asked.modes[-1])
         need, stage = cutter.least_need()
-        return need, stage, cutter.memory_bytes[stage]
+        return Need(stage, need, cutter.memory_bytes[stage])
 
     def _why_nothing_fits(self) -> str:
         possible = [depth for depth in self.asked.depths if depth <= self.ground.num_devices]
         if not possible:
-            return (
-                f"no layout fits: {count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
-                f"device, and there are {self.ground.num_devices} (try fewer stages, or add devices)"
-            )
-        depth = min(possible, key=lambda depth: self._least_need(depth)[0] / self._least_need(depth)[2])
-        need, stage, have = self._least_need(depth)
-        size = self.asked.microbatch_sizes[0]
-        recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
-        # Where the layout that needs least is none of those asked for, it may fit.
-        short = (
-            f", {memory(need - have)} too little" if need > have else "; but that is not what was asked for"
-        )
-        return (
-            f"no layout fits: with {count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
-            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}{short} "
-            f"({self._way_out(need)})"
+            return too_few_devices(min(self.asked.depths), self.ground.num_devices)
+        needs = {depth: self._least_need(depth) for depth in possible}
+        depth = min(possible, key=lambda depth: needs[depth].num_bytes / needs[depth].device_bytes)
+        return nothing_fits(
+            depth,
+            needs[depth],
+            microbatch_size=self.asked.microbatch_sizes[0],
+            recompute=self.asked.modes[-1] == "everywhere",
+            way_out=self._way_out(needs[depth]),
         )
 
-    def _way_out(self, need: float) -> str:
+    def _way_out(self, need: Need) -> str:
         """The nearest layout that fits: by asking for less, or by having more."""
         everything = Asked(
             self.asked.batch_size,
@@ -943,49 +936,15 @@ class Search:
         )
         if everything != self.asked:
             try:
-                other = Search(self.costs, self.ground, everything).run().best.plan
+                return fits_otherwise(Search(self.costs, self.ground, everything).run().best.plan)
             except PlanError:
                 pass
-            else:
-                recompute = " with recompute" if any(stage.recompute for stage in other.stages) else ""
-                return (
-                    f"it fits with {count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
-                    f"{other.schedule}{recompute}"
-                )
         machine = max(self.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
         for depth in range(self.ground.num_devices + 1, self.costs.num_segments + 1):
             wider = Ground(Cluster((msgspec.structs.replace(machine, devices=depth),)))
-            needs, _, has = Search(self.costs, wider, everything)._least_need(depth)
-            if needs <= has:
-                missing = depth - self.ground.num_devices
-                return f"with {count(missing, 'device')} more, {count(depth, 'stage')} would fit"
-        ways = f"take devices with {memory(need)}"
-        if not self.asked.shard_optimizer:
-            ways += ", or spread the optimizer's state over replicas"
-        return ways + ", or cut the model finer"
-
-
-def why_slower(forecast: Forecast, best: Forecast) -> str:
-    """Where the time goes that the best one does not need."""
-
-    def mean(of: Forecast, part: str) -> float:
-        parts: list[float] = [getattr(stage, part) for stage in of.stages]
-        return sum(parts) / len(parts)
-
-    slower = forecast.seconds / best.seconds - 1
-    if slower <= EQUAL:
-        return "as fast, with more devices or more memory"
-    parts = {
-        "compute_seconds": "computing",
-        "waiting_seconds": "waiting for other stages",
-        "reduce_seconds": "the all-reduce",
-        "optimizer_seconds": "the optimizer",
-    }
-    part = max(parts, key=lambda part: mean(forecast, part) - mean(best, part))
-    return (
-        f"{slower:.1%} slower: {duration(mean(forecast, part))} a step for {parts[part]}, "
-        f"not {duration(mean(best, part))}"
-    )
+            if Search(self.costs, wider, everything)._least_need(depth).missing <= 0:
+                return fits_with_more(depth, self.ground.num_devices)
+        return needs_larger_devices(need, spreads_already=self.asked.shard_optimizer)
 
 
 def _node_of(item: Node | Site | Draft) -> Node:
