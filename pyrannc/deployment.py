@@ -28,7 +28,8 @@ from varuna.plan.calibrate import calibrate, extended
 from varuna.plan.costs import assumed_link
 from varuna.plan.estimate import Speed
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import cut_layout, why_slower
+from varuna.plan.search import cut_layout
+from varuna.plan.telling import why_slower
 from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
 from varuna.planned import cluster_of
 from varuna.profile_file import read_profile, write_whole

@@ -37,7 +37,8 @@ class AutoConfig:
         self.ranking: Ranking = search(
             profile, self.cluster, batch_size=batch_size, fill_in=autofill_missing_compute, every_depth=True
         )
-        by_depth = sorted(self.ranking.proposals, key=lambda proposal: proposal.plan.depth)
+        slowest_first = reversed(self.ranking.proposals)  # so that of two of a depth the faster one counts
+        by_depth = sorted(slowest_first, key=lambda proposal: proposal.plan.depth)
         self.batch_times = {proposal.plan.depth: proposal.forecast.seconds for proposal in by_depth}
         self.micro_batch = {proposal.plan.depth: proposal.plan.microbatch_size for proposal in by_depth}
         if verbose:

@@ -15,8 +15,9 @@ from varuna.errors import PlanError
 from varuna.observe import to_perfetto, to_svg, to_text
 from varuna.plan.costs import with_network
 from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import HEADROOM, Ranking, search, why_slower
+from varuna.plan.search import HEADROOM, Ranking, search
 from varuna.plan.simulate import Simulation
+from varuna.plan.telling import why_slower
 from varuna.plan_file import Network, PinnedPlan, read_plan, write_plan
 from varuna.profile_file import read_profile, write_whole
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, in_few
@@ -257,17 +258,21 @@ def rank(profile: Profile, cluster: Cluster, wishes: Wishes, *, runners_up: int)
     best = found.best
     seen = [proposal.plan.depth for proposal in found.proposals[1:]]
     possible = wishes.depths or range(1, min(len(profile.segments), cluster.num_devices) + 1)
-    others = []
+    ranked = [best]
     for depth in other_depths(best.plan.depth, seen, possible)[:runners_up]:
         try:
-            others.append(_search(profile, cluster, wishes._replace(depths=[depth])).best)
+            ways = _search(profile, cluster, wishes._replace(depths=[depth])).proposals
         except PlanError:  # it does not fit, as `refused` tells
             continue
-    others.sort(key=lambda proposal: proposal.forecast.seconds)
+        # Unequal replicas that are hardly faster than the best do not win, and so are not told of.
+        ranked.append(next((way for way in ways if way.forecast.seconds >= best.forecast.seconds), ways[-1]))
+    ranked.sort(key=lambda proposal: proposal.forecast.seconds)
     told = [
-        msgspec.structs.replace(other, reason=why_slower(other.forecast, best.forecast)) for other in others
+        msgspec.structs.replace(other, reason=why_slower(other.forecast, ranked[0].forecast))
+        for other in ranked[1:]
     ]
-    return msgspec.structs.replace(found, proposals=(best, *told))
+    first = msgspec.structs.replace(ranked[0], reason=best.reason)
+    return msgspec.structs.replace(found, proposals=(first, *told))
 
 
 def _search(profile: Profile, cluster: Cluster, wishes: Wishes) -> Ranking:

@@ -74,7 +74,8 @@ def test_a_plan_is_told_with_its_stages_its_runners_up_and_why_they_lost(planner
 
 
 def test_what_is_told_of_a_runner_up_is_the_best_of_its_depth(planner: Planner) -> None:
-    """B3: it lost to the best, not to how little was looked at."""
+    """B3: it lost to the best, not to how little was looked at; what is hardly faster, by unequal replicas
+    alone, is not told."""
     made = transformer(24)
     planner.keep(made)
     ranking = planner.load("plan", planner.folder, "--devices", 16, "--batch-size", 512, "--headroom", 0)
@@ -85,13 +86,16 @@ def test_what_is_told_of_a_runner_up_is_the_best_of_its_depth(planner: Planner) 
     cluster = read_plan(_pin(planner)).cluster
     assert cluster is not None
     for depth, seconds in told.items():
-        apart = search(made, cluster, batch_size=512, depths=[depth]).best.forecast.seconds
-        assert seconds == pytest.approx(apart, rel=1e-9)
+        apart = [
+            way.forecast.seconds for way in search(made, cluster, batch_size=512, depths=[depth]).proposals
+        ]
+        assert seconds == pytest.approx(min(way for way in apart if way >= told[best]), rel=1e-9)
 
 
 def _pin(planner: Planner) -> Path:
     file = planner.folder / "plan.json"
-    planner.tell("plan", planner.folder, "--devices", 16, "--batch-size", 512, "--out", file)
+    asked = ["--devices", 16, "--batch-size", 512, "--runners-up", 0]
+    planner.tell("plan", planner.folder, *asked, "--out", file)
     return file
 
 

@@ -1,6 +1,8 @@
 """The search finds what trying everything finds; and what one can tell by thought."""
 
+import random
 from collections.abc import Iterator
+from itertools import product
 from math import inf
 
 import pytest
@@ -11,7 +13,7 @@ from tests.plan.profiles import GB, MB, link, machines, profile, reductions, seg
 from varuna.errors import PlanError
 from varuna.plan.costs import Costs
 from varuna.plan.forecast import Draft, forecast_plan, memories, orders_of, pipelines
-from varuna.plan.partition import all_cuts
+from varuna.plan.partition import all_cuts, uniform_cuts
 from varuna.plan.place import Ground
 from varuna.plan.search import PREFERENCE, search
 from varuna.plan.simulate import simulate
@@ -23,9 +25,11 @@ from varuna.types import (
     Machine,
     OptimizerCost,
     Overheads,
+    Plan,
     Profile,
     SegmentCost,
     SizeCost,
+    StagePlan,
     TieCost,
 )
 
@@ -353,6 +357,32 @@ def test_what_was_estimated_is_said() -> None:
     said = " ".join(best.forecast.estimates)
     assert "micro-batches of 3 are interpolated between 2 and 4" in said
     assert "over 16 ranks is estimated from 8" in said
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_uniform_cut_is_faster_than_the_plan(seed: int) -> None:
+    """R10: equal cuts by segments and by work, at both places, with every micro-batch and schedule."""
+    draw = random.Random(seed)
+    some = [
+        segment(draw.uniform(1e-3, 4e-3), parameter_bytes=draw.randint(1, 200) * MB, activation_bytes=MB)
+        for _ in range(4)
+    ]
+    made = profile(some, [draw.randrange(4) for _ in range(20)], cut_bytes=draw.randint(1, 4) * MB)
+    cluster, batch = machines(3, 2, memory_bytes=4 * GB), 24
+    best = search(made, cluster, batch_size=batch).best.forecast.seconds
+    work = Costs(made).work_between(1, range(21))
+    for depth in range(1, 7):
+        width = 6 // depth
+        together = [tuple(range(stage * width, stage * width + width)) for stage in range(depth)]
+        by_turns = [tuple(range(stage, depth * width, depth)) for stage in range(depth)]
+        for spans, ranks, size, schedule in product(
+            uniform_cuts(work, depth), (together, by_turns), (1, 2, 4), PREFERENCE
+        ):
+            stages = tuple(StagePlan(*span, own) for span, own in zip(spans, ranks, strict=True))
+            plan = Plan(stages, batch, size, schedule, made.precision, made.fingerprint)
+            forecast, _ = forecast_plan(made, cluster, plan)
+            if all(stage.memory.total <= 4 * GB for stage in forecast.stages):
+                assert best <= forecast.seconds * (1 + 1e-9), plan
 
 
 def test_a_cluster_of_thousands_is_planned_by_looking_at_a_few() -> None:

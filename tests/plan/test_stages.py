@@ -102,7 +102,7 @@ def test_dynamic_programming_finds_the_best_of_each_depth() -> None:
         for shares in every_layout(table):
             seconds = ticks(table, shares)
             best[len(shares)] = min(best.get(len(shares), seconds), seconds)
-        found = {len(shares): ticks(table, shares) for shares in table.best_layouts()}
+        found = {len(some[0]): ticks(table, some[0]) for some in table.best_layouts() if some}
         assert found == pytest.approx(best), seed
 
 

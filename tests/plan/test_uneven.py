@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.profiles import GB, MB, machines, profile, segment
+from tests.plan.profiles import GB, MB, machines, profile, segment, transformer
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
+from varuna.plan.climb import best_uneven
+from varuna.plan.costs import Costs
 from varuna.plan.forecast import forecast_plan
 from varuna.plan.partition import all_cuts, balance_over
+from varuna.plan.place import Ground
 from varuna.plan.search import cut_layout, search
+from varuna.plan.stages import Terms
+from varuna.plan.uneven import forecast_uneven
 from varuna.plan_file import check_plan
 from varuna.types import Plan, StagePlan, format_widths, parse_stage_map
 
@@ -60,6 +65,48 @@ def test_a_stage_with_three_replicas_takes_a_third_of_every_microbatch() -> None
     assert first.waiting_seconds < 0.1 * first.compute_seconds
     ranks = {interval.rank for interval in simulation.timeline([s.ranks for s in stages]).intervals}
     assert ranks == {0, 3}
+
+
+@pytest.mark.parametrize("schedule", ["varuna", "zero-bubble-2x"])
+@pytest.mark.parametrize(("count", "depth"), [(1, 2), (2, 4), (4, 4), (4, 2)])
+def test_equal_replicas_cost_the_same_by_both_reckonings(count: int, depth: int, schedule: str) -> None:
+    """Else one kind of layout would win by how it is reckoned: cards are shared, and reductions queue."""
+    model, cluster, width = transformer(14), machines(count, 4), 4 * count // depth
+    stages = tuple(
+        StagePlan(16 * s // depth, 16 * (s + 1) // depth, tuple(range(s * width, s * width + width)))
+        for s in range(depth)
+    )
+    plan = Plan(stages, 16 * width, 2, schedule, model.precision, model.fingerprint)
+    even, _ = forecast_plan(model, cluster, plan)
+    other, _ = forecast_uneven(Costs(model), Ground(cluster), plan, range(4 * count))
+    assert other.seconds == pytest.approx(even.seconds, rel=1e-3)
+    assert [stage.memory for stage in other.stages] == [stage.memory for stage in even.stages]
+
+
+def test_unequal_replicas_are_found_among_many_cuts() -> None:
+    """R10: what is found for a depth does not depend on which others are asked for."""
+    kinds = [
+        segment(2e-3, sizes=SIZES, parameter_bytes=MB, activation_bytes=MB),
+        segment(1e-3, sizes=SIZES, parameter_bytes=GB // 4, activation_bytes=MB),
+    ]
+    costs = Costs(profile(kinds, [0] * 12 + [1] * 12, cut_bytes=64))
+    ground = Ground(machines(3, 2, memory_bytes=16 * GB))
+
+    def best(depths: Sequence[int]) -> float:
+        found = best_uneven(
+            costs,
+            ground,
+            batch_size=48,
+            depths=depths,
+            schedules=("1f1b",),
+            shard_optimizer=False,
+            terms=Terms(),
+            microbatches=[8, 16],
+        )
+        assert found is not None and found.plan.uneven
+        return found.forecast.seconds
+
+    assert best(range(1, 7)) == min(best([depth]) for depth in (2, 3, 4, 5))
 
 
 @pytest.mark.parametrize("segments", [8, 60])

@@ -170,6 +170,14 @@ class Costs:
             self._extremes[microbatch_size] = min(min(sent), min(returned)), max(sent)
         return self._extremes[microbatch_size]
 
+    def work_between(self, microbatch_size: int, bounds: Sequence[int]) -> list[float]:
+        """Seconds of forward and backward from each bound to the next."""
+        sizes = self.sizes(microbatch_size)
+        return [
+            sizes.forward[stop] - sizes.forward[first] + sizes.backward[stop] - sizes.backward[first]
+            for first, stop in pairwise(bounds)
+        ]
+
     # ------------------------------------------------------------ links
 
     def message(self, num_bytes: int, *, between: bool) -> Message:

@@ -5,7 +5,7 @@ profile tells: it looks for the cut whose step is shortest, as far as a bound te
 that each stage's device has.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
@@ -142,15 +142,33 @@ def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
     return tuple(pairwise(best[count][1]))
 
 
+def uniform_cuts(work: Sequence[float], stages: int) -> list[Spans]:
+    """As one would place them by hand: equally many segments for each stage, and equal work."""
+    count = len(work)
+    before = [0.0, *accumulate(work)]
+
+    def within(budget: float) -> Spans | None:
+        return cut_within(
+            segments=count,
+            stages=stages,
+            reach=lambda _, first: bisect_right(before, before[first] + budget) - 1,
+        )
+
+    by_work = cut_for_least(before[-1] / stages, before[-1] * (1 + 1e-9), within, precision=1e-6)
+    assert by_work is not None, "a budget for all of the work has a cut"
+    return list(dict.fromkeys([tuple(pairwise(count * s // stages for s in range(stages + 1))), by_work]))
+
+
 def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
     for inner in combinations(range(1, segments), stages - 1):
         yield tuple(pairwise([0, *inner, segments]))
 
 
-def neighbours(spans: Spans) -> Iterator[Spans]:
-    """All that differ by one segment, moved over one cut."""
-    bounds = [first for first, _ in spans] + [spans[-1][1]]
+def neighbours(spans: Spans, bounds: Sequence[int], step: int = 1) -> Iterator[Spans]:
+    """All that differ by one cut, moved to the next of the bounds, or as many further as `step` says."""
+    cuts = [bounds.index(first) for first, _ in spans] + [len(bounds) - 1]
     for cut in range(1, len(spans)):
-        for moved in (bounds[cut] - 1, bounds[cut] + 1):
-            if bounds[cut - 1] < moved < bounds[cut + 1]:
-                yield tuple(pairwise([*bounds[:cut], moved, *bounds[cut + 1 :]]))
+        for moved in (cuts[cut] - step, cuts[cut] + step):
+            if cuts[cut - 1] < moved < cuts[cut + 1]:
+                places = [*cuts[:cut], moved, *cuts[cut + 1 :]]
+                yield tuple(pairwise([bounds[place] for place in places]))

@@ -194,7 +194,7 @@ class Ground:
             tuple(crowding),
             tuple(min(machines[home].memory_bytes for home in column) for column in columns),
             tuple(len(column) > 1 for column in columns),
-            _lanes(homes[0], machines),
+            lanes(homes[0], machines),
         )
 
 
@@ -212,13 +212,13 @@ def _slowest(kinds: tuple[ReplicaKind, ...]) -> tuple[ReplicaKind, ...]:
     return tuple(sorted(left, key=lambda kind: (-sum(kind.crossing), sum(kind.speeds)))[:MOST_KINDS])
 
 
-def _lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
-    """Stages on one machine take its cards in turn."""
+def lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
+    """For each stage, by its machine: stages on one machine take its cards in turn."""
     seen: Counter[int] = Counter()
-    lanes: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     found = []
     for home in homes:
         card = (home, seen[home] % machines[home].cards)
         seen[home] += 1
-        found.append(lanes.setdefault(card, len(lanes)))
+        found.append(numbers.setdefault(card, len(numbers)))
     return tuple(found)

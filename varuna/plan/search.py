@@ -13,13 +13,14 @@ better bound, until a layout comes out that is settled in every detail; that one
 
 The search ends when the smallest bound is above what was found. Every bound is sound, so the answer is
 that of simulating them all, where models of few segments are cut in every way. Of others, the cut that
-the bound likes best stands for all, and the winner's cuts are moved while that helps.
+the bound likes best stands for all at first. Then uniform cuts are simulated, so that none of them is
+faster; and the cuts of the depths that came near are moved while that helps.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
 from math import ceil, comb, inf
 from typing import NamedTuple, get_args
 
@@ -27,37 +28,55 @@ import msgspec
 
 from varuna.errors import PlanError
 from varuna.plan.bounds import Open, least_of_any_cut, least_seconds
+from varuna.plan.climb import best_uneven, cut_uneven
 from varuna.plan.costs import Costs, Sizes
 from varuna.plan.cuts import Cut, Cutter, Mode, Tempo, Work
 from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
 from varuna.plan.memory import Needs, Room
-from varuna.plan.partition import neighbours
+from varuna.plan.partition import Spans, neighbours, uniform_cuts
 from varuna.plan.place import Ground, Placement
 from varuna.plan.simulate import Orders, Pipeline, Simulation, simulate
 from varuna.plan.stages import Terms
-from varuna.plan.uneven import best_uneven, cut_uneven
+from varuna.plan.telling import (
+    EQUAL,
+    Need,
+    fits_otherwise,
+    fits_with_more,
+    needs_larger_devices,
+    nothing_fits,
+    shortage,
+    too_few_devices,
+    why_slower,
+)
 from varuna.schedule import splits
-from varuna.types import Cluster, Forecast, Profile, Proposal, ScheduleName, StageMap
-from varuna.units import count, duration, memory
+from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap
 
 FEW_CUTS = 600
 """Where a model can be cut in up to so many ways, counted over all depths, every one is looked at."""
 HEADROOM = 0.05
 """The share of each device's memory that jobs leave free, for what fragments."""
 FEW_DEVICES = 64
-"""On up to so many devices, all numbers of replicas are looked at."""
+"""On up to so many devices, all numbers of replicas are looked at, and each depth by itself."""
+MOST_UNIFORM = 6
+"""So many layouts with equal cuts are looked at, on more devices."""
+NEAR = 1.15
+"""Depths that take up to so much longer than the best are looked at more closely, on few devices."""
+MOST_MOVED = 2_000
+"""So many stages are simulated at most while the cuts of a depth are moved."""
 PROBES = 6
 """Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
 UNEVEN_GAIN = 1.02
 """An even layout needs no redistribution, and its forecast is the surer one: it must be beaten by so much."""
-EQUAL = 1e-9
-"""Steps whose times differ by less than this share take equally long."""
 PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
 """Among equally fast ones: the one that bears jitter best, then those that hold least."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """What a search found, best first, one proposal for each depth; and why other depths were refused."""
+    """What a search found, best first; and why other depths were refused.
+
+    There is one proposal for each depth; where stages of the best differ in their replicas, also the
+    best of its depth in which they do not.
+    """
 
     proposals: tuple[Proposal, ...]
     refused: tuple[str, ...]
@@ -161,7 +180,6 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
         shard_optimizer=asked.shard_optimizer,
         terms=Terms(headroom=asked.headroom),
         than=before.forecast.seconds / UNEVEN_GAIN,
-        thins_out=True,
     )
     if found is None:
         return ranking
@@ -173,7 +191,6 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
     others = [
         msgspec.structs.replace(other, reason=why_slower(other.forecast, found.forecast))
         for other in ranking.proposals
-        if other.plan.depth != found.plan.depth
     ]
     return msgspec.structs.replace(
         ranking, proposals=(Proposal(found.plan, found.forecast, idle, reason), *others)
@@ -260,8 +277,31 @@ class Search:
         self._sendings: dict[object, tuple[float, ...]] = {}
         self._works: dict[object, Work] = {}
         self._tempos: dict[object, Tempo] = {}
+        self._segment_work = costs.work_between(asked.microbatch_sizes[0], range(costs.num_segments + 1))
 
     def run(self) -> Ranking:
+        self._look_at_all()
+        if not self.found:
+            raise PlanError(self._why_nothing_fits())
+        if not self.few_cuts and self.ground.num_devices <= FEW_DEVICES:
+            self._look_closer()
+        if not self.few_cuts and self.every_depth:
+            self._look_at_every_depth()
+        return self._rank()
+
+    def _look_closer(self) -> None:
+        """At depths that came near, each by itself: what is not cut as bounds like it may gain by that."""
+        near = [found.draft.depth for found in self._ranked() if found.seconds <= NEAR * self._shortest]
+        for depth in near if len(self.asked.depths) > 1 else ():
+            one = Search(self.costs, self.ground, self.asked._replace(depths=(depth,)))
+            one.few_cuts = False  # of one depth there may be few, but each with all numbers of replicas
+            one._leasts, one._rates, one._sendings = self._leasts, self._rates, self._sendings
+            one._works, one._tempos = self._works, self._tempos
+            one._look_at_all()
+            self.num_simulated += one.num_simulated
+            self._keep(one.found[depth])
+
+    def _look_at_all(self) -> None:
         self._put_nodes()
         while self._queue:
             bound, _, item = heapq.heappop(self._queue)
@@ -281,14 +321,10 @@ class Search:
                     self._put_narrower(node, following)
             else:
                 self._simulate(item)
-        if not self.found:
-            raise PlanError(self._why_nothing_fits())
         if not self.few_cuts:
+            self._look_at_uniform_cuts()
             for found in self._ranked()[:3]:
                 self._move_cuts(found.draft.depth)
-            if self.every_depth:
-                self._look_at_every_depth()
-        return self._rank()
 
     def cut(self, placement: Placement) -> Proposal:
         """The best cut for places that are given, where one micro-batch size and schedule are asked for."""
@@ -314,6 +350,49 @@ class Search:
         for node in sorted(self._nodes(depth), key=self._bound)[:PROBES]:
             if depth not in self.found:
                 self._probe(node)
+
+    def _look_at_uniform_cuts(self) -> None:
+        """What somebody would place by hand must not be faster: equal cuts, over as many devices as go in.
+
+        On many devices, of these only the most promising.
+        """
+        found = []
+        for depth in self.asked.depths:
+            width = min(self.ground.num_devices // depth, self.asked.batch_size)
+            if not width or not self._can_hold(depth):
+                continue
+            halves = {splits(name) for name in self.asked.schedules}
+            nodes = [Node(depth, *each, width) for each in product(self.asked.microbatch_sizes, halves)]
+            nodes = [node for node in nodes if self._bound(node) <= self._worth(depth)]
+            ways = uniform_cuts(self._segment_work, depth) if nodes else ()
+            found += [(self._ticks(node, spans), node, spans) for node, spans in product(nodes, ways)]
+        left = inf if self.ground.num_devices <= FEW_DEVICES else MOST_UNIFORM
+        for _, node, spans in sorted(found):
+            self._queue = []
+            self._put_cut(node, spans)
+            left -= bool(self._queue)
+            self._simulate_queued(node.depth)
+            if not left:
+                break
+
+    def _ticks(self, node: Node, spans: Spans) -> float:
+        """What a step takes about, were every tick of the pipeline as long as its longest stage."""
+        microbatches, _ = _spread(self.asked.batch_size, node.width, node.microbatch_size)
+        bounds = [0, *(stop for _, stop in spans)]
+        work = self.costs.work_between(node.microbatch_size, bounds)
+        return sum(work) + (microbatches - 1) * max(work)
+
+    def _put_cut(self, node: Node, spans: Spans) -> None:
+        """At all places, with all schedules."""
+        for way in self.ground.ways(node.depth, node.width):
+            placement = self.ground.place(node.depth, node.width, way)
+            if self._bound(node) <= self._worth(node.depth) >= self._bound_at(node, placement):
+                site = Site(
+                    node, placement, self._tempo(node, placement.speeds, self._room(node).sizes, placement)
+                )
+                made: dict[object, list[Pipeline]] = {}
+                for schedule in self._schedules(node.split):
+                    self._put_recut(self._draft(site, schedule, Cut((), ())), [spans], made)
 
     def _put(self, bound: float, item: Node | Site | Draft) -> None:
         self._num_queued += 1  # of equal bounds, what came first goes first
@@ -666,39 +745,53 @@ class Search:
             draft,
             simulation,
         )
-        before = self.found.get(draft.depth)
-        if before is None or found[:4] < before[:4]:
-            self.found[draft.depth] = found
-            self._shortest = min(self._shortest, found.seconds)
+        self._keep(found)
         node = _node_of(draft)
         other, bare = self._bare.get(node[:3], (node, inf))
         if other.width <= node.width:
             self._bare[node[:3]] = (node, min(simulation.bare_seconds, bare if other == node else inf))
 
+    def _keep(self, found: Found) -> None:
+        before = self.found.get(found.draft.depth)
+        if before is None or found[:4] < before[:4]:
+            self.found[found.draft.depth] = found
+            self._shortest = min(self._shortest, found.seconds)
+
     def _move_cuts(self, depth: int) -> None:
         """Moves single segments over single cuts while the step becomes shorter by it."""
         before = None
-        while before is not self.found[depth]:
+        stop = self.num_simulated + MOST_MOVED // depth
+        while before is not self.found[depth] and self.num_simulated < stop:
             before = self.found[depth]
             self._queue = []
-            made: dict[object, list[Pipeline]] = {}
-            cutters = [self._cutter_of(before.draft, mode) for mode in self.asked.modes]
-            tempo, spans_before, worth = cutters[0].tempo, before.draft.spans, self._worth(depth)
-            for spans in neighbours(spans_before):
-                moved = [(stage, *span) for stage, span in enumerate(spans) if span != spans_before[stage]]
-                if not all(tempo.done_within(worth, *stage, self._only_recompute) for stage in moved):
-                    continue
-                for recompute in {cutter.recompute(spans) for cutter in cutters}:
-                    if recompute is not None:
-                        self._put_draft(before.draft._replace(spans=spans, recompute=recompute), made)
-            self._simulate_queued(depth)
+            ways = neighbours(before.draft.spans, range(self.costs.num_segments + 1))
+            self._put_recut(before.draft, ways, {})
+            self._simulate_queued(depth, stop)
 
-    def _simulate_queued(self, depth: int) -> None:
+    def _put_recut(self, draft: Draft, ways: Iterable[Spans], made: dict[object, list[Pipeline]]) -> None:
+        """Drafts that are cut otherwise, in all ways that may be of interest and fit."""
+        cutters = [self._cutter_of(draft, mode) for mode in self.asked.modes]
+        tempo, worth = cutters[0].tempo, self._worth(draft.depth)
+        for spans in ways:
+            if not all(
+                tempo.done_within(worth, stage, *span, self._only_recompute)
+                for stage, span in enumerate(spans)
+                if draft.spans[stage : stage + 1] != (span,)
+            ):
+                continue
+            for recompute in {cutter.recompute(spans) for cutter in cutters}:
+                if recompute is not None:
+                    self._put_draft(draft._replace(spans=spans, recompute=recompute), made)
+
+    def _simulate_queued(self, depth: int, stop: float = inf) -> None:
         """Drafts of a depth alone, as long as they may be of interest."""
-        while self._queue and self._queue[0][0] <= self._worth(depth):
-            draft = heapq.heappop(self._queue)[2]
-            assert isinstance(draft, Draft)
-            self._simulate(draft)
+        while self._queue and self._queue[0][0] <= self._worth(depth) and self.num_simulated < stop:
+            self._simulate_next()
+
+    def _simulate_next(self) -> None:
+        draft = heapq.heappop(self._queue)[2]
+        assert isinstance(draft, Draft)
+        self._simulate(draft)
 
     def _room(self, node: Node) -> Room:
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
@@ -786,8 +879,9 @@ class Search:
             )
             for index, (found, forecast) in enumerate(zip(ranked, forecasts, strict=True))
         )
-        shortages = {depth: self._shortage(depth) for depth in sorted(self._misfits - self._fit)}
-        refused = tuple(f"{count(depth, 'stage')}: {why}" for depth, why in shortages.items() if why)
+        needs = {depth: self._least_need(depth) for depth in sorted(self._misfits - self._fit)}
+        # Where the least is there, something fits that could not have won, and so was not looked at.
+        refused = tuple(shortage(depth, need) for depth, need in needs.items() if need.missing > 0)
         return Ranking(proposals, refused, self.num_simulated)
 
     def _idle(self, draft: Draft) -> tuple[str, ...]:
@@ -796,18 +890,8 @@ class Search:
             self.ground.name(device) for device in range(self.ground.num_devices) if device not in used
         )
 
-    def _shortage(self, depth: int) -> str:
-        """Empty where something fits that could not have won, and so was not looked at."""
-        need, stage, have = self._least_need(depth)
-        if need <= have:
-            return ""
-        return (
-            f"stage {stage} needs {memory(need)} at least, a device has {memory(have)}: "
-            f"{memory(need - have)} too little"
-        )
-
-    def _least_need(self, depth: int) -> tuple[float, int, int]:
-        """(bytes, stage, bytes of its device) of the layout of a depth that needs least."""
+    def _least_need(self, depth: int) -> Need:
+        """Of the layout of a depth that needs least."""
         width = 1
         if self.asked.shard_optimizer:
             width = min(max(1, self.ground.num_devices // depth), self.asked.batch_size)
@@ -823,30 +907,23 @@ class Search:
         )
         cutter = self._cutter_of(draft, self.asked.modes[-1])
         need, stage = cutter.least_need()
-        return need, stage, cutter.memory_bytes[stage]
+        return Need(stage, need, cutter.memory_bytes[stage])
 
     def _why_nothing_fits(self) -> str:
         possible = [depth for depth in self.asked.depths if depth <= self.ground.num_devices]
         if not possible:
-            return (
-                f"no layout fits: {count(min(self.asked.depths), 'stage')} asked for at least, each needs a "
-                f"device, and there are {self.ground.num_devices} (try fewer stages, or add devices)"
-            )
-        depth = min(possible, key=lambda depth: self._least_need(depth)[0] / self._least_need(depth)[2])
-        need, stage, have = self._least_need(depth)
-        size = self.asked.microbatch_sizes[0]
-        recompute = "with recompute" if self.asked.modes[-1] == "everywhere" else "without recompute"
-        # Where the layout that needs least is none of those asked for, it may fit.
-        short = (
-            f", {memory(need - have)} too little" if need > have else "; but that is not what was asked for"
-        )
-        return (
-            f"no layout fits: with {count(depth, 'stage')}, micro-batches of {size} and {recompute}, which "
-            f"needs least, stage {stage} takes {memory(need)} and its device has {memory(have)}{short} "
-            f"({self._way_out(need)})"
+            return too_few_devices(min(self.asked.depths), self.ground.num_devices)
+        needs = {depth: self._least_need(depth) for depth in possible}
+        depth = min(possible, key=lambda depth: needs[depth].num_bytes / needs[depth].device_bytes)
+        return nothing_fits(
+            depth,
+            needs[depth],
+            microbatch_size=self.asked.microbatch_sizes[0],
+            recompute=self.asked.modes[-1] == "everywhere",
+            way_out=self._way_out(needs[depth]),
         )
 
-    def _way_out(self, need: float) -> str:
+    def _way_out(self, need: Need) -> str:
         """The nearest layout that fits: by asking for less, or by having more."""
         everything = Asked(
             self.asked.batch_size,
@@ -859,49 +936,15 @@ class Search:
         )
         if everything != self.asked:
             try:
-                other = Search(self.costs, self.ground, everything).run().best.plan
+                return fits_otherwise(Search(self.costs, self.ground, everything).run().best.plan)
             except PlanError:
                 pass
-            else:
-                recompute = " with recompute" if any(stage.recompute for stage in other.stages) else ""
-                return (
-                    f"it fits with {count(other.depth, 'stage')}, micro-batches of {other.microbatch_size}, "
-                    f"{other.schedule}{recompute}"
-                )
         machine = max(self.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
         for depth in range(self.ground.num_devices + 1, self.costs.num_segments + 1):
             wider = Ground(Cluster((msgspec.structs.replace(machine, devices=depth),)))
-            needs, _, has = Search(self.costs, wider, everything)._least_need(depth)
-            if needs <= has:
-                missing = depth - self.ground.num_devices
-                return f"with {count(missing, 'device')} more, {count(depth, 'stage')} would fit"
-        ways = f"take devices with {memory(need)}"
-        if not self.asked.shard_optimizer:
-            ways += ", or spread the optimizer's state over replicas"
-        return ways + ", or cut the model finer"
-
-
-def why_slower(forecast: Forecast, best: Forecast) -> str:
-    """Where the time goes that the best one does not need."""
-
-    def mean(of: Forecast, part: str) -> float:
-        parts: list[float] = [getattr(stage, part) for stage in of.stages]
-        return sum(parts) / len(parts)
-
-    slower = forecast.seconds / best.seconds - 1
-    if slower <= EQUAL:
-        return "as fast, with more devices or more memory"
-    parts = {
-        "compute_seconds": "computing",
-        "waiting_seconds": "waiting for other stages",
-        "reduce_seconds": "the all-reduce",
-        "optimizer_seconds": "the optimizer",
-    }
-    part = max(parts, key=lambda part: mean(forecast, part) - mean(best, part))
-    return (
-        f"{slower:.1%} slower: {duration(mean(forecast, part))} a step for {parts[part]}, "
-        f"not {duration(mean(best, part))}"
-    )
+            if Search(self.costs, wider, everything)._least_need(depth).missing <= 0:
+                return fits_with_more(depth, self.ground.num_devices)
+        return needs_larger_devices(need, spreads_already=self.asked.shard_optimizer)
 
 
 def _node_of(item: Node | Site | Draft) -> Node:

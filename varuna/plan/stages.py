@@ -15,13 +15,14 @@ same place, one is dropped only where the other is no worse in any). What is lef
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from math import ceil, comb, inf
 from typing import NamedTuple
 
 from varuna.errors import PlanError
-from varuna.plan.costs import Costs, Message
+from varuna.plan.costs import Costs, Message, Sizes
 from varuna.plan.memory import Room, keeps, stage_memory
 from varuna.plan.place import Ground
 from varuna.plan.simulate import Pipeline, StageTimes, Way, name_orders, simulate
@@ -47,6 +48,17 @@ class Terms(NamedTuple):
 ANY_LAYOUT = Terms()
 
 
+class Site(NamedTuple):
+    """All of its devices that the cost of a stage depends on."""
+
+    speed: float
+    memory_bytes: float
+    spans_machines: bool
+    leaves_before: bool  # whether what crosses the cut before it leaves a machine; likewise the next
+    leaves_behind: bool
+    crowd: int  # replicas that share a card
+
+
 class Share(NamedTuple):
     """A stage on so many devices, before it is known where in the pipeline it is: all that a search asks."""
 
@@ -54,7 +66,8 @@ class Share(NamedTuple):
     stop: int
     devices: int
     recompute: bool
-    seconds: float  # for a micro-batch, forward and backward, with messages
+    seconds: float  # for a micro-batch to go through it and over the cut before it, and back
+    tick: float  # for which a micro-batch keeps it busy, or one of its links
     ending: float  # its reductions, and its optimizer
 
 
@@ -83,7 +96,9 @@ def stage(
         (table.least(shares), table, shares)
         for table in tables
         if table.sensible
-        for shares in (table.all_layouts() if table.has_few else table.best_layouts())
+        for shares in (
+            table.all_layouts() if table.has_few else (found[0] for found in table.best_layouts() if found)
+        )
     ]
     if not candidates:
         raise PlanError(_why_nothing_fits(tables))
@@ -120,7 +135,8 @@ class Table:
         self.segments = costs.num_segments
         self.cuts = range(1, self.segments) if terms.cuts is None else terms.cuts
         self.least_need = inf
-        self._shares: dict[tuple[int, int, int, int, int], Share | None] = {}
+        self._shares: dict[tuple[int, int, int, int, Site], Share | None] = {}
+        self._sites: dict[tuple[int, int], Site] = {}
 
     @property
     def sensible(self) -> bool:
@@ -138,10 +154,29 @@ class Table:
 
         None where that does not fit. Without recompute, where that fits.
         """
-        key = first, stop, after, behind, devices
+        if (after, devices) not in self._sites:
+            self._sites[after, devices] = self._site(after, devices)
+        key = first, stop, behind, devices, self._sites[after, devices]
         if key not in self._shares:
-            self._shares[key] = self._look_at(*key)
+            self._shares[key] = self._look_at(first, stop, after, behind, devices)
         return self._shares[key]
+
+    def _site(self, after: int, devices: int) -> "Site":
+        homes = self._homes(after, devices)
+        machines = [self.ground.cluster.machines[home] for home in set(homes)]
+        stop, spans = self.devices - after, len(machines) > 1
+        machine_of = self.ground.machine_of
+        return Site(
+            min(machine.speed for machine in machines),
+            min(machine.memory_bytes for machine in machines) * (1 - self.terms.headroom),
+            spans,
+            spans or machine_of[stop - devices - 1] != homes[0],
+            spans or machine_of[stop % self.devices] != homes[-1],
+            max(
+                ceil(number / self.ground.cluster.machines[home].cards)
+                for home, number in Counter(homes).items()
+            ),
+        )
 
     def _look_at(self, first: int, stop: int, after: int, behind: int, devices: int) -> Share | None:
         try:
@@ -149,7 +184,7 @@ class Table:
         except PlanError:  # larger than any that was measured
             return None
         room = Room(sizes, devices, ceil(self.batch_size / devices), shard=False)
-        machines = [self.ground.cluster.machines[home] for home in set(self._homes(after, devices))]
+        site = self._sites[after, devices]
         asked, schedule = self.terms.recompute, self.terms.schedule
         for recompute in (False, True) if asked is None else (asked,):
             kept = keeps(
@@ -157,17 +192,32 @@ class Table:
             )
             need = stage_memory(self.costs, room, first, stop, kept).total
             self.least_need = min(self.least_need, need)
-            if need <= min(machine.memory_bytes for machine in machines) * (1 - self.terms.headroom):
-                times = self._times(first, stop, after, devices, recompute, ceil(self.size / devices))
-                messages = [
-                    *(self._messages(first, after + devices, devices) if first else ()),
-                    *(self._messages(stop, after, devices) if behind else ()),
-                ]
-                seconds = sum(times) + sum(message.sending + message.latency for message in messages)
-                ending = self._ending(first, stop, after, devices)
+            if need <= site.memory_bytes:
+                run = sum(self._times(first, stop, after, devices, recompute, ceil(self.size / devices)))
+                sendings, latencies = self._crossing(first, sizes, site.leaves_before, site.crowd)
+                behind_it, _ = self._crossing(stop, sizes, site.leaves_behind, site.crowd)
                 reductions = sum(seconds for _, seconds in self._buckets(first, stop, after, devices))
-                return Share(first, stop, devices, recompute, seconds, ending + reductions)
+                return Share(
+                    first,
+                    stop,
+                    devices,
+                    recompute,
+                    run + sum(sendings) + latencies,
+                    max(run, *sendings, *behind_it),
+                    self._ending(first, stop, after, devices) + reductions,
+                )
         return None
+
+    def _crossing(
+        self, cut: int, sizes: Sizes, between: bool, crowd: int
+    ) -> tuple[tuple[float, float], float]:
+        """For how long a micro-batch keeps both ways over a cut busy, and the latencies together."""
+        if cut in (0, self.segments):
+            return (0.0, 0.0), 0.0
+        there = self.costs.message(sizes.sent_bytes[cut], between=between)
+        here = self.costs.message(sizes.returned_bytes[cut], between=between)
+        crowd = crowd if between else 1
+        return (crowd * there.sending, crowd * here.sending), there.latency + here.latency
 
     def _homes(self, after: int, devices: int) -> list[int]:
         """The machines of devices that have so many behind them."""
@@ -247,15 +297,19 @@ class Table:
 
     # ------------------------------------------------------------ the best of each depth
 
-    def best_layouts(self) -> Iterator[tuple[Share, ...]]:
-        """By what `ticks` says."""
+    def best_layouts(self, *, most: int | None = None, unit: int = 1) -> Iterator[list[tuple[Share, ...]]]:
+        """For one stage, two, and so on up to `most`: some, the best first by what `ticks` says.
+
+        The replicas of each stage are a multiple of `unit`.
+        """
         ways: dict[tuple[int, int], list[Behind]] = {(self.segments, 0): [NOTHING]}
         places = [0, *self.cuts]
-        for behind in range(min(len(places), self.devices)):
+        for behind in range(min(len(places), self.devices // unit, most or self.devices)):
             following: dict[tuple[int, int], list[Behind]] = {}
             for (stop, after), fronts in ways.items():
                 for first in places[: bisect_left(places, stop)]:
-                    for devices in range(1, self.devices - after + 1):
+                    left = self.devices - after - (unit if first else 0)  # one for the stages before
+                    for devices in range(unit, left + 1, unit):
                         share = self.share(first, stop, after, behind, devices)
                         if share is not None:
                             place = following.setdefault((first, after + devices), [])
@@ -267,8 +321,7 @@ class Table:
                 if first == 0 and (used == self.devices or not self.terms.leaves_none_idle)
                 for front in fronts
             ]
-            if whole:
-                yield min(whole, key=self._rank).shares
+            yield [front.shares for front in sorted(whole, key=self._rank)]
 
     def _rank(self, front: "Behind") -> tuple[float, tuple[Share, ...]]:
         return self.ticks(front), front.shares
@@ -372,7 +425,7 @@ class Behind(NamedTuple):
     def before(self, share: Share) -> "Behind":
         return Behind(
             self.seconds + share.seconds,
-            max(self.longest, share.seconds),
+            max(self.longest, share.tick),
             max(self.ending, share.ending),
             (share, *self.shares),
         )

@@ -1,47 +1,30 @@
-"""Layouts whose stages differ in their number of replicas: what they cost, and whether one is the fastest.
+"""What a layout costs whose stages differ in their number of replicas.
 
 Every stage runs the same micro-batches, each of its replicas an equal part of them (`varuna.execute.division`
 says which). So one pipeline stands for all: a stage in it is any one of its replicas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from math import ceil, comb, inf, isqrt
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil, inf
 from typing import NamedTuple
 
 import msgspec
 
-from varuna.errors import PlanError
+from varuna.plan.bounds import least_seconds
 from varuna.plan.costs import Costs, Message
 from varuna.plan.memory import Room, keeps, stage_memory
-from varuna.plan.partition import Spans, all_cuts, balance_over, neighbours
-from varuna.plan.place import Ground
-from varuna.plan.simulate import Pipeline, Simulation, StageTimes, Tie, Way, name_orders, simulate
-from varuna.plan.stages import Share, Table, Terms
-from varuna.types import (
-    Forecast,
-    MemoryForecast,
-    Plan,
-    ScheduleName,
-    StageForecast,
-    StageMap,
-    StagePlan,
-)
-from varuna.units import count
+from varuna.plan.place import Ground, lanes
+from varuna.plan.simulate import Orders, Pipeline, Simulation, StageTimes, Tie, Way, name_orders, simulate
+from varuna.types import Forecast, MemoryForecast, Plan, StageForecast, StagePlan
 
-MOST_STAGES_LOOKED_AT = 300_000
-"""Spans of segments with devices, over all numbers of micro-batches: two seconds' worth."""
-FEW_CUTS = 600
-"""Where a model can be cut for a map in up to so many ways, every one is looked at."""
-MOST_FOLLOWED_UP = 600
-"""So many layouts are costed in full at most, those with the smallest bound first."""
 TOTALS_BYTES = 16
 COUNTS_BYTES = 8
 """Before each step all ranks tell how many samples they were given."""
 
 
 class Uneven(NamedTuple):
-    """A layout with its cost; of two, the better has the shorter step."""
+    """A layout that fits, with its cost; of two, the better has the shorter step."""
 
     plan: Plan
     forecast: Forecast
@@ -52,16 +35,10 @@ def forecast_uneven(
     costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], *, shard_optimizer: bool = False
 ) -> tuple[Forecast, Simulation]:
     """`devices` are those of its ranks."""
-    homes = [[ground.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages]
-    layout = _Layout(costs, ground, plan, homes, shard_optimizer)
+    layout = Layout(costs, ground, plan, devices, shard_optimizer)
     costs.start_notes()
-    orders = name_orders(
-        plan.schedule,
-        stages=plan.depth,
-        microbatches=layout.microbatches,
-        recompute=tuple(stage.recompute for stage in plan.stages),
-    )
-    simulation = simulate(orders, [layout.pipeline(split="I" in orders.letters[0])])
+    orders = layout.orders
+    simulation = simulate(orders, [layout.pipeline(orders)])
     stages = []
     for stage in range(plan.depth):
         compute, reduce = simulation.compute_seconds(stage), simulation.finishing_seconds(stage)
@@ -71,15 +48,78 @@ def forecast_uneven(
     return Forecast(simulation.seconds, tuple(stages), costs.profile.notes + costs.take_notes()), simulation
 
 
-class _Layout:
+def fitting(
+    costs: Costs,
+    ground: Ground,
+    plan: Plan,
+    devices: Sequence[int],
+    *,
+    shard_optimizer: bool,
+    recompute: bool | None,  # None: where memory asks for it
+    headroom: float,  # the share of each device's memory to leave free
+    than: float = inf,  # seconds that it must not take
+) -> tuple[Plan, Simulation] | None:
+    """A plan with recompute as asked for; None where it does not fit, or takes longer."""
+    flags = (bool(recompute),) * plan.depth
+    layout = Layout(costs, ground, _recomputing(plan, flags), devices, shard_optimizer)
+    short = layout.too_full(headroom)
+    if short and recompute is None:
+        flags = tuple(stage in short for stage in range(plan.depth))
+        layout = Layout(costs, ground, _recomputing(plan, flags), devices, shard_optimizer)
+        short = layout.too_full(headroom)
+    if short:
+        return None
+    orders = layout.orders
+    pipeline = layout.pipeline(orders)
+    if least_seconds(orders, pipeline)[0] >= than:
+        return None
+    simulation = simulate(orders, [pipeline])
+    return (layout.plan, simulation) if simulation.seconds < than else None
+
+
+def _recomputing(plan: Plan, flags: Sequence[bool]) -> Plan:
+    stages = tuple(
+        StagePlan(stage.first, stage.stop, stage.ranks, flag)
+        for stage, flag in zip(plan.stages, flags, strict=True)
+    )
+    return msgspec.structs.replace(plan, stages=stages)
+
+
+class Side(NamedTuple):
+    """What crosses a cut with a micro-batch, as one replica before or behind it has it."""
+
+    message: Message
+    number: int  # one for each replica of the other side that it shares samples with
+    crowd: int  # replicas of its stage that share a card with it
+
+    @property
+    def sending(self) -> float:
+        return self.message.sending * self.number * self.crowd
+
+
+Sides = tuple[Side, Side]
+"""Of the stage before a cut, and of the one behind it."""
+
+
+class Layout:
     """One plan over the machines of its ranks."""
 
     def __init__(
-        self, costs: Costs, ground: Ground, plan: Plan, homes: list[list[int]], shard_optimizer: bool
+        self, costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool
     ) -> None:
-        self.costs, self.ground, self.plan, self.homes = costs, ground, plan, homes
+        self.costs, self.ground, self.plan = costs, ground, plan
+        self.homes = [[ground.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages]
         self.shard = shard_optimizer
         self.microbatches = ceil(ceil(plan.batch_size / plan.width) / plan.microbatch_size)
+
+    @property
+    def orders(self) -> Orders:
+        return name_orders(
+            self.plan.schedule,
+            stages=self.plan.depth,
+            microbatches=self.microbatches,
+            recompute=tuple(stage.recompute for stage in self.plan.stages),
+        )
 
     def share(self, stage: int) -> int:
         """The samples of its replica that gets most."""
@@ -88,7 +128,8 @@ class _Layout:
     def largest(self, stage: int) -> int:
         return ceil(self.share(stage) / self.microbatches)
 
-    def pipeline(self, *, split: bool) -> Pipeline:
+    def pipeline(self, orders: Orders) -> Pipeline:
+        split = "I" in orders.letters[0]
         cuts = range(self.plan.depth - 1)
         there = [self._messages(cut, gradients=False) for cut in cuts]
         here = [self._messages(cut, gradients=True) for cut in cuts]
@@ -110,6 +151,13 @@ class _Layout:
             tuple(stages),
             tuple(_way(sent, taken) for sent, taken in there),
             tuple(_way(sent, taken) for taken, sent in here),
+            sharing=tuple(
+                max(side.message.sharing for side in (*go, *come))
+                for go, come in zip(there, here, strict=True)
+            ),
+            lanes=lanes([homes[0] for homes in self.homes], self.ground.cluster.machines)
+            if any(map(self._spans_machines, range(self.plan.depth)))
+            else (),
             ties=self._ties(),
             totals_seconds=self._all_ranks_seconds(TOTALS_BYTES),
             ends_together=self.costs.profile.precision == "fp16",
@@ -128,6 +176,16 @@ class _Layout:
         room = Room(sizes, self.plan.widths[stage], self.share(stage), self.shard)
         return stage_memory(self.costs, room, own.first, own.stop, kept)
 
+    def too_full(self, headroom: float) -> list[int]:
+        """The stages that need more memory than a device of theirs has."""
+        machines = self.ground.cluster.machines
+        return [
+            stage
+            for stage, homes in enumerate(self.homes)
+            if self.memory(stage).total
+            > min(machines[home].memory_bytes for home in set(homes)) * (1 - headroom)
+        ]
+
     def _telling(self) -> float:
         return self._all_ranks_seconds(COUNTS_BYTES)
 
@@ -138,8 +196,8 @@ class _Layout:
     def _spans_machines(self, stage: int) -> bool:
         return len(set(self.homes[stage])) > 1
 
-    def _messages(self, cut: int, *, gradients: bool) -> tuple[tuple[Message, int], tuple[Message, int]]:
-        """Over the cut after a stage: a message as each side has it, and how many it has of a micro-batch."""
+    def _messages(self, cut: int, *, gradients: bool) -> Sides:
+        """Over the cut after a stage."""
         crossing = len({*self.homes[cut], *self.homes[cut + 1]}) > 1
         widths = self.plan.widths[cut : cut + 2]
         sides = []
@@ -148,14 +206,19 @@ class _Layout:
             sizes = self.costs.sizes(self.largest(stage))
             crossed = sizes.returned_bytes if gradients else sizes.sent_bytes
             num_bytes = ceil(crossed[self.plan.stages[cut].stop] / peers)
-            sides.append((self.costs.message(num_bytes, between=crossing), peers))
+            message = self.costs.message(num_bytes, between=crossing)
+            sides.append(Side(message, peers, self._crowd(stage) if crossing else 1))
         return sides[0], sides[1]
+
+    def _crowd(self, stage: int) -> int:
+        machines = self.ground.cluster.machines
+        return max(ceil(number / machines[home].cards) for home, number in Counter(self.homes[stage]).items())
 
     def _instructions(
         self,
         stage: int,
-        there: list[tuple[tuple[Message, int], tuple[Message, int]]],
-        here: list[tuple[tuple[Message, int], tuple[Message, int]]],
+        there: list[Sides],
+        here: list[Sides],
     ) -> tuple[float, float, float, float, float]:
         """Seconds of F, R, B, I, W. Parts are of two sizes that differ by one sample: their mean."""
         smaller, larger = divmod(self.share(stage), self.microbatches)
@@ -168,13 +231,13 @@ class _Layout:
         )
         with_forward = with_backward = 0.0
         if stage:
-            (message, number), (answer, _) = there[stage - 1][1], here[stage - 1][1]
-            with_forward += number * message.taking
-            with_backward += number * answer.leaving
+            message, answer = there[stage - 1][1], here[stage - 1][1]
+            with_forward += message.number * message.message.taking
+            with_backward += answer.number * answer.message.leaving
         if stage < self.plan.depth - 1:
-            (message, number), (answer, _) = there[stage][0], here[stage][0]
-            with_forward += number * message.leaving
-            with_backward += number * answer.taking
+            message, answer = there[stage][0], here[stage][0]
+            with_forward += message.number * message.message.leaving
+            with_backward += answer.number * answer.message.taking
         return (
             forward + with_forward,
             again,
@@ -217,250 +280,8 @@ class _Layout:
         return tuple(found)
 
 
-def _way(sent: tuple[Message, int], taken: tuple[Message, int]) -> Way:
+def _way(sent: Side, taken: Side) -> Way:
     """As slow as the side with more to carry."""
-    sending = max(message.sending * number for message, number in (sent, taken))
-    return Way(sending, sending, max(sent[0].latency, taken[0].latency), 0.0, sent[0].leaving)
-
-
-# ---------------------------------------------------------------- the best of them
-
-
-def best_uneven(
-    costs: Costs,
-    ground: Ground,
-    *,
-    batch_size: int,
-    depths: Sequence[int],
-    schedules: Sequence[ScheduleName],
-    shard_optimizer: bool,
-    terms: Terms,
-    microbatches: Sequence[int] | None = None,  # numbers of them; None: powers of two
-    than: float = inf,  # seconds that it must not take
-    thins_out: bool = False,  # of too many cuts, look at some, and then at those near the best of them
-) -> Uneven | None:
-    """The fastest that fits; None where there is none, or too many to look at."""
-    asked = microbatches or [2**i for i in range(7) if 2**i <= batch_size]
-    # Four of 5 samples are three: of 2, 2 and 1.
-    numbers = sorted({ceil(batch_size / ceil(batch_size / number)) for number in asked})
-    cuts = _all_cuts(costs, terms)
-    most = _most_cuts(ground, depths, len(numbers))
-    if len(cuts) > most:
-        cuts = _some_cuts(costs, cuts, most) if thins_out else ()
-    if ground.num_devices < 3 or max(depths, default=0) < 2 or not cuts:
-        return None
-    candidates = []
-    for number in numbers:
-        table = Table(costs, ground, batch_size, number, terms._replace(cuts=cuts))
-        bounds = _Bounds(costs, ground, batch_size, number)
-        candidates += [
-            (bounds.least(shares), number, shares, table) for shares in _uneven_layouts(table, depths)
-        ]
-    best: Uneven | None = None
-    candidates.sort(key=lambda candidate: candidate[:3])
-    for least, _, shares, table in candidates[:MOST_FOLLOWED_UP]:
-        if least >= than:
-            break
-        for found in _costed(costs, ground, table.plan(shares), schedules, shard_optimizer, terms):
-            if found.forecast.seconds < than:
-                best, than = found, found.forecast.seconds
-    if best is None or len(cuts) == len(_all_cuts(costs, terms)):
-        return best
-    return _improved(best, _costing(costs, ground, best.plan, best.devices, shard_optimizer, terms))
-
-
-def cut_uneven(
-    costs: Costs,
-    ground: Ground,
-    stage_map: StageMap,
-    *,
-    batch_size: int,
-    microbatch_size: int,
-    schedule: ScheduleName,
-    recompute: bool | None,  # None: where memory asks for it
-    shard_optimizer: bool,
-    headroom: float,
-    cuts: Sequence[int] | None = None,  # the segments with which a stage may begin; None: any
-) -> Uneven:
-    """The fastest way to cut a model for a map that is given."""
-    profile = costs.profile
-    stages = tuple(StagePlan(0, costs.num_segments, ranks) for ranks in stage_map)
-    plan = Plan(stages, batch_size, microbatch_size, schedule, profile.precision, profile.fingerprint)
-    terms = Terms(schedule, recompute, headroom, cuts)
-    costed = _costing(costs, ground, plan, range(ground.num_devices), shard_optimizer, terms)
-    number, depth = costs.num_segments, len(stage_map)
-    bounds = [0, *_all_cuts(costs, terms), number]
-    if len(bounds) <= depth <= number:
-        raise PlanError(
-            f"{depth} stages that differ in their replicas need {count(depth - 1, 'cut')}, but only "
-            f"{len(bounds) - 2} of the model's can be parted by sample (give all stages as many replicas, or "
-            "ask for fewer stages)"
-        )
-    if depth <= number and comb(number - 1, depth - 1) <= FEW_CUTS:
-        found = [way for spans in all_cuts(number, depth) if (way := costed(spans)) is not None]
-    else:
-        sizes = costs.sizes(microbatch_size)
-        work = [
-            f1 - f0 + b1 - b0
-            for (f0, f1), (b0, b1) in zip(pairwise(sizes.forward), pairwise(sizes.backward), strict=True)
-        ]
-        work = [sum(work[first:stop]) for first, stop in pairwise(bounds)]
-        spans = balance_over(work, [len(ranks) for ranks in stage_map])
-        start = costed(tuple((bounds[first], bounds[stop]) for first, stop in spans))
-        found = [] if start is None else [_improved(start, costed)]
-    if not found:
-        raise PlanError(
-            f"no cut of the model into {depth} stages fits with {microbatch_size} samples at once "
-            "(a smaller micro-batch, more replicas, or more stages)"
-        )
-    return min(found, key=lambda way: way.forecast.seconds)
-
-
-def _improved(best: Uneven, costed: Callable[[Spans], Uneven | None]) -> Uneven:
-    """Moves one segment over one cut for as long as that helps."""
-    while True:
-        spans = tuple((stage.first, stage.stop) for stage in best.plan.stages)
-        ways = [way for moved in neighbours(spans) if (way := costed(moved)) is not None]
-        better = min(ways, key=lambda way: way.forecast.seconds, default=best)
-        if better.forecast.seconds >= best.forecast.seconds:
-            return best
-        best = better
-
-
-def _all_cuts(costs: Costs, terms: Terms) -> Sequence[int]:
-    return range(1, costs.num_segments) if terms.cuts is None else terms.cuts
-
-
-def _most_cuts(ground: Ground, depths: Sequence[int], num_tables: int) -> int:
-    """So many there is time to look at."""
-    devices = ground.num_devices
-    each = min(devices, max(depths, default=0)) * devices**2 // 4 * num_tables
-    return max(0, isqrt(MOST_STAGES_LOOKED_AT // max(1, each)) - 1)
-
-
-def _some_cuts(costs: Costs, cuts: Sequence[int], most: int) -> Sequence[int]:
-    """Those before which about equal work is done."""
-    sizes = costs.sizes(1)
-    done = [forward + backward for forward, backward in zip(sizes.forward, sizes.backward, strict=True)]
-    wanted = (done[-1] * part / (most + 1) for part in range(1, most + 1))
-    return sorted({min(cuts, key=lambda cut: abs(done[cut] - moment)) for moment in wanted})
-
-
-def _uneven_layouts(table: Table, depths: Sequence[int]) -> Iterator[tuple[Share, ...]]:
-    if table.sensible:
-        for shares in table.all_layouts() if table.has_few else table.best_layouts():
-            if len(shares) in depths and len({share.devices for share in shares}) > 1:
-                yield shares
-
-
-class _Bounds:
-    """What no layout takes less than: what goes before each stage, and all its work, without a message."""
-
-    def __init__(self, costs: Costs, ground: Ground, batch_size: int, microbatches: int) -> None:
-        self.costs, self.batch_size, self.microbatches = costs, batch_size, microbatches
-        self._fastest = ground.fastest
-        self._times: dict[tuple[int, Share], tuple[float, float]] = {}
-
-    def least(self, shares: Sequence[Share]) -> float:
-        narrow = ceil(self.batch_size / min(share.devices for share in shares))
-        microbatches = ceil(narrow / ceil(narrow / self.microbatches))
-        longest = before = 0.0
-        for share in shares:
-            forward, whole = self._one(microbatches, share)
-            longest = max(longest, before + microbatches * whole)
-            before += forward
-        return longest * (1 - 1e-9)
-
-    def _one(self, microbatches: int, share: Share) -> tuple[float, float]:
-        """Of a micro-batch: its forward, and all that is done for it."""
-        key = microbatches, share
-        if key not in self._times:
-            smaller, larger = divmod(ceil(self.batch_size / share.devices), microbatches)
-            few = self._of(share, smaller) if smaller and larger < microbatches else (0.0, 0.0)
-            many = self._of(share, smaller + 1) if larger else (0.0, 0.0)
-            part = larger / microbatches
-            forward, whole = (part * m + (1 - part) * f for m, f in zip(many, few, strict=True))
-            self._times[key] = forward / self._fastest, whole / self._fastest
-        return self._times[key]
-
-    def _of(self, share: Share, size: int) -> tuple[float, float]:
-        sizes = self.costs.sizes(size)
-        forward, alone, backward = (
-            sums[share.stop] - sums[share.first]
-            for sums in (sizes.forward, sizes.forward_only, sizes.backward)
-        )
-        first = alone if share.recompute else forward
-        return first, first + backward + (forward if share.recompute else 0.0)
-
-
-def _costed(
-    costs: Costs,
-    ground: Ground,
-    plan: Plan,  # its ranks are devices of the ground
-    schedules: Sequence[ScheduleName],
-    shard_optimizer: bool,
-    terms: Terms,
-) -> Iterator[Uneven]:
-    devices = plan.ranks
-    stages = tuple(
-        msgspec.structs.replace(stage, ranks=tuple(rank - devices[0] for rank in stage.ranks))
-        for stage in plan.stages
-    )
-    for schedule in schedules:
-        changed = msgspec.structs.replace(plan, stages=stages, schedule=schedule)
-        try:
-            found = _fitting(costs, ground, changed, devices, shard_optimizer, terms)
-        except PlanError:  # a size that was not measured
-            continue
-        if found is not None:
-            yield found
-
-
-def _costing(
-    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool, terms: Terms
-) -> Callable[[Spans], Uneven | None]:
-    """What a plan costs with other cuts; None where these are not allowed, or it does not fit."""
-    allowed = {0, *_all_cuts(costs, terms)}
-
-    def costed(spans: Spans) -> Uneven | None:
-        if not all(first in allowed for first, _ in spans):
-            return None
-        stages = tuple(
-            StagePlan(first, stop, stage.ranks, bool(terms.recompute))
-            for (first, stop), stage in zip(spans, plan.stages, strict=True)
-        )
-        changed = msgspec.structs.replace(plan, stages=stages)
-        return _fitting(costs, ground, changed, devices, shard_optimizer, terms)
-
-    return costed
-
-
-def _fitting(
-    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool, terms: Terms
-) -> Uneven | None:
-    """With recompute where memory asks for it; None where that does not help."""
-    while True:
-        forecast, _ = forecast_uneven(costs, ground, plan, devices, shard_optimizer=shard_optimizer)
-        found = Uneven(plan, forecast, tuple(devices))
-        short = _too_full(found, ground, terms.headroom, devices)
-        if not short:
-            return found
-        if terms.recompute is not None or all(plan.stages[stage].recompute for stage in short):
-            return None
-        stages = tuple(
-            msgspec.structs.replace(stage, recompute=stage.recompute or number in short)
-            for number, stage in enumerate(plan.stages)
-        )
-        plan = msgspec.structs.replace(plan, stages=stages)
-
-
-def _too_full(found: Uneven, ground: Ground, headroom: float, devices: Sequence[int]) -> list[int]:
-    """The stages that need more memory than a device of theirs has."""
-    machines = ground.cluster.machines
-    return [
-        number
-        for number, (stage, forecast) in enumerate(zip(found.plan.stages, found.forecast.stages, strict=True))
-        if forecast.memory.total
-        > min(machines[ground.machine_of[devices[rank]]].memory_bytes for rank in stage.ranks)
-        * (1 - headroom)
-    ]
+    sending = max(sent.sending, taken.sending)
+    latency = max(sent.message.latency, taken.message.latency)
+    return Way(sending, sending, latency, 0.0, sent.message.leaving)
