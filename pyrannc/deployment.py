@@ -169,9 +169,10 @@ def _fastest(subject: Subject, configuration: Configuration, layouts: Layouts, c
                     recompute=configuration.checkpointing,
                     headroom=configuration.mem_margin,
                     cuts=separable_cuts(subject.captured) if len(widths) > 1 else None,
+                    one_of_many=True,
                 )
             except PlanError as error:
-                refused.append(f"{depth} stages, micro-batches of {size}: {error}")
+                refused.append(f"micro-batches of {size}, {error}")
                 continue
             log.info("%d stages, micro-batches of %d: %s", depth, size, duration(proposal.forecast.seconds))
             found.append(proposal)

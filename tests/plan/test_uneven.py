@@ -128,6 +128,17 @@ def test_a_model_is_cut_for_the_replicas_of_each_stage(segments: int) -> None:
         cut_layout(model, machines(1, 4, memory_bytes=MB), ((0, 1, 2), (3,)), **asked)
 
 
+def test_a_layout_that_does_not_fit_is_told_with_one_that_does_unless_others_are_asked_about() -> None:
+    """R11: the memory of these very places; looking for another layout takes a search."""
+    model = profile([segment(1e-3, sizes=SIZES, parameter_bytes=GB)], [0] * 8)
+    asked = {"batch_size": 16, "microbatch_size": 4, "schedule": "1f1b"}
+    cluster = machines(1, 4, memory_bytes=10 * GB)
+    with pytest.raises(PlanError, match=r"with 1 stage.*\(it fits with 4 stages"):
+        cut_layout(model, cluster, ((0, 1, 2, 3),), **asked)
+    with pytest.raises(PlanError, match=r"^1 stage: stage 0 needs .* at least, a device has .* too little$"):
+        cut_layout(model, cluster, ((0, 1, 2, 3),), one_of_many=True, **asked)
+
+
 few = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 

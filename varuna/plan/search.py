@@ -137,8 +137,12 @@ def cut_layout(
     shard_optimizer: bool = False,
     headroom: float = 0.0,
     cuts: Sequence[int] | None = None,  # with which segments stages may begin that differ in their replicas
+    one_of_many: bool = False,  # whether others are asked about too
 ) -> Proposal:
-    """The fastest way to cut a model for a layout that is given but for that; a PlanError where none fits."""
+    """The fastest way to cut a model for a layout that is given but for that; a PlanError where none fits.
+
+    It tells of another layout that does, unless this is `one_of_many`: looking for it takes a search.
+    """
     costs = Costs(profile)
     mode: Mode = "where needed" if recompute is None else "everywhere" if recompute else "never"
     asked = Asked(
@@ -165,7 +169,7 @@ def cut_layout(
             cuts=cuts,
         )
         return Proposal(found.plan, found.forecast, (), "the shortest step of all cuts")
-    return Search(costs, ground, asked).cut(ground.look_at(stage_map))
+    return Search(costs, ground, asked).cut(ground.look_at(stage_map), one_of_many=one_of_many)
 
 
 def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked") -> Ranking:
@@ -326,7 +330,7 @@ class Search:
             for found in self._ranked()[:3]:
                 self._move_cuts(found.draft.depth)
 
-    def cut(self, placement: Placement) -> Proposal:
+    def cut(self, placement: Placement, *, one_of_many: bool) -> Proposal:
         """The best cut for places that are given, where one micro-batch size and schedule are asked for."""
         (size,), (schedule,) = self.asked.microbatch_sizes, self.asked.schedules
         node = Node(placement.depth, size, splits(schedule), placement.width)
@@ -334,6 +338,8 @@ class Search:
         self._settle(Site(node, placement, tempo))
         self._simulate_queued(node.depth)
         if not self.found:
+            if one_of_many:
+                raise PlanError(shortage(node.depth, self._need_at(placement)))
             raise PlanError(self._why_nothing_fits())
         if not self.few_cuts:
             self._move_cuts(node.depth)
@@ -895,6 +901,10 @@ class Search:
         width = 1
         if self.asked.shard_optimizer:
             width = min(max(1, self.ground.num_devices // depth), self.asked.batch_size)
+        return self._need_at(self.ground.place(depth, width, "stages together"))
+
+    def _need_at(self, placement: Placement) -> Need:
+        """Of the stage that lacks most, however the model is cut for these places."""
         schedules = self.asked.schedules
         draft = Draft(
             (),
@@ -902,7 +912,7 @@ class Search:
             "1f1b" if "1f1b" in schedules else schedules[0],
             self.asked.microbatch_sizes[0],
             self.asked.batch_size,
-            self.ground.place(depth, width, "stages together"),
+            placement,
             self.asked.shard_optimizer,
         )
         cutter = self._cutter_of(draft, self.asked.modes[-1])
