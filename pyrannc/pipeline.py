@@ -367,10 +367,12 @@ class Pipeline:
         """Which results any rank has a gradient for; and of what has no batch, the sum over the ranks."""
         results = passing.form.results
         unbatched = [number for number, result in enumerate(results) if result.dim is None]
-        if passing.stays and not unbatched:  # each rank's gradients are of what it computes itself
-            return [gradient is not None for gradient in gradients], [None] * len(results)
+        here = [gradient is not None for gradient in gradients]
+        # Each rank's are of what it computes itself; or there is one that can have any, and so has.
+        if not unbatched and (passing.stays or sum(result.differentiable for result in results) == 1):
+            return here, [None] * len(results)
         weight = passing.weight(self.session.rank)
-        numbers = [float(gradient is not None) for gradient in gradients]
+        numbers = list(map(float, here))
         for number in unbatched:
             gradient = gradients[number]
             if gradient is None:
