@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -325,6 +326,13 @@ def test_a_peer_that_never_comes_is_named() -> None:
 
     with pytest.raises(PeerLost, match=r"rank 1 waited in vain for ranks \[0\]"):
         connect(1, {0: "rank 0"}, exchange, timeout_seconds=0.05)
+
+
+def test_an_address_that_only_another_machine_knows_is_told_as_such() -> None:
+    """B7: where nothing says by which address machines reach each other."""
+    own, peer = (Contact(rank, f"machine {rank}", "127.0.0.1", 1, "", "") for rank in range(2))
+    with pytest.raises(PeerLost, match=r"rank 0 cannot reach rank 1.*set MASTER_ADDR on all ranks"):
+        address._dial(own, peer, time.monotonic() + PATIENCE)
 
 
 # ---------------------------------------------------------------- with a real second process

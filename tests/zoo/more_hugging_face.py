@@ -1,7 +1,5 @@
 """More of Hugging Face's models: those that nobody here had in mind when the capture was written."""
 
-from typing import Any
-
 import torch
 
 from tests.zoo.hugging_face import (
@@ -13,6 +11,7 @@ from tests.zoo.hugging_face import (
     LENGTH,
     NO_DROP,
     PAIR,
+    SOUND,
     STACK,
     T5,
     VISION,
@@ -32,22 +31,18 @@ from tests.zoo.hugging_face import (
 )
 from tests.zoo.trial import Call, Case
 
-SOUND: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "conv_dim": [8, 8],
-    "conv_stride": [5, 2],
-    "conv_kernel": [10, 3],
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "num_labels": 5,
-    "classifier_proj_size": 8,
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
-}
 CHOSEN = {**GROUPED, **EXPERTS, "head_dim": 8}
+ROUTED = {
+    **GROUPED,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CLASSIFIER = "ForImageClassification"
 
 
@@ -82,36 +77,8 @@ CASES: dict[str, Case] = {
     ),
     # mixtures of experts
     "Phi-MoE": experts("Phimoe", CAUSAL, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "GLM-4-MoE": experts(
-        "Glm4Moe",
-        CAUSAL,
-        {
-            **GROUPED,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
-    "dots1": experts(
-        "Dots1",
-        CAUSAL,
-        {
-            **GROUPED,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+    "GLM-4-MoE": experts("Glm4Moe", CAUSAL, ROUTED),
+    "dots1": experts("Dots1", CAUSAL, ROUTED),
     "ERNIE 4.5 MoE": experts(
         "Ernie4_5_Moe",
         CAUSAL,

@@ -321,7 +321,7 @@ class Search:
                     self._place(item, bound)
             elif isinstance(item, Site):
                 following = self._settle(item)
-                if self._wider_is_roomier and not self.few_cuts:
+                if self._wider_is_roomier:
                     self._put_narrower(node, following)
             else:
                 self._simulate(item)
@@ -792,12 +792,9 @@ class Search:
     def _simulate_queued(self, depth: int, stop: float = inf) -> None:
         """Drafts of a depth alone, as long as they may be of interest."""
         while self._queue and self._queue[0][0] <= self._worth(depth) and self.num_simulated < stop:
-            self._simulate_next()
-
-    def _simulate_next(self) -> None:
-        draft = heapq.heappop(self._queue)[2]
-        assert isinstance(draft, Draft)
-        self._simulate(draft)
+            draft = heapq.heappop(self._queue)[2]
+            assert isinstance(draft, Draft)
+            self._simulate(draft)
 
     def _room(self, node: Node) -> Room:
         microbatches, last_size = _spread(self.asked.batch_size, node.width, node.microbatch_size)
