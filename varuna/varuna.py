@@ -572,9 +572,12 @@ class Varuna(nn.Module):
                 usr1.release(self._attention)  # at once: the error may keep what there is of the model alive
             told = error if trainer is None else self._with_consumers(error)
             self._session.explain(told, where or f"stage {self._session.stage}, {what}")
-            if told is not error:
+            if told is error:
+                raise
+            try:
                 raise told from error
-            raise
+            finally:
+                del told  # else it holds itself by this frame, and the device's memory by those of its cause
 
     def _with_consumers(self, error: Exception) -> Exception:
         """An error that names who has the memory, where that is what is lacking."""

@@ -1,15 +1,32 @@
 """What is said of a device that is full, and what is proposed."""
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import varuna.varuna
+from varuna import Varuna
+from varuna.errors import OutOfDeviceMemory
 from varuna.execute.groups import reduce_backend
 from varuna.execute.room import USABLE, Layout, Use, explain, propose
 from varuna.wrapping import choose_gpu, find_device
 
 GIB = 1 << 30
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mean()
 
 
 def use(*, activations: int, begun: int = 1, state: int = 4) -> Use:
@@ -77,3 +94,31 @@ def test_gradients_are_reduced_by_nccl_where_each_rank_has_its_own_gpu() -> None
     assert reduce_backend(["a", "b"]) == "cpu:gloo,cuda:nccl"
     assert reduce_backend(["a", "b", "a"]) == "gloo"
     assert reduce_backend([None, None]) == "gloo"
+
+
+def test_what_a_failed_step_held_is_free_as_soon_as_its_error_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the collector of cycles: the next layout is tried in the same process."""
+    held: list[weakref.ref[Any]] = []
+
+    def fail(*_: object, **__: object) -> None:
+        activation = nn.Module()
+        held.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    x = torch.randn(4, 4)
+    model = Varuna(Mean(), "0", {"x": x}, 4, 2, from_cache=False)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(varuna.varuna, "explained", lambda *_, **__: OutOfDeviceMemory("full"))
+    monkeypatch.setattr(model._trainer, "step", fail)
+    gc.collect()
+    gc.disable()
+    try:
+        with_error = False
+        try:
+            model.step({"x": x})
+        except OutOfDeviceMemory:
+            with_error = True
+        assert with_error and held[0]() is None
+    finally:
+        gc.enable()
+        model.close()
