@@ -278,6 +278,27 @@ def test_a_message_counts_as_arrived_when_a_shared_card_has_filled_it() -> None:
     second.close()
 
 
+@pytest.mark.parametrize("looks", range(8))
+def test_a_message_that_is_filled_between_two_looks_is_not_missed(looks: int) -> None:
+    """Whichever look of one `wait` finds it filled: none may take it for known, and sleep on."""
+    first, second = linked_pair()
+    card: Any = SharedCard()
+    out, into = first.links[1], second.links[0]
+    out._lender = out._borrower = into._lender = into._borrower = card
+    out.send([torch.tensor(1)])
+    while not into.unripe:
+        second.poll()
+    assert not second.wait(0)
+    left = iter(range(looks))
+    card.is_there = lambda number: next(left, None) is None
+    waiter = threading.Thread(target=second.wait, args=(10 * PATIENCE,), daemon=True)
+    waiter.start()
+    waiter.join(PATIENCE)
+    assert not waiter.is_alive() and into.ready == 1
+    first.close()
+    second.close()
+
+
 def test_a_forked_child_does_not_keep_the_connections_open() -> None:
     """A data loader's worker must not hide its parent's death from the other ranks."""
     first, second = linked_pair()

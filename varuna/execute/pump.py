@@ -171,16 +171,20 @@ class Network:
         # From here on the pump rings for what it was about to deliver; so look again after saying so.
         self._waiting = True
         try:
-            while self._count() == self._seen and (left := deadline - time.monotonic()) > 0:
-                self._take_in(left)
+            while True:
+                naps = any(link.unripe for link in self.links.values())  # asked before the news: it may come
+                left = deadline - time.monotonic()
+                if self._count() != self._seen or left <= 0:
+                    break
+                self._take_in(left, naps=naps)
         finally:
             self._waiting = False
             for link in self.links.values():
                 if link.bulky:
                     self._pump.read(link, True)
 
-    def _take_in(self, seconds: float) -> None:
-        if seconds and any(link.unripe for link in self.links.values()):
+    def _take_in(self, seconds: float, *, naps: bool = False) -> None:
+        if naps:
             select.select([self._epoll], [], [], min(seconds, NAP_SECONDS))
             seconds = 0
         for fd, _ in self._epoll.poll(None if seconds == math.inf else seconds):
