@@ -31,6 +31,7 @@ from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import machine_identity
+from varuna.execute.room import Layout, Remedies, explained
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe import merge, to_perfetto
@@ -626,8 +627,39 @@ class RaNNCModule(nn.Module):
             yield
         except Exception as error:
             where = "" if self._pipeline is None else self._pipeline.trainer.engine.where
-            self._session.explain(error, where or what)
-            raise
+            told = error if self._pipeline is None else self._with_consumers(error, self._pipeline)
+            self._session.explain(told, where or what)
+            if told is error:
+                raise
+            try:
+                raise told from error
+            finally:
+                del told  # else it holds itself by this frame, and the device's memory by those of its cause
+
+    def _with_consumers(self, error: Exception, pipeline: Pipeline) -> Exception:
+        """An error that names who has the memory, where that is what is lacking."""
+        plan, engine = pipeline.trainer.plan, pipeline.trainer.engine
+        own = plan.stages[self._session.stage]
+        share = -(-plan.batch_size // len(own.ranks))
+
+        def number(size: int) -> int:
+            """Of micro-batches, which are all held at the end of a forward."""
+            return -(-share // size)
+
+        return explained(
+            error,
+            device=self.device,
+            parameters=self._state.parameters(),
+            buffers=self._state.buffers(),
+            optimizer=self._optimizer,
+            layout=Layout(plan.depth, pipeline.microbatch_size(share), number, own.recompute),
+            begun=len(engine.stage.held) + 1,
+            remedies=Remedies(
+                recompute="checkpointing=True",
+                microbatches=lambda size: f"pipeline_num={number(size)}",
+                stages=lambda count: f"partition_num={count} on as many devices or more",
+            ),
+        )
 
     def _write_trace(self) -> None:
         assert self._pipeline is not None

@@ -197,13 +197,13 @@ class Pipeline:
         session = self.session
         if session.uneven:
             shares = tuple(spread_evenly(total, parts=len(ranks)) for ranks in session.stage_map)
-            length = self._microbatch_size(max(max(counts) for counts in shares))
+            length = self.microbatch_size(max(max(counts) for counts in shares))
             return divide_batch(shares, stage=session.stage, replica=session.replica, microbatch_size=length)
         own = [taken[rank] for rank in session.stage_map[session.stage]]
-        lengths = [self._microbatch_size(stop - first) for first, stop in own]
+        lengths = [self.microbatch_size(stop - first) for first, stop in own]
         return divide_alike(own, replica=session.replica, microbatch_sizes=lengths)
 
-    def _microbatch_size(self, num_samples: int) -> int:
+    def microbatch_size(self, num_samples: int) -> int:
         if self.pipeline_num:
             return max(1, -(-num_samples // self.pipeline_num))
         return self.trainer.plan.microbatch_size

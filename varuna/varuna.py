@@ -24,7 +24,7 @@ from varuna.errors import CheckpointError
 from varuna.execute.address import machine_identity
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
-from varuna.execute.room import Layout, explained
+from varuna.execute.room import Layout, Remedies, explained
 from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -67,6 +67,13 @@ log = logging.getLogger("varuna")
 
 COMPILING_PATIENCE = 15.0
 """A step that compiles may keep its neighbours waiting so many times longer than the timeout."""
+REMEDIES = Remedies(
+    recompute="recompute=True",
+    microbatches=lambda size: f"chunk_size={size}",
+    stages=lambda count: (
+        f"{count} stages, or offload_optimizer=True, which keeps the optimizer's state on the host"
+    ),
+)
 
 
 def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
@@ -581,23 +588,21 @@ class Varuna(nn.Module):
 
     def _with_consumers(self, error: Exception) -> Exception:
         """An error that names who has the memory, where that is what is lacking."""
-        stage = self._session.stage
-        count = -(-self.batch_size // self.plan.microbatch_size)
-        size = {"stage": stage, "stages": self.plan.depth, "microbatches": count}
-        layout = Layout(
-            self.plan.depth,
-            self.plan.microbatch_size,
-            held(self.plan.schedule, **size),
-            self.plan.stages[stage].recompute,
-        )
+        plan, stage = self.plan, self._session.stage
+
+        def most_held(size: int) -> int:
+            count = -(-self.batch_size // size)
+            return held(plan.schedule, stage=stage, stages=plan.depth, microbatches=count)
+
         return explained(
             error,
             device=self.device,
             parameters=self._weights,
             buffers=self._state.buffers(),
             optimizer=self._optimizer,
-            layout=layout,
+            layout=Layout(plan.depth, plan.microbatch_size, most_held, plan.stages[stage].recompute),
             begun=len(self._trainer.engine.stage.held) + 1,
+            remedies=REMEDIES,
         )
 
     def _see_to_requests(self) -> None:

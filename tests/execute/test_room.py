@@ -1,6 +1,7 @@
 """What is said of a device that is full, and what is proposed."""
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from varuna import Varuna
 from varuna.errors import OutOfDeviceMemory
 from varuna.execute.groups import reduce_backend
 from varuna.execute.room import USABLE, Layout, Use, explain, propose
+from varuna.varuna import REMEDIES
 from varuna.wrapping import choose_gpu, find_device
 
 GIB = 1 << 30
@@ -35,7 +37,9 @@ def use(*, activations: int, begun: int = 1, state: int = 4) -> Use:
 
 
 def test_the_three_largest_consumers_are_named() -> None:
-    said = explain(use(activations=15), Layout(2, 8, held=1, recompute=False), asked=2 * GIB)
+    said = explain(
+        use(activations=15), Layout(2, 8, held=lambda _: 1, recompute=False), asked=2 * GIB, remedies=REMEDIES
+    )
     assert said.startswith("the device's 24 GiB are full: 2 GiB more were asked for beside ")
     assert "activations of 1 micro-batch 15 GiB, optimizer state 4 GiB, parameters 2 GiB" in said
 
@@ -43,15 +47,15 @@ def test_the_three_largest_consumers_are_named() -> None:
 @pytest.mark.parametrize(
     ("found", "layout", "proposal"),
     [
-        (use(activations=15, begun=3), Layout(2, 8, held=4, recompute=False), "recompute=True"),
-        (use(activations=15), Layout(2, 8, held=1, recompute=False), "chunk_size=4"),
-        (use(activations=15, begun=3), Layout(2, 8, held=8, recompute=True), "chunk_size=4"),
-        (use(activations=2, state=18), Layout(2, 8, held=1, recompute=False), "3 stages"),
-        (use(activations=15), Layout(1, 1, held=1, recompute=False), "2 stages"),
+        (use(activations=15, begun=3), Layout(2, 8, held=lambda _: 4, recompute=False), "recompute=True"),
+        (use(activations=15), Layout(2, 8, held=lambda _: 1, recompute=False), "chunk_size=4"),
+        (use(activations=15, begun=3), Layout(2, 8, held=lambda _: 8, recompute=True), "chunk_size=4"),
+        (use(activations=2, state=18), Layout(2, 8, held=lambda _: 1, recompute=False), "3 stages"),
+        (use(activations=15), Layout(1, 1, held=lambda _: 1, recompute=False), "2 stages"),
     ],
 )
 def test_the_nearest_layout_that_fits_is_proposed(found: Use, layout: Layout, proposal: str) -> None:
-    assert proposal in propose(found, layout, asked=GIB)
+    assert proposal in propose(found, layout, asked=GIB, remedies=REMEDIES)
 
 
 @given(
@@ -65,12 +69,19 @@ def test_a_proposed_micro_batch_fits_what_was_seen(
     activations: int, begun: int, microbatch: int, held: int, recompute: bool
 ) -> None:
     found = use(activations=activations, begun=begun)
-    said = propose(found, Layout(2, microbatch, held, recompute), asked=0)
-    if "chunk_size=" in said:
-        size = int(said.split("chunk_size=")[1])
+    said = propose(found, Layout(2, microbatch, lambda _: held, recompute), asked=0, remedies=REMEDIES)
+    proposed = re.search(r"chunk_size=(\d+)", said)
+    if proposed is not None:
+        size, recompute = int(proposed[1]), recompute or "recompute=True" in said
         each = found.activations / begun * size / microbatch
         assert 1 <= size < microbatch
         assert sum(found.steady.values()) + each * (1 if recompute else held) < USABLE * found.capacity
+
+
+def test_smaller_micro_batches_are_no_way_out_where_all_are_held() -> None:
+    all_of_32 = Layout(1, 8, lambda size: 32 // size, recompute=False)
+    said = propose(use(activations=30), all_of_32, asked=GIB, remedies=REMEDIES)
+    assert said == "try micro-batches of 2: chunk_size=2, and recompute=True"
 
 
 def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:

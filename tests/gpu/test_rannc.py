@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyrannc import RaNNCModule
+from tests.gpu.tasks import Wide
 from tests.pool import Pool
 from tests.pyrannc.jobs import make, own_rows, train, train_plainly
 from tests.pyrannc.low import compare_low, train_low, train_low_plainly
 from tests.pyrannc.models import WIDTH
+from varuna.errors import VarunaError
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +96,27 @@ def test_the_default_device_is_that_of_the_worker() -> None:
     """R17: alone, without a word about devices."""
     model = RaNNCModule(make("Simple"))
     assert model(torch.randn(2, WIDTH)).device == torch.device(DEVICE) == model.device
+
+
+def run_out_of_memory(**options: Any) -> str:
+    """The error of a call with room for 1.4 GiB, four micro-batches of 0.5 GiB each to be held."""
+    x = torch.randn(32, 4)
+    model = RaNNCModule(Wide(), device=DEVICE, partition_num=1, pipeline_num=4, measure=False, **options)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.4 * 2**30 / total)
+    try:
+        model(x).backward()
+    except VarunaError as caught:
+        return f"{type(caught).__name__}: {caught}"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return ""
+
+
+def test_out_of_memory_names_consumers_and_a_setting_that_fits(pool: Pool) -> None:
+    """R17: and it fits."""
+    (error,) = pool.run(run_out_of_memory, 1, checkpointing=False)
+    assert error.startswith("OutOfDeviceMemory: the device's 1.4 GiB are full: ")
+    assert "activations of 3 micro-batches" in error and "try checkpointing=True" in error
+    assert pool.run(run_out_of_memory, 1, checkpointing=True) == [""]

@@ -2,14 +2,18 @@
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pyrannc import RaNNCModule
 from tests.pool import Pool
-from tests.pyrannc.jobs import train, train_plainly
+from tests.pyrannc.jobs import make, train, train_plainly
+from tests.pyrannc.models import WIDTH
 from tests.pyrannc.use import use
+from varuna.errors import VarunaError
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}
 LAYOUTS = {1: [(1, 2)], 2: [(2, 2), (1, 1)], 3: [(1, 2), (3, 4)], 4: [(2, 8), (4, 2)]}
@@ -97,3 +101,44 @@ def test_a_script_may_use_it_in_every_way(pool: Pool, name: str, replicas: tuple
     """R2, R3, R4, R7, R8, R9: accumulation, clipping, several forwards and backwards, evaluation, state into
     a plain model and another layout, a part of a larger model, samples on rank 0 alone."""
     pool.run(use, sum(replicas), name, replicas, timeout=150)
+
+
+def run_out_of_memory(stages: int, pipeline_num: int) -> str:
+    """What is said where a device of 16 GiB is asked for 2 more, as torch says it of CUDA."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    gib = 1 << 30
+    found: dict[str, Any] = {
+        "mem_get_info": lambda _: (0, 16 * gib),
+        "memory_allocated": lambda _: 14 * gib,
+        "memory_reserved": lambda _: 15 * gib,
+        "get_per_process_memory_fraction": lambda _: 1.0,
+    }
+    model = RaNNCModule(make("Simple"), device="cpu", partition_num=stages, pipeline_num=pipeline_num)
+    model(torch.randn(4, WIDTH))
+    pipeline: Any = model._pipeline
+    pipeline.trainer.engine.stage.forward = refuse
+    with patch.multiple(torch.cuda, **found), pytest.raises(VarunaError) as caught:
+        model(torch.randn(4, WIDTH))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("stages", "pipeline_num", "way_out"),
+    [
+        (1, 2, "micro-batches of 1: pipeline_num=4, and checkpointing=True"),
+        (1, 4, "partition_num=2 on as many devices or more"),
+    ],
+)
+def test_out_of_memory_is_told_with_a_setting_of_ours(
+    pool: Pool, stages: int, pipeline_num: int, way_out: str
+) -> None:
+    """R17: who has the device's memory, and what to set instead."""
+    (said,) = pool.run(run_out_of_memory, 1, stages, pipeline_num)
+    assert said.startswith(
+        "OutOfDeviceMemory: the device's 16 GiB are full: 2 GiB more were asked for beside activations of "
+        "1 micro-batch 14 GiB, fragments 1 GiB, other processes 1 GiB"
+    )
+    assert said.endswith(f"(try {way_out})")

@@ -1,7 +1,7 @@
 """What to say when a device has no room left: who takes it, and the nearest layout that would fit."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -24,8 +24,29 @@ class Layout:
 
     stages: int
     microbatch_size: int
-    held: int  # micro-batches that the schedule lets this stage hold
+    held: Callable[[int], int]  # micro-batches of a size that the schedule lets this stage hold
     recompute: bool
+
+    @property
+    def nearest(self) -> Iterator[tuple[int, bool]]:
+        """Other sizes of micro-batches, each with or without recompute: the least change first."""
+        sizes = [self.microbatch_size]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // 2)
+        if not self.recompute and self.held(sizes[0]) > 1:
+            yield sizes[0], True
+        for recompute in sorted({self.recompute, True}):
+            for size in sizes[1:]:
+                yield size, recompute
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """By what names a user sets another layout."""
+
+    recompute: str
+    microbatches: Callable[[int], str]  # of so many samples
+    stages: Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -46,31 +67,31 @@ class Use:
         return {**self.steady, **others}
 
 
-def explain(use: Use, layout: Layout, asked: int) -> str:
+def explain(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
     largest = sorted(use.consumers.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {memory(num_bytes)}" for name, num_bytes in largest)
     return (
         f"the device's {memory(use.capacity)} are full: {memory(asked)} more were asked for beside {listed} "
-        f"({propose(use, layout, asked)})"
+        f"({propose(use, layout, asked, remedies)})"
     )
 
 
-def propose(use: Use, layout: Layout, asked: int) -> str:
+def propose(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
     """The least change that fits, as far as what was seen so far tells: activations may yet have grown."""
     if use.elsewhere > use.capacity / 2:
         return "other processes have most of it: give this rank a device of its own, or end them"
     room = USABLE * use.capacity - use.elsewhere - sum(use.steady.values())
     each = (use.activations + asked) / max(use.begun, 1)
-    if room > each and layout.held > 1 and not layout.recompute:
-        return "try recompute=True: this stage then holds one micro-batch whole"
-    m = layout.microbatch_size
-    while m > 1 and room > 0:
-        m //= 2
-        if room > each * m / layout.microbatch_size * (1 if layout.recompute else layout.held):
-            return f"try micro-batches of {m}: chunk_size={m}"
+    for size, recompute in layout.nearest:
+        if room > each * size / layout.microbatch_size * (1 if recompute else layout.held(size)):
+            holds_one = f"{remedies.recompute}: this stage then holds one micro-batch whole"
+            smaller = f"micro-batches of {size}: {remedies.microbatches(size)}"
+            if size == layout.microbatch_size:
+                return f"try {holds_one}"
+            return f"try {smaller}" + ("" if recompute == layout.recompute else f", and {remedies.recompute}")
     needed = sum(use.steady.values()) + each / layout.microbatch_size
     stages = max(layout.stages + 1, ceil(layout.stages * needed / (USABLE * use.capacity)))
-    return f"try {stages} stages, or offload_optimizer=True, which keeps the optimizer's state on the host"
+    return f"try {remedies.stages(stages)}"
 
 
 def explained(
@@ -82,6 +103,7 @@ def explained(
     optimizer: torch.optim.Optimizer | None,
     layout: Layout,
     begun: int,
+    remedies: Remedies,
 ) -> Exception:
     """The same error, unless a device ran out of memory: then one that tells who has it."""
     if not isinstance(error, torch.OutOfMemoryError):
@@ -105,7 +127,7 @@ def explained(
     )
     found = ASKED.search(str(error))
     asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
-    return OutOfDeviceMemory(explain(use, layout, asked))
+    return OutOfDeviceMemory(explain(use, layout, asked, remedies))
 
 
 def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:

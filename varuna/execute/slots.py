@@ -130,10 +130,11 @@ class Lender:
         return not self.takes_turns or (filled is not None and bool(filled.query()))
 
     def tensors(self, number: int, forms: Sequence[Form]) -> list[Tensor]:
-        """What the other process has put, or will have put, into a slot."""
+        """What the other process has put, or will have put, into a slot; that `is_there`."""
         slot = self._slots[number]
         assert slot.filled is not None, "a message before the thanks"
-        slot.filled.wait(cuda.current_stream(self.device))
+        if not self.takes_turns:  # else it is there, and a wait would be given a turn of its own
+            slot.filled.wait(cuda.current_stream(self.device))
         total = message_bytes([num_bytes for _, _, num_bytes in forms])
         storage = torch.as_tensor(Message(slot, total, self._returned), device=self.device).untyped_storage()
         return tensors_in(storage, forms, self.device)
