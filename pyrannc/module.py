@@ -31,7 +31,7 @@ from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import machine_identity
-from varuna.execute.room import Layout, Remedies, explained
+from varuna.execute.room import Layout, Remedies, explained, let_go
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe import merge, to_perfetto
@@ -626,15 +626,17 @@ class RaNNCModule(nn.Module):
         try:
             yield
         except Exception as error:
-            where = "" if self._pipeline is None else self._pipeline.trainer.engine.where
-            told = error if self._pipeline is None else self._with_consumers(error, self._pipeline)
+            pipeline = self._pipeline
+            where = "" if pipeline is None else pipeline.trainer.engine.where
+            told = error if pipeline is None else self._with_consumers(error, pipeline)
             self._session.explain(told, where or what)
-            if told is error:
+            if pipeline is None or told is error:
                 raise
+            let_go(pipeline.trainer.engine.stage, error)
             try:
                 raise told from error
             finally:
-                del told  # else it holds itself by this frame, and the device's memory by those of its cause
+                del told  # else it holds itself by this frame, and with it what the callers have
 
     def _with_consumers(self, error: Exception, pipeline: Pipeline) -> Exception:
         """An error that names who has the memory, where that is what is lacking."""

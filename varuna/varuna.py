@@ -24,7 +24,7 @@ from varuna.errors import CheckpointError
 from varuna.execute.address import machine_identity
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
-from varuna.execute.room import Layout, Remedies, explained
+from varuna.execute.room import Layout, Remedies, explained, let_go
 from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -581,10 +581,11 @@ class Varuna(nn.Module):
             self._session.explain(told, where or f"stage {self._session.stage}, {what}")
             if told is error:
                 raise
+            let_go(self._trainer.engine.stage, error)
             try:
                 raise told from error
             finally:
-                del told  # else it holds itself by this frame, and the device's memory by those of its cause
+                del told  # else it holds itself by this frame, and with it what the callers have
 
     def _with_consumers(self, error: Exception) -> Exception:
         """An error that names who has the memory, where that is what is lacking."""

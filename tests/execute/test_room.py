@@ -1,5 +1,6 @@
 """What is said of a device that is full, and what is proposed."""
 
+import functools
 import gc
 import re
 import weakref
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import varuna.varuna
+from pyrannc import RaNNCModule
 from varuna import Varuna
 from varuna.errors import OutOfDeviceMemory
 from varuna.execute.groups import reduce_backend
@@ -28,7 +31,7 @@ class Mean(nn.Module):
         self.linear = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).mean()
+        return torch.sin(self.linear(x)).sin().mean()
 
 
 def use(*, activations: int, begun: int = 1, state: int = 4) -> Use:
@@ -107,29 +110,59 @@ def test_gradients_are_reduced_by_nccl_where_each_rank_has_its_own_gpu() -> None
     assert reduce_backend([None, None]) == "gloo"
 
 
-def test_what_a_failed_step_held_is_free_as_soon_as_its_error_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for the collector of cycles: the next layout is tried in the same process."""
-    held: list[weakref.ref[Any]] = []
+class ThirdIsTooMuch(TorchDispatchMode):
+    """Keeps track of what `sin` makes, and has no room for the mean of the third micro-batch."""
 
-    def fail(*_: object, **__: object) -> None:
-        activation = nn.Module()
-        held.append(weakref.ref(activation))
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+        self.means = 0
 
-    x = torch.randn(4, 4)
-    model = Varuna(Mean(), "0", {"x": x}, 4, 2, from_cache=False)
-    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    monkeypatch.setattr(varuna.varuna, "explained", lambda *_, **__: OutOfDeviceMemory("full"))
-    monkeypatch.setattr(model._trainer, "step", fail)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sin.default:
+            self.made.append(StorageWeakRef(found.untyped_storage()))
+        self.means += func is torch.ops.aten.mean.default
+        if self.means == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return found
+
+
+@pytest.mark.parametrize("door", ["Varuna", "RaNNCModule"])
+def test_what_a_failed_step_held_is_free_while_its_error_and_its_model_live_on(
+    monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    """And the error no longer than whoever caught it: the next layout is tried in the same process."""
+    of_cuda: dict[str, Any] = {
+        "mem_get_info": (0, 16 * GIB),
+        "memory_allocated": 14 * GIB,
+        "memory_reserved": 15 * GIB,
+        "get_per_process_memory_fraction": 1.0,
+    }
+    for name, value in of_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    x = torch.randn(8, 4)
+    model: Any
+    if door == "Varuna":
+        model = Varuna(Mean(), "0", {"x": x}, 8, 2, schedule="gpipe", device="cpu", from_cache=False)
+        model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = functools.partial(model.step, {"x": x})
+    else:
+        model = RaNNCModule(Mean(), device="cpu", pipeline_num=4, checkpointing=False, measure=False)
+        step = functools.partial(model, x)
+    step()  # at which a model is captured
+    device = ThirdIsTooMuch()
     gc.collect()
     gc.disable()
     try:
-        with_error = False
-        try:
-            model.step({"x": x})
-        except OutOfDeviceMemory:
-            with_error = True
-        assert with_error and held[0]() is None
+        with (
+            device,
+            pytest.raises(OutOfDeviceMemory, match="activations of 3 micro-batches 14 GiB") as caught,
+        ):
+            step()
+        assert len(device.made) >= 3 and all(each.expired() for each in device.made[-3:])
+        error = weakref.ref(caught.value)
+        del caught
+        assert error() is None
     finally:
         gc.enable()
-        model.close()

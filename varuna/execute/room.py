@@ -1,6 +1,7 @@
 """What to say when a device has no room left: who takes it, and the nearest layout that would fit."""
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from varuna.errors import OutOfDeviceMemory
+from varuna.execute.stage import Stage
 from varuna.units import memory
 
 USABLE = 0.92
@@ -128,6 +130,12 @@ def explained(
     found = ASKED.search(str(error))
     asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
     return OutOfDeviceMemory(explain(use, layout, asked, remedies))
+
+
+def let_go(stage: Stage, error: BaseException) -> None:
+    """Frees what a failed step has on its device: its error, and its model, may live on, in cycles too."""
+    stage.clear()
+    traceback.clear_frames(error.__traceback__)
 
 
 def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
