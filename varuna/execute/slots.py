@@ -141,10 +141,15 @@ class Lender:
 
     def take_back(self) -> list[int]:
         """Slots that nobody refers to any more; all that uses them is queued by now."""
-        numbers = []
+        numbers: list[int] = []
+        if not self._returned:
+            return numbers
+        stream = cuda.current_stream(self.device)
+        busy = not stream.query()  # else all is done, and a record would be given a turn of its own
         while self._returned:
             slot = self._returned.popleft()
-            slot.emptied.record(cuda.current_stream(self.device))
+            if busy:
+                slot.emptied.record(stream)
             numbers.append(slot.number)
         return numbers
 
