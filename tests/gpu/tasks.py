@@ -94,6 +94,67 @@ def lose_a_neighbour(report: str) -> None:
         os._exit(0)
 
 
+class Lookup(nn.Module):
+    """Whose second stage asks its table for a row that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cut, self.table = nn.Linear(4, 4), CutPoint(), nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cut(self.first(x))
+        rows = self.table(torch.ones_like(hidden[:, 0]).long() * 1000)
+        return (rows + hidden).square().mean()
+
+
+def fail_on_the_device(folder: str) -> None:
+    """A step in which the second stage's device fails; both ranks tell what they heard, and end."""
+    x = torch.randn(8, 4)
+    model = Varuna(Lookup(), "0;1", {"x": x[:2]}, 8, 2, device=DEVICE, from_cache=False, timeout_seconds=20)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        model.step({"x": x})
+    except (VarunaError, RuntimeError) as error:
+        said = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        Path(folder, os.environ["RANK"]).write_text(said)
+        model.close()  # says goodbye, though there is no device to wait for
+    os._exit(0)
+
+
+class Heavy(nn.Module):
+    """Holds 12 MiB between its forward and its backward for each sample, on its first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cut, self.second = nn.Linear(4, 1 << 20), CutPoint(), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(torch.sin(torch.sin(self.first(x)))).mean(-1, keepdim=True)
+        return self.second(self.cut(y)).mean()
+
+
+def hold_activations(schedule: str) -> tuple[int, int, int]:
+    """Of the first stage in a step of 8 micro-batches, the last one smaller: the bytes at its peak beyond
+    those before; and what torch has reserved after 3 steps, and after 10."""
+    x = torch.randn(30, 4)
+    options: dict[str, Any] = {"schedule": schedule, "recompute": False, "from_cache": False}
+    model = Varuna(Heavy(), "0;1", {"x": x[:2]}, 30, 4, device=DEVICE, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_optimizer(optimizer)
+    reserved, peaks = [], []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.step({"x": x})
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        reserved.append(torch.cuda.memory_reserved())
+        optimizer.step()
+        model.zero_grad()
+    model.close()
+    return max(peaks), reserved[2], reserved[-1]
+
+
 class Wide(nn.Module):
     """Holds 64 MiB between its forward and its backward for each sample, on its second stage."""
 

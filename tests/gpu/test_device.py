@@ -10,6 +10,8 @@ from tests.collectives import check_calls, record_calls
 from tests.gpu.tasks import (
     channels_used,
     count_tokens,
+    fail_on_the_device,
+    hold_activations,
     lose_a_neighbour,
     reduce_by_nccl,
     run_out_of_memory,
@@ -20,6 +22,7 @@ from tests.gpu.tasks import (
 )
 from tests.pool import Pool, TaskFailed
 from tests.tasks import compare, train, train_plainly
+from varuna.schedule.orders import held
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +49,27 @@ def test_a_stage_that_dies_with_work_queued_is_named(pool: Pool, tmp_path: Path)
     with pytest.raises(TaskFailed):
         pool.run(lose_a_neighbour, 2, str(report))
     assert "rank 1" in report.read_text() and report.read_text().startswith("PeerLost")
+
+
+def test_an_error_of_a_device_names_its_stage(pool: Pool, tmp_path: Path) -> None:
+    """V21: on its own rank and on the others, which end too."""
+    with pytest.raises(TaskFailed):  # both processes end
+        pool.run(fail_on_the_device, 2, str(tmp_path))
+    neighbour, own = (tmp_path / "0").read_text(), (tmp_path / "1").read_text()
+    assert "CUDA error" in own and "on rank 1: stage 1" in own
+    assert neighbour.startswith("WorkerError: rank 1 (stage 1, replica 0) failed at stage 1")
+
+
+@pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
+def test_a_stage_holds_no_more_than_its_schedule_says(pool: Pool, schedule: str) -> None:
+    """V14, V21: by the allocator; and what it has reserved does not grow from step to step."""
+    peak, early, late = pool.run(hold_activations, 2, schedule)[0]
+    each, work = 48 << 20, 100 << 20  # of a micro-batch; of one more at work, and the gradients
+    most = held(schedule, stage=0, stages=2, microbatches=8)
+    assert peak < most * each + work
+    if schedule != "varuna":  # which need not hold as many as it may
+        assert peak > (most - 1) * each
+    assert late == early
 
 
 def test_out_of_memory_names_stage_consumers_and_a_layout_that_fits(pool: Pool) -> None:

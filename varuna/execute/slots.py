@@ -16,6 +16,7 @@ Where both processes have the same GPU, they take turns on it, and one whose que
 is given its turns all the same. So there a message counts as arrived once it is filled (`is_there`).
 """
 
+import contextlib
 import functools
 import logging
 import pickle
@@ -240,7 +241,8 @@ class Borrower:
             self._sources.popleft()
 
     def close(self) -> None:
-        self._stream.synchronize()  # before the other's memory is out of sight
+        with contextlib.suppress(RuntimeError):  # of a device that has failed: nothing is under way there
+            self._stream.synchronize()  # before the other's memory is out of sight
         self._sources.clear()
         self._free.clear()
         self._used.clear()
