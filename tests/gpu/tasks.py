@@ -95,25 +95,26 @@ def lose_a_neighbour(report: str) -> None:
 
 
 class Lookup(nn.Module):
-    """Whose second stage asks its table for a row that is not there."""
+    """Whose second stage looks up rows in its table."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.cut, self.table = nn.Linear(4, 4), CutPoint(), nn.Embedding(8, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         hidden = self.cut(self.first(x))
-        rows = self.table(torch.ones_like(hidden[:, 0]).long() * 1000)
-        return (rows + hidden).square().mean()
+        found: Tensor = self.table(rows) + hidden
+        return found.square().mean()
 
 
 def fail_on_the_device(folder: str) -> None:
-    """A step in which the second stage's device fails; both ranks tell what they heard, and end."""
-    x = torch.randn(8, 4)
-    model = Varuna(Lookup(), "0;1", {"x": x[:2]}, 8, 2, device=DEVICE, from_cache=False, timeout_seconds=20)
+    """A step with a row that is not in the second stage's table; both ranks tell what they heard, and end."""
+    x, rows = torch.randn(8, 4), torch.arange(8)
+    sample = {"x": x[:2], "rows": rows[:2]}
+    model = Varuna(Lookup(), "0;1", sample, 8, 2, device=DEVICE, from_cache=False, timeout_seconds=20)
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     try:
-        model.step({"x": x})
+        model.step({"x": x, "rows": rows + 5})
     except (VarunaError, RuntimeError) as error:
         said = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         Path(folder, os.environ["RANK"]).write_text(said)
