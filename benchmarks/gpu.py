@@ -228,6 +228,7 @@ class Run(msgspec.Struct, frozen=True):
     seconds: list[float]  # of single steps, the device idle before and after each
     warm_seconds: float  # of all steps before
     peak_bytes: int
+    reserved_bytes: int
     losses: list[float]
     num_parameters: int
     setup_seconds: float = 0.0
@@ -256,9 +257,9 @@ def measure(size: Size, make: Callable[[], Bare | Ours]) -> Run:
         losses.append(side.step())
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     busy = busy_seconds(side.step)
-    found = Run(seconds, warm, peak, losses, side.num_parameters, ready - started, busy)
+    found = Run(seconds, warm, peak, reserved, losses, side.num_parameters, ready - started, busy)
     del side
     gc.collect()
     torch.cuda.empty_cache()
@@ -491,6 +492,7 @@ def one_process(size: Size) -> Iterator[Figure]:
     what = f"step, P=1, eager, {size.microbatches} × {size.microbatch} samples"
     yield against(what, "bare loop", ours.median, bare.median, "s", target=1.01)
     yield memories("peak memory, P=1, eager", "bare loop", ours, bare, target=1.03)
+    yield fragments("eager", "bare loop", ours, bare)
     yield idle("eager", ours)
     difference = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, bare.losses, strict=True))
     yield Figure(
@@ -523,6 +525,7 @@ def compiling(size: Size) -> Iterator[Figure]:
     yield against("compiling, first start", "the whole model", start, whole, "s", target=0.2)
     yield against("compiling, restart", "the whole model", restart, whole, "s", target=0.05)
     yield memories("peak memory, compiled", "bare loop, compiled", ours, bare, target=1.03)
+    yield fragments("compiled", "bare loop, compiled", ours, bare)
     yield use_of_the_card("bare loop, compiled", size, bare, ceiling)
 
 
@@ -564,6 +567,13 @@ def idle(what: str, run: Run) -> Figure:
 def memories(what: str, other: str, ours: Run, theirs: Run, **target: Any) -> Figure:
     found = ours.peak_bytes, theirs.peak_bytes
     return Figure(what, other, found[0] / found[1], *map(gib, found), **target)
+
+
+def fragments(what: str, other: str, ours: Run, theirs: Run) -> Figure:
+    """Memory that torch has taken from the card and could not use."""
+    found = [run.reserved_bytes - run.peak_bytes for run in (ours, theirs)]
+    share = found[0] / ours.peak_bytes
+    return Figure(f"fragments, as a share of the peak, {what}", other, share, *map(gib, found))
 
 
 def host_state(size: Size) -> Iterator[Figure]:
