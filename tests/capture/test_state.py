@@ -105,6 +105,43 @@ def test_a_model_on_meta_takes_given_values() -> None:
     torch.testing.assert_close(run(source, batch_of(3), [0, 2, 4], initialize=fill), expected)
 
 
+class Waves(nn.Module):
+    """With a table that follows from its size, and is no part of a state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("offset", torch.empty(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.linear(x)) * self.table + self.offset
+        return found.mean()
+
+
+def test_a_function_fills_what_a_state_dict_holds_and_the_model_makes_the_rest() -> None:
+    """V5: also what the function leaves as it is."""
+    asked: list[str] = []
+
+    def fill(name: str, tensor: Tensor) -> None:
+        asked.append(name)
+        if "norm" not in name:
+            tensor.fill_(0.5)
+
+    with torch.device("meta"):
+        source = Source(model := Waves())
+    captured = source.capture({"x": torch.randn(2, 4)}, training=True)
+    assert model.table.is_meta
+    state = stage_state(source, captured, 0, 1, device="cpu", initialize=fill)
+    assert set(asked) == {"linear.weight", "linear.bias", "norm.weight", "norm.bias", "offset"}
+    found = {name: state.tensor(name).flatten()[:4].tolist() for name in (*asked, "table")}
+    assert found["linear.weight"] == found["offset"] == [0.5] * 4 and found["norm.weight"] == [1.0] * 4
+    assert found["table"] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_values_that_nobody_makes_are_asked_for_by_name() -> None:
     """V5"""
 

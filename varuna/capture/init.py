@@ -42,11 +42,11 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
     before = (dict(module._parameters), dict(module._buffers))
     for leaf, parameter in before[0].items():
         if parameter is not None:
-            real = _poisoned(parameter)
+            real = poisoned(parameter.shape, parameter.dtype)
             module._parameters[leaf] = nn.Parameter(real, requires_grad=parameter.requires_grad)
     for leaf, buffer in before[1].items():
         if buffer is not None:
-            module._buffers[leaf] = _poisoned(buffer)
+            module._buffers[leaf] = poisoned(buffer.shape, buffer.dtype)
     parts = path.split(".") if path else []
     around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
@@ -54,7 +54,7 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little"))
             for candidate in [module, *around]:
-                if any(_is_poisoned(_own(module, leaf)) for leaf in leaves):
+                if any(is_poisoned(_own(module, leaf)) for leaf in leaves):
                     _reset(candidate)
             root_init = getattr(model, "_init_weights", None)
             if callable(root_init):
@@ -65,7 +65,7 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
         module._parameters.update(before[0])
         module._buffers.update(before[1])
     for leaf, tensor in made.items():
-        if _is_poisoned(tensor):
+        if is_poisoned(tensor):
             raise CaptureError(
                 "the model is on `meta` and nothing tells the values of "
                 f"{f'{path}.{leaf}' if path else leaf!r}: "
@@ -98,11 +98,11 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
     return False if dtype == torch.bool else torch.iinfo(dtype).max - 6
 
 
-def _poisoned(tensor: Tensor) -> Tensor:
-    return torch.full(tensor.shape, _poison(tensor.dtype), dtype=tensor.dtype, device="cpu")
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    return torch.full(tuple(shape), _poison(dtype), dtype=dtype, device=device)
 
 
-def _is_poisoned(tensor: Tensor) -> bool:
+def is_poisoned(tensor: Tensor) -> bool:
     if tensor.dtype == torch.bool or tensor.numel() == 0:
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

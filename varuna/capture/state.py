@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.capture.captured import Captured
-from varuna.capture.init import initialized
+from varuna.capture.init import initialized, is_poisoned, poisoned
 from varuna.capture.source import Source
 from varuna.errors import CaptureError
 
@@ -157,14 +158,27 @@ def _values(
             )
         values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=True)
     if fill is not None:
+        values.update(_computed(source, missing, device, seed))
         for name in missing:
-            tensor = torch.empty(source.shape(name), dtype=source.dtype(name), device=device)
-            with torch.no_grad():
-                fill(name, tensor)
-            values[name] = tensor
-        return values
-    values.update(initialized(source.hollow, missing, device=device, seed=seed))
+            if name not in values:
+                tensor = poisoned(source.shape(name), source.dtype(name), device)
+                with torch.no_grad():
+                    fill(name, tensor)
+                if not is_poisoned(tensor):
+                    values[name] = tensor
+    left = [name for name in missing if name not in values]
+    values.update(initialized(source.hollow, left, device=device, seed=seed))
     return values
+
+
+def _computed(source: Source, names: list[str], device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Buffers outside the state_dict that the model itself makes: they follow from its sizes."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if not _is_persistent(source.hollow, name):
+            with suppress(CaptureError):
+                found.update(initialized(source.hollow, [name], device=device, seed=seed))
+    return found
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:
