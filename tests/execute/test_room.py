@@ -1,5 +1,6 @@
 """What is said of a device that is full, and what is proposed."""
 
+import dataclasses
 import functools
 import gc
 import re
@@ -79,6 +80,14 @@ def test_a_proposed_micro_batch_fits_what_was_seen(
         each = found.activations / begun * size / microbatch
         assert 1 <= size < microbatch
         assert sum(found.steady.values()) + each * (1 if recompute else held) < USABLE * found.capacity
+
+
+def test_gradients_that_will_come_are_counted() -> None:
+    layout = Layout(2, 8, held=lambda _: 1, recompute=False)
+    first = dataclasses.replace(use(activations=23), steady={"parameters": 6 * GIB})
+    assert "chunk_size=4" in propose(first, layout, asked=GIB, remedies=REMEDIES)
+    first = dataclasses.replace(first, coming=6 * GIB)
+    assert "chunk_size=2" in propose(first, layout, asked=GIB, remedies=REMEDIES)
 
 
 def test_smaller_micro_batches_are_no_way_out_where_all_are_held() -> None:

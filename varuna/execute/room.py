@@ -61,6 +61,7 @@ class Use:
     spare: int  # in torch's cache, in pieces too small
     elsewhere: int  # other processes on the device, and its own libraries
     capacity: int
+    coming: int = 0  # gradients that the first backward will make
 
     @property
     def consumers(self) -> dict[str, int]:
@@ -82,7 +83,8 @@ def propose(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
     """The least change that fits, as far as what was seen so far tells: activations may yet have grown."""
     if use.elsewhere > use.capacity / 2:
         return "other processes have most of it: give this rank a device of its own, or end them"
-    room = USABLE * use.capacity - use.elsewhere - sum(use.steady.values())
+    steady = sum(use.steady.values()) + use.coming
+    room = USABLE * use.capacity - use.elsewhere - steady
     each = (use.activations + asked) / max(use.begun, 1)
     for size, recompute in layout.nearest:
         if room > each * size / layout.microbatch_size * (1 if recompute else layout.held(size)):
@@ -91,7 +93,7 @@ def propose(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
             if size == layout.microbatch_size:
                 return f"try {holds_one}"
             return f"try {smaller}" + ("" if recompute == layout.recompute else f", and {remedies.recompute}")
-    needed = sum(use.steady.values()) + each / layout.microbatch_size
+    needed = steady + each / layout.microbatch_size
     stages = max(layout.stages + 1, ceil(layout.stages * needed / (USABLE * use.capacity)))
     return f"try {remedies.stages(stages)}"
 
@@ -126,6 +128,7 @@ def explained(
         spare=reserved - allocated,
         elsewhere=0 if allowed < total else max(0, total - free - reserved),
         capacity=int(allowed),
+        coming=_bytes((p for p in weights if p.requires_grad and p.grad is None), device),
     )
     found = ASKED.search(str(error))
     asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
