@@ -92,6 +92,17 @@ def test_batchnorm_changes_once_per_microbatch_as_in_one_process(
     assert int(found["state"]["norm1.num_batches_tracked"]) == 4 * 3
 
 
+def test_what_no_gradient_reaches_has_none_and_every_use_of_a_batchnorm_counts(pool: Pool) -> None:
+    """V17, V18: AdamW would shrink weights of gradient zero; evaluation counts nothing, on any replica."""
+    shared = {"batch": 8, "chunk": 2, "dtype": torch.float64, "optimizer": "adam", "evaluate_between": True}
+    found = pool.run(train, 4, "Aside", 2, 2, recompute=[True, False], **shared)[3]
+    expected = train_plainly("Aside", **shared)
+    assert int(found["state"].pop("calls")) == 4 * 3 and expected["state"].pop("calls")
+    assert not {"aside.weight", "tied.weight"} & found["gradients"].keys()
+    compare(found, expected, **F64)
+    torch.testing.assert_close(found["evaluations"], expected["evaluations"], **F64)
+
+
 @pytest.mark.parametrize(("depth", "width"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 def test_evaluation_between_steps_is_exact_and_changes_nothing(pool: Pool, depth: int, width: int) -> None:
     """V18, a silent fault of peers: live gradients stay as they are; ragged sizes included."""
@@ -197,10 +208,13 @@ def overflowing(loss_scale: Any) -> tuple[list[bool], list[float | None]]:
 # ---------------------------------------------------------------- optimizers, weights, data
 
 
-@pytest.mark.parametrize(("depth", "width"), [(1, 2), (2, 2), (1, 4)])
-def test_a_sharded_optimizer_gives_the_same_updates(pool: Pool, depth: int, width: int) -> None:
-    """V15: each replica keeps a share of the state, together the whole, and the updates are the same."""
-    shared = {"batch": 8, "dtype": torch.float64, "optimizer": "adam", "steps": 4}
+@pytest.mark.parametrize(("depth", "width", "kind"), [(1, 2, "adagrad"), (2, 2, "adam"), (1, 4, "adam")])
+def test_a_sharded_optimizer_gives_the_same_updates(pool: Pool, depth: int, width: int, kind: str) -> None:
+    """V15: each replica keeps a share of the state, together the whole, and the updates are the same.
+
+    Adagrad has state before its first step.
+    """
+    shared = {"batch": 8, "dtype": torch.float64, "optimizer": kind, "steps": 4}
     found = pool.run(train, depth * width, "GPT", depth, width, chunk=2, shard_optimizer=True, **shared)[0]
     compare(found, train_plainly("GPT", **shared), **F64)
     held = pool.run(optimizer_state, width, width)

@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import Min
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.capture.function import NotOneOperation, record_function
+from varuna.capture.plain import run_once
 from varuna.capture.recorder import Recorder
 from varuna.errors import CaptureError
 
@@ -190,7 +191,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             run, _preserve, *operands = args
-            return run(*operands)
+            return run_once(run, operands)
         if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
             return original.__func__(cls, *args, **kwargs)
         place = current_line()
