@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from tests.tasks import SEED, compare, global_batch, stage_map, take, train, train_plainly
 from tests.toys import make_inputs, make_model
-from varuna import SampleOrder, Varuna
+from varuna import CutPoint, SampleOrder, Varuna
 from varuna.types import spread_evenly
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -52,6 +52,35 @@ def test_dropout_equals_a_plain_process_that_draws_by_the_same_rule(
     shared = {"batch": 7, "dtype": torch.float64, "model_options": DROPOUT}
     found = pool.run(train, depth * width, "GPT", depth, width, chunk=chunk, **shared)[0]
     compare(found, train_plainly("GPT", random=True, **shared), **F64)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.cut = nn.Linear(5, 5), nn.Linear(5, 5), CutPoint()
+
+    def forward(self, x: Tensor, drops: bool, repeats: bool) -> Tensor:
+        x = self.cut(nn.functional.dropout(self.first(x), 0.5 if drops else 0.0))
+        return self.last(self.first(x) if repeats else x).square().mean()
+
+
+def switch_on(mapping: str, switch: str) -> str:
+    inputs = {"x": torch.randn(2, 5), "drops": False, "repeats": False}
+    wrapped = Varuna(Switched(), mapping, inputs, 4, 2, device="cpu")
+    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    with pytest.raises(Exception) as refusal:
+        wrapped.step({**inputs, switch: True})
+    return str(refusal.value)
+
+
+def test_what_the_sample_inputs_did_not_turn_on_is_refused_where_it_would_be_wrong(pool: Pool) -> None:
+    """V16: replicas would draw alike, and a stage would lack a weight."""
+    for mapping, switch, told in (
+        ("0,1;", "drops", "the model draws random numbers"),
+        ("0;1;", "repeats", "the stage uses first.weight, first.bias"),
+    ):
+        for message in pool.run(switch_on, 2, mapping, switch):
+            assert f"{told}, with the sample inputs it did not" in message
 
 
 def test_masks_differ_between_steps_and_samples(pool: Pool) -> None:

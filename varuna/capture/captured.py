@@ -56,6 +56,7 @@ class Captured:
         tidy.drop_dead(whole, Flow(whole))
         tidy.refuse_coupled_samples(whole, symbol)
         tidy.refuse_reordered_samples(whole, symbol)
+        tidy.refuse_sparse_gradients(whole)
         flow = Flow(whole)
         self._strays: list[automatic.Stray] = []
         if alike is not None:
