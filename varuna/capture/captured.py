@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import fx
 
 from varuna.capture import automatic, tidy
 from varuna.capture.apart import Apart
@@ -72,9 +71,7 @@ class Captured:
         self._whole = whole
         self._symbol = symbol
         self.random = whole.work is not None and bool(whole.work.users)
-        self.momentum = {
-            name: _of_a_run(share, flow, whole.state.get(name)) for name, share in momentum.items()
-        }
+        self.momentum = {**momentum, **flow.momentum(momentum)}
         self.precision: PrecisionName = precision
         self.device = device
         self.batch_dims = dict(batch.dims)
@@ -156,9 +153,3 @@ class Captured:
         if (first, stop) not in self._programs:
             self._programs[first, stop] = self._carver.carve(first, stop)
         return self._programs[first, stop]
-
-
-def _of_a_run(momentum: float | None, flow: Flow, statistic: fx.Node | None) -> float | None:
-    """What a run gives to a statistic that it moves once for each use of its BatchNorm."""
-    uses = 0 if statistic is None else len(flow.writers.get(statistic, ()))
-    return momentum if momentum is None or uses < 2 else 1 - (1 - momentum) ** uses

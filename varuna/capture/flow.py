@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -64,6 +65,18 @@ class Flow:
                 reached.add(node)
                 pending.extend(self.dependencies(node))
         return reached
+
+    def momentum(self, of_modules: Mapping[str, float | None]) -> dict[str, float]:
+        """What one run of the model gives to each of BatchNorm's statistics, which move at every use."""
+        found: dict[str, float] = {}
+        for name, root in self.whole.state.items():
+            uses: list[Any] = [
+                writer.args[6] if writer.target in _STATISTICS else of_modules.get(name)
+                for writer in self.writers.get(root, ())
+            ]
+            if uses and None not in uses:
+                found[name] = uses[0] if len(uses) == 1 else 1 - math.prod(1 - share for share in uses)
+        return found
 
     def writers_before(self, root: fx.Node, position: int) -> Iterator[fx.Node]:
         for writer in self.writers.get(root, ()):
