@@ -40,6 +40,8 @@ def take(inputs: Mapping[str, object], indices: Sequence[int], batch: int) -> di
 def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=0.01)
     return torch.optim.AdamW(parameters, lr=0.01)
 
 

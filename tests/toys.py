@@ -207,6 +207,32 @@ class Counting(nn.Module):
         return F.mse_loss(self.last(self.cut(torch.tanh(self.first(x)))), y)
 
 
+class Aside(nn.Module):
+    """Weights that no gradient reaches, over a cut and on both sides of it; a BatchNorm used twice, another
+    without a momentum; a counter that counts in evaluation too."""
+
+    calls: Tensor
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.aside, self.tied, self.last = (nn.Linear(width, width) for _ in range(3))
+        self.first = nn.Linear(width, width, bias=False)  # its bias would have no gradient but noise
+        self.twice = nn.BatchNorm1d(width, affine=False)
+        self.mean = opaque(nn.BatchNorm1d(width, momentum=None))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls.add_(1)
+        statistics = self.twice.running_mean, self.twice.running_var
+        again = F.batch_norm(2 * x, *statistics, training=self.training, momentum=0.3)
+        x = self.twice(self.first(x)) + again
+        x = self.mean(x) + self.tied(x).detach()
+        side = self.aside(x)
+        x = self.cut(x)
+        return F.mse_loss(self.last(x + side.detach() + self.tied(x).detach()), y)
+
+
 class Shared(nn.Module):
     """A table that all samples share, made by a layer, crosses both cuts; or else a mean over samples."""
 
@@ -242,7 +268,7 @@ def make_inputs(
         return {"image": rand(batch, 3, 8, 8), "label": ints(5, batch)}
     if name == "Odd":
         return {"x": rand(batch, 4, 6), "target": rand(batch, 4, 6), "scale": 1.5, "extra": rand(1, 1, 6)}
-    if name in ("Reused", "Paired", "Branching", "Counting", "Shared"):
+    if name in ("Reused", "Paired", "Branching", "Counting", "Shared", "Aside"):
         return {"x": rand(batch, 5), "y": rand(batch, 5)}
     raise KeyError(name)
 

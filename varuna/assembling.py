@@ -49,6 +49,8 @@ def assemble(
     ties = stages_of_ties(plan, holders)
     groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
     program = captured.carve(own.first, own.stop)
+    # Nothing leads from them to the loss; or an opaque module alone knows whether it uses them.
+    doubtful = captured.untouched([True] * len(captured.results)) | captured.held_by_leaves
     # A weight that the model never uses has no gradient, here as in one process.
     used = {state.tensor(name) for name in program.state}
     reducer = Reducer(
@@ -64,6 +66,7 @@ def assemble(
                 counts_here=session.stage == stages[0],
                 num_stages=len(stages),
                 is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
+                may_lack=name in doubtful,
             )
             for name, stages in ties.items()
             if session.stage in stages and state.tensor(name).requires_grad

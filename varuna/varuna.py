@@ -61,6 +61,7 @@ from varuna.wrapping import (
     own_address,
     plan_stages,
     refuse_inseparable,
+    refuse_unforeseen,
 )
 
 log = logging.getLogger("varuna")
@@ -191,6 +192,7 @@ class Varuna(nn.Module):
             )
             captured = self._source.capture(inputs, training=True)
             self._num_segments = captured.num_segments
+            self._sampled = captured
             seed, machines = self._agree_on(captured.graph.fingerprint, seed)
             subject = Subject(
                 captured.graph.fingerprint,
@@ -696,6 +698,8 @@ class Varuna(nn.Module):
                     f"it had {self._num_segments} (its CutPoints must not depend on the inputs)"
                 )
             span = self._own.first, self._own.stop
+            if training:
+                refuse_unforeseen(captured, self._sampled, self._state, self.plan, self.stage)
             if self._compiles and not captured.cut_by_itself:
                 self._programs[key] = chain_of(self._source, captured, *span, self.device).compiled()
             else:

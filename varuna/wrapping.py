@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from varuna.cache import read_spans, write_spans
-from varuna.capture import Captured, check_capture
+from varuna.capture import Captured, StageState, check_capture
 from varuna.errors import CaptureError, some
 from varuna.execute.address import address_facing
 from varuna.plan import balance, balance_over
@@ -132,6 +132,26 @@ def refuse_inseparable(plan: Plan, captured: Captured) -> None:
                 f"but what crosses the cut between them cannot be parted by sample: {some(reasons)} "
                 "(give all stages as many replicas, or cut elsewhere: spans=..., CutPoints)"
             )
+
+
+def refuse_unforeseen(
+    captured: Captured, sampled: Captured, state: StageState, plan: Plan, stage: int
+) -> None:
+    """What a stage holds, and what replicas tell each other, follows from the sample inputs."""
+    own = plan.stages[stage]
+    program, of_sample = captured.carve(own.first, own.stop), sampled.carve(own.first, own.stop)
+    lacking = [name for name in program.state if name not in state.canonical]
+    found = [f"stage uses {some(lacking)}"] if lacking else []
+    if len(own.ranks) > 1:
+        changed = sorted(set(program.mutated) - set(of_sample.mutated))
+        found += [f"stage changes {some(changed)}"] if changed else []
+        draws = captured.random and not sampled.random and not plan.uneven
+        found += ["model draws random numbers"] if draws else []
+    if found:
+        raise ValueError(
+            f"with these inputs the {found[0]}, with the sample inputs it did not (wrap the model with "
+            "sample inputs that turn on all that may be on: dropout, layers, BatchNorm)"
+        )
 
 
 def plan_stages(

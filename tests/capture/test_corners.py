@@ -90,6 +90,21 @@ def test_a_corner_is_cut_exactly(body: Body) -> None:
     assert_same(Model(body), batch_of(5), batch=5)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_model_that_checkpoints_itself_is_checked_like_any_other(use_reentrant: bool) -> None:
+    """V3: with dropout in what runs again; the older kind teaches nothing to what sees inputs alone."""
+
+    def body(model: Model, x: Tensor) -> Tensor:
+        h = checkpoint(model.a, x, use_reentrant=use_reentrant)
+        again = checkpoint(lambda z: F.dropout(model.b(z)), model.b(h), use_reentrant=use_reentrant)
+        return model.b(model.cut(again))
+
+    model = Model(body)
+    captured = Source(model).capture(batch_of(3), training=True)
+    check_capture(model, captured, batch_of(3))
+    assert ("a.weight" in captured.untouched([True])) is use_reentrant
+
+
 def test_a_buffer_changed_on_one_side_of_a_cut_and_read_on_the_other_is_refused() -> None:
     """V7"""
 

@@ -145,6 +145,28 @@ def test_a_custom_function_that_is_none_of_its_tensors_is_refused_by_its_line(
     assert f"Noisy {why}" in text and 'varuna.opaque(model, "between")' in text
 
 
+class Meddling(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(3, 6, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "hooks into a gradient":
+            (x * 2).register_hook(torch.neg)
+        if self.how == "takes a gradient":
+            return torch.autograd.grad(x.square().sum(), x)[0]
+        return x + self.table(x.argmax(1) % 3) if self.how == "sparse=True" else x
+
+
+@pytest.mark.parametrize("how", ["hooks into a gradient", "takes a gradient", "sparse=True"])
+def test_what_meddles_with_gradients_is_refused_by_its_line(how: str) -> None:
+    """V7"""
+    text = refusal(Layers(Meddling(how)))
+    line = {"h": "register_hook", "t": "autograd.grad", "s": "self.table(x"}[how[0]]
+    assert text.startswith(line_of(Meddling, line)) and how in text
+
+
 class Asserting(nn.Module):
     """Habits that need no refusal: assertions on data, len of a tensor, a move that moves nothing."""
 

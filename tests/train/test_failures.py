@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.pool import Pool, TaskFailed
 from tests.tasks import make_optimizer, stage_map
-from tests.toys import Plain, make_inputs
+from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna, opaque
 from varuna.errors import PeerHangs, PeerLost, VarunaError, WorkerError
 
@@ -155,6 +155,21 @@ def wrap_another() -> str:
     with pytest.raises((VarunaError, ValueError)) as refused:
         wrap(2, 1, model=Plain(layers=4 + dist.get_rank()))
     return str(refused.value)
+
+
+def test_a_refusal_by_one_rank_reaches_those_that_are_tied_to_it(pool: Pool) -> None:
+    """V33: at once, and not when they have waited in vain for it to join them."""
+    for message in pool.run(wrap_with_a_hook, 3):
+        assert "differs from the model itself" in message
+
+
+def wrap_with_a_hook() -> str:
+    model = make_model("Paired")
+    model.get_submodule("late").register_full_backward_hook(lambda *_: (torch.zeros(2, 5),))
+    sample = make_inputs("Paired", 2, torch.Generator())
+    with pytest.raises(Exception) as refusal:
+        Varuna(model, "0;1;2;", sample, 4, 2, device="cpu", from_cache=False)
+    return str(refusal.value)
 
 
 def test_errors_are_one_family() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from tests.tasks import SEED, compare, global_batch, stage_map, take, train, train_plainly
 from tests.toys import make_inputs, make_model
-from varuna import SampleOrder, Varuna
+from varuna import CutPoint, SampleOrder, Varuna
 from varuna.types import spread_evenly
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -54,6 +54,35 @@ def test_dropout_equals_a_plain_process_that_draws_by_the_same_rule(
     compare(found, train_plainly("GPT", random=True, **shared), **F64)
 
 
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.cut = nn.Linear(5, 5), nn.Linear(5, 5), CutPoint()
+
+    def forward(self, x: Tensor, drops: bool, repeats: bool) -> Tensor:
+        x = self.cut(nn.functional.dropout(self.first(x), 0.5 if drops else 0.0))
+        return self.last(self.first(x) if repeats else x).square().mean()
+
+
+def switch_on(mapping: str, switch: str) -> str:
+    inputs = {"x": torch.randn(2, 5), "drops": False, "repeats": False}
+    wrapped = Varuna(Switched(), mapping, inputs, 4, 2, device="cpu")
+    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    with pytest.raises(Exception) as refusal:
+        wrapped.step({**inputs, switch: True})
+    return str(refusal.value)
+
+
+def test_what_the_sample_inputs_did_not_turn_on_is_refused_where_it_would_be_wrong(pool: Pool) -> None:
+    """V16: replicas would draw alike, and a stage would lack a weight."""
+    for mapping, switch, told in (
+        ("0,1;", "drops", "the model draws random numbers"),
+        ("0;1;", "repeats", "the stage uses first.weight, first.bias"),
+    ):
+        for message in pool.run(switch_on, 2, mapping, switch):
+            assert f"{told}, with the sample inputs it did not" in message
+
+
 def test_masks_differ_between_steps_and_samples(pool: Pool) -> None:
     """V16: the same input twice, in two steps and as two samples, sees other masks."""
     (first, second), samples = pool.run(losses_of_equal_inputs, 1)[0]
@@ -90,6 +119,17 @@ def test_batchnorm_changes_once_per_microbatch_as_in_one_process(
     compare(found, expected, **F64)
     torch.testing.assert_close(found["evaluations"], expected["evaluations"], **F64)
     assert int(found["state"]["norm1.num_batches_tracked"]) == 4 * 3
+
+
+def test_what_no_gradient_reaches_has_none_and_every_use_of_a_batchnorm_counts(pool: Pool) -> None:
+    """V17, V18: AdamW would shrink weights of gradient zero; evaluation counts nothing, on any replica."""
+    shared = {"batch": 8, "chunk": 2, "dtype": torch.float64, "optimizer": "adam", "evaluate_between": True}
+    found = pool.run(train, 4, "Aside", 2, 2, recompute=[True, False], **shared)[3]
+    expected = train_plainly("Aside", **shared)
+    assert int(found["state"].pop("calls")) == 4 * 3 and expected["state"].pop("calls")
+    assert not {"aside.weight", "tied.weight"} & found["gradients"].keys()
+    compare(found, expected, **F64)
+    torch.testing.assert_close(found["evaluations"], expected["evaluations"], **F64)
 
 
 @pytest.mark.parametrize(("depth", "width"), [(2, 1), (3, 1), (1, 2), (2, 2)])
@@ -197,10 +237,13 @@ def overflowing(loss_scale: Any) -> tuple[list[bool], list[float | None]]:
 # ---------------------------------------------------------------- optimizers, weights, data
 
 
-@pytest.mark.parametrize(("depth", "width"), [(1, 2), (2, 2), (1, 4)])
-def test_a_sharded_optimizer_gives_the_same_updates(pool: Pool, depth: int, width: int) -> None:
-    """V15: each replica keeps a share of the state, together the whole, and the updates are the same."""
-    shared = {"batch": 8, "dtype": torch.float64, "optimizer": "adam", "steps": 4}
+@pytest.mark.parametrize(("depth", "width", "kind"), [(1, 2, "adagrad"), (2, 2, "adam"), (1, 4, "adam")])
+def test_a_sharded_optimizer_gives_the_same_updates(pool: Pool, depth: int, width: int, kind: str) -> None:
+    """V15: each replica keeps a share of the state, together the whole, and the updates are the same.
+
+    Adagrad has state before its first step.
+    """
+    shared = {"batch": 8, "dtype": torch.float64, "optimizer": kind, "steps": 4}
     found = pool.run(train, depth * width, "GPT", depth, width, chunk=2, shard_optimizer=True, **shared)[0]
     compare(found, train_plainly("GPT", **shared), **F64)
     held = pool.run(optimizer_state, width, width)

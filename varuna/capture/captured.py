@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import fx
 
 from varuna.capture import automatic, tidy
 from varuna.capture.apart import Apart
@@ -27,7 +26,8 @@ class Captured:
     num_segments: int
     cut_by_itself: bool  # and not by CutPoints
     random: bool  # whether anything in the graph draws
-    momentum: Mapping[str, float | None]  # of BatchNorm's running statistics, by name; None where cumulative
+    # Of BatchNorm's running statistics, by name, over one run of the model; None where cumulative.
+    momentum: Mapping[str, float | None]
     shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
 
     def __init__(
@@ -55,6 +55,7 @@ class Captured:
         tidy.drop_dead(whole, Flow(whole))
         tidy.refuse_coupled_samples(whole, symbol)
         tidy.refuse_reordered_samples(whole, symbol)
+        tidy.refuse_sparse_gradients(whole)
         flow = Flow(whole)
         self._strays: list[automatic.Stray] = []
         if alike is not None:
@@ -70,7 +71,7 @@ class Captured:
         self._whole = whole
         self._symbol = symbol
         self.random = whole.work is not None and bool(whole.work.users)
-        self.momentum = momentum
+        self.momentum = {**momentum, **flow.momentum(momentum)}
         self.precision: PrecisionName = precision
         self.device = device
         self.batch_dims = dict(batch.dims)
@@ -127,16 +128,16 @@ class Captured:
 
     def untouched(self, wanted: Sequence[bool]) -> frozenset[str]:
         """The parameters that get no gradient at all where only these of the results get one."""
-        flow = self._carver.flow
-        pending = [result for result, is_wanted in zip(self._whole.results, wanted, strict=True) if is_wanted]
-        pending += [writer for result in pending for writer in flow.writers.get(flow.root[result], ())]
-        reached: set[fx.Node] = set()
-        while pending:
-            node = pending.pop()
-            if node in flow.needs_grad and node not in reached:
-                reached.add(node)
-                pending.extend(flow.dependencies(node))
+        results = zip(self._whole.results, wanted, strict=True)
+        reached = self._carver.flow.leading_to([result for result, is_wanted in results if is_wanted])
         return frozenset(name for name in self._whole.parameters if self._whole.state[name] not in reached)
+
+    @property
+    def held_by_leaves(self) -> frozenset[str]:
+        """The state of opaque modules."""
+        leaves = [node for node in self._whole.nodes if node.op == "call_module"]
+        given = {arg for node in leaves for arg in node.all_input_nodes}
+        return frozenset(name for name, node in self._whole.state.items() if node in given)
 
     @property
     def listing(self) -> list[str]:

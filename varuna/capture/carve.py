@@ -87,7 +87,7 @@ class Carver:
     def crossing_bytes(self, cut: int) -> int:
         """There and back, for one sample."""
         return sum(
-            num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.needs_grad else 1)
+            num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.gets_grad else 1)
             for node in self.crossing(cut)
         )
 
@@ -114,7 +114,7 @@ class Carver:
             name=node.name,
             dtype=str(value.dtype).removeprefix("torch."),
             dims=tuple(dim_of(size, self.symbol) for size in value.shape),
-            needs_grad=node in self.flow.needs_grad,
+            needs_grad=node in self.flow.gets_grad,
         )
 
     def carve(self, first: int, stop: int) -> Program:

@@ -139,6 +139,11 @@ def _compare(expected: Results, found: Results, captured: Captured, cuts: Sequen
             difference,
             max(float(grad.detach().abs().max()) if grad.numel() else 0.0, 0.01 * largest),
         )
+    for name in found[1].keys() - grads.keys():  # of what has no gradient in the model itself
+        differences[name] = (
+            float(found[1][name].abs().max()) if found[1][name].numel() else 0.0,
+            0.01 * largest,
+        )
     worst = max(differences, key=lambda name: differences[name][0] / (differences[name][1] + 1e-12))
     difference, scale = differences[worst]
     if not difference <= tolerance * scale + 1e-9:

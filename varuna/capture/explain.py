@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.utils._sympy.functions import Min
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.capture.function import NotOneOperation, record_function
+from varuna.capture.plain import run_once
 from varuna.capture.recorder import Recorder
 from varuna.errors import CaptureError
 
@@ -172,6 +174,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
     try:
         with (
             _whole_functions(recorder),
+            _no_backwards(recorder),
             _sizes_by_len(),
             _smaller_sizes(),
             _needless_moves(),
@@ -190,7 +193,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             run, _preserve, *operands = args
-            return run(*operands)
+            return run_once(run, operands)
         if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
             return original.__func__(cls, *args, **kwargs)
         place = current_line()
@@ -208,6 +211,29 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_backwards(recorder: Recorder) -> Iterator[None]:
+    """What a forward does to its own backward is in no graph: torch.export would leave it out."""
+
+    def refusing(what: str, original: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if recorder.is_inside_leaf:
+                return original(*args, **kwargs)
+            raise CaptureError(
+                f"{current_line()}: the forward {what}, which a captured graph cannot hold (keep the module "
+                f"whole and eager with {way_out(recorder.running)})"
+            )
+
+        return refuse
+
+    with (
+        patch.object(torch.autograd, "grad", refusing("takes a gradient", torch.autograd.grad)),
+        patch.object(Tensor, "backward", refusing("runs a backward", Tensor.backward)),
+        patch.object(Tensor, "register_hook", refusing("hooks into a gradient", Tensor.register_hook)),
+    ):
+        yield
 
 
 @contextmanager

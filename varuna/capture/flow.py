@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,35 @@ class Flow:
                 self.needs_grad.add(node)
                 # x.add_(y) gives x a gradient too.
                 self.needs_grad.update(self.writes[node])
+
+    @cached_property
+    def gets_grad(self) -> set[fx.Node]:
+        """Of what needs a gradient, what one comes back to: some result is made of it, and not detached."""
+        return self.leading_to(self.whole.results)
+
+    def leading_to(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        """What gets a gradient where these results do."""
+        pending = list(results)
+        pending += [writer for result in results for writer in self.writers.get(self.root[result], ())]
+        reached: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in self.needs_grad and node not in reached:
+                reached.add(node)
+                pending.extend(self.dependencies(node))
+        return reached
+
+    def momentum(self, of_modules: Mapping[str, float | None]) -> dict[str, float]:
+        """What one run of the model gives to each of BatchNorm's statistics, which move at every use."""
+        found: dict[str, float] = {}
+        for name, root in self.whole.state.items():
+            uses: list[Any] = [
+                writer.args[6] if writer.target in _STATISTICS else of_modules.get(name)
+                for writer in self.writers.get(root, ())
+            ]
+            if uses and None not in uses:
+                found[name] = uses[0] if len(uses) == 1 else 1 - math.prod(1 - share for share in uses)
+        return found
 
     def writers_before(self, root: fx.Node, position: int) -> Iterator[fx.Node]:
         for writer in self.writers.get(root, ()):

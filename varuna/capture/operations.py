@@ -59,7 +59,7 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
             users.add(len(groups) - 1)
         users.discard(number[node])
         if users:
-            ways = 2 if node in flow.needs_grad else 1
+            ways = 2 if node in flow.gets_grad else 1
             crossing = 0 if node in free else ways * num_bytes(node.meta.get("val"), symbol)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
     values += _afterwards(flow, number)

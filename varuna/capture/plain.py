@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from varuna.capture import random
 from varuna.types import Work
@@ -60,6 +63,8 @@ class plain_randomness(TorchFunctionMode):
         if self not in plain_randomness.running:
             plain_randomness.running.append(self)
             self._depth = 0
+            self._patches = ExitStack()
+            self._patches.enter_context(_without_checkpointing())
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -68,6 +73,7 @@ class plain_randomness(TorchFunctionMode):
         self._depth -= 1
         if not self._depth:
             plain_randomness.running.remove(self)
+            self._patches.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def enter_leaf(self) -> None:
@@ -163,6 +169,32 @@ class plain_randomness(TorchFunctionMode):
             if size and size % self._batch_size == 0:
                 return i, size // self._batch_size
         return None
+
+
+def run_once(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """What torch.utils.checkpoint with use_reentrant=True gives, but for running it again: where none of the
+    operands takes a gradient nothing within gets one."""
+    takes_gradient = any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands)
+    with nullcontext() if takes_gradient else torch.no_grad():
+        return function(*operands)
+
+
+@contextmanager
+def _without_checkpointing() -> Iterator[None]:
+    """torch.utils.checkpoint runs a part again in the backward, where no mode is on to draw the same: within,
+    a part that is to be run again keeps what the backward needs instead."""
+
+    def run(_cls: Any, function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return run_once(function, args)
+
+    def nothing_again(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    with (
+        patch.object(checkpoint.CheckpointFunction, "apply", classmethod(run)),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing_again),
+    ):
+        yield
 
 
 def _random_operation(func: Any) -> Any:

@@ -131,6 +131,17 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
                 )
 
 
+def refuse_sparse_gradients(whole: Whole) -> None:
+    """Gradients are summed over replicas and stages, and measured, as whole tensors."""
+    for node in whole.nodes:
+        embeds = isinstance(node.target, torch._ops.OpOverload) and "embedding" in base_name(node)
+        if embeds and random.bound(node.target, node.args, node.kwargs).get("sparse"):
+            raise CaptureError(
+                f"{where(node)}: an embedding with sparse=True gives sparse gradients; expected dense ones "
+                "(make it with sparse=False)"
+            )
+
+
 def where(node: fx.Node) -> str:
     """The model's line that made a node, or its module."""
     return node.meta.get("stack_trace") or node.name

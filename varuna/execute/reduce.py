@@ -63,6 +63,7 @@ class Tie:
     counts_here: bool  # in the norm: exactly one of its stages counts it
     num_stages: int
     is_summed: bool = True  # of ranks that hold the same sum, one gives it to the group
+    may_lack: bool = False  # no stage may have a gradient for it: then it has none, as in one process
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,13 @@ class Reducer:
     def _reduce_ties(self) -> None:
         """Each stage that holds a tied tensor gets the sum, to the same bits, so copies stay equal."""
         works = []
+        lacking: list[tuple[Tensor, Tensor]] = []  # what no stage may have a gradient for; how many have
         for tie in self.ties:
+            if tie.may_lack:
+                here = float(tie.parameter.grad is not None)
+                count = torch.tensor(here, device=tie.parameter.device)
+                lacking.append((tie.parameter, count))
+                works.append(dist.all_reduce(count, group=tie.group, async_op=True))
             if tie.parameter.grad is None:
                 tie.parameter.grad = torch.zeros_like(tie.parameter)
             elif not tie.is_summed:
@@ -250,6 +257,9 @@ class Reducer:
         for work in works:
             assert self.waiter is not None and work is not None
             self.waiter.for_work(work, lambda: "the all-reduce of tied weights over the stages")
+        for parameter, count in lacking:
+            if not count:
+                parameter.grad = None
 
     # ------------------------------------------------------------ over everyone
 
@@ -339,12 +349,15 @@ def average_buffers(
     for name, buffer in buffers.items():
         share = momentum.get(name)
         keep = 1.0 if share is None else 1.0 - share
-        follows = share is not None or not buffer.is_floating_point()
-        factors.append(
-            (keep ** counts[replica], keep ** sum(counts[replica + 1 :]), keep ** sum(counts))
-            if follows
-            else (0.0, 1 / len(counts), 0.0)
-        )
+        seen = before.get(f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip("."))
+        cumulative = name in momentum and share is None and seen is not None
+        follows = share is not None or cumulative or not buffer.is_floating_point()
+        if cumulative:
+            factors.append(_factors_of_a_mean(int(seen or 0), counts, replica))
+        elif follows:
+            factors.append((keep ** counts[replica], keep ** sum(counts[replica + 1 :]), keep ** sum(counts)))
+        else:
+            factors.append((0.0, 1 / len(counts), 0.0))
         olds.append(before[name] if follows else torch.zeros_like(buffer))
     sizes = [old.numel() for old in olds]
     old, new = _flat(olds), _flat(list(buffers.values()))
@@ -355,6 +368,12 @@ def average_buffers(
     total.add_(all_of_them * old)
     for buffer, found in zip(buffers.values(), torch.split(total, sizes), strict=True):
         buffer.copy_(found.view(buffer.shape))
+
+
+def _factors_of_a_mean(seen: int, counts: Sequence[int], replica: int) -> tuple[float, float, float]:
+    """Of BatchNorm without a momentum: its value is the mean over all micro-batches that it has seen."""
+    own, total = seen + counts[replica], max(seen + sum(counts), 1)
+    return seen / max(own, 1), own / total, seen / total
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -229,7 +229,10 @@ def tie_groups(
     """For each tie (the stages that share a tensor) the group of this replica's ranks among them; of all
     their ranks, where not every stage has such a replica. All ranks are given the ties of all stages."""
     made = {}
-    for stages in sorted(set(ties)):
+    wanted = sorted(set(ties))
+    if wanted:  # a word from a rank that has failed comes in time; of a group that it is to join, never
+        session.gather_numbers([1.0])
+    for stages in wanted:
         if session.stage not in stages:
             stand_in(session.rank)
             continue

@@ -22,7 +22,7 @@ def shard_optimizer(
     optimizer: torch.optim.Optimizer, *, replica: int, group: dist.ProcessGroup
 ) -> dict[Tensor, int]:
     """Leaves each replica its own parameters in the optimizer's groups; returns the owner of each."""
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad begins with some
         raise ValueError(
             "the optimizer has state already (register it with set_optimizer before its first step)"
         )
@@ -31,6 +31,8 @@ def shard_optimizer(
     owners = dict(zip(parameters, spread_by_size(sizes, parts=group.size()), strict=True))
     for param_group in optimizer.param_groups:
         param_group["params"] = [p for p in param_group["params"] if owners[p] == replica]
+    for parameter in [p for p in optimizer.state if owners[p] != replica]:
+        del optimizer.state[parameter]
     owned = [[p for p in parameters if owners[p] == owner] for owner in range(group.size())]
 
     def share(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -5,7 +5,8 @@ program that fits a micro-batch's inputs, and so knows nothing of how models are
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -117,9 +118,21 @@ class Trainer:
             jobs, _ = self._divide(inputs, num_samples, dims, False)
         else:
             jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
-        loss = self.engine.evaluate(jobs)
+        with self._buffers_kept(jobs):
+            loss = self.engine.evaluate(jobs)
         self.reducer.announce(loss, self._weight_of_losses(jobs))
         return self.reducer.announced_loss()
+
+    @contextmanager
+    def _buffers_kept(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Evaluating changes nothing, though a model may change its buffers in evaluation too."""
+        names = dict.fromkeys(name for job in jobs for name in job.program.mutated)
+        before = {name: self.state.tensor(name).clone() for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self.state.tensor(name).data.copy_(value)
 
     # ------------------------------------------------------------ a step in two halves
 
