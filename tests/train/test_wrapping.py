@@ -382,3 +382,17 @@ def test_an_argument_that_forward_does_not_take_is_named() -> None:
         wrap(dummy_inputs={**sample(), "z": torch.ones(2)})
     with pytest.raises(ValueError, match="missing a required argument: 'y'"):
         wrap(dummy_inputs={"x": torch.ones(2, 7)})
+
+
+class Takes(Plain):
+    """Takes anything by name, as models of Hugging Face do."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs["x"], inputs["y"]) * inputs["scale"].mean()
+
+
+def test_what_forward_takes_by_kwargs_is_an_input_like_any_other() -> None:
+    """V12."""
+    model, inputs = Takes(), {**sample(4), "scale": torch.full((4,), 3.0)}
+    wrapped = wrap(model, dummy_inputs=inputs)
+    assert wrapped.evaluate(inputs) == pytest.approx(model(**inputs).item())
