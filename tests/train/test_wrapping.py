@@ -396,3 +396,13 @@ def test_what_forward_takes_by_kwargs_is_an_input_like_any_other() -> None:
     model, inputs = Takes(), {**sample(4), "scale": torch.full((4,), 3.0)}
     wrapped = wrap(model, dummy_inputs=inputs)
     assert wrapped.evaluate(inputs) == pytest.approx(model(**inputs).item())
+
+
+def test_an_error_at_run_time_names_the_line_of_the_model() -> None:
+    """V7: of the many that make up a stage."""
+    wrapped = Varuna(make_model("GPT"), "0;", make_inputs("GPT", 2, torch.Generator()), 4, 2, device="cpu")
+    inputs = make_inputs("GPT", 4, torch.Generator())
+    inputs["tokens"][1] += 10_000
+    with pytest.raises(IndexError) as raised:
+        wrapped.evaluate(inputs)
+    assert "self.embed(" in str(raised.value.__notes__)
