@@ -406,3 +406,10 @@ def test_an_error_at_run_time_names_the_line_of_the_model() -> None:
     with pytest.raises(IndexError) as raised:
         wrapped.evaluate(inputs)
     assert "self.embed(" in str(raised.value.__notes__)
+
+
+def test_one_rank_of_several_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V9: torchrun, and the map that a script has for one process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"it leaves out \[1\].*'0,1;' for replicas alone, '0;1;' for a"):
+        wrap()
