@@ -53,6 +53,7 @@ from varuna.types import (
 from varuna.wrapping import (
     all_names,
     call_for_sample,
+    check_model,
     check_name,
     check_once,
     check_sizes,
@@ -140,6 +141,7 @@ class Varuna(nn.Module):
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
         super().__init__()
+        check_model(model)
         stage_map = parse_stage_map(stage_to_rank_map)
         precision = precision or ("fp16" if fp16 else "fp32")
         check_sizes(batch_size, chunk_size)
@@ -281,6 +283,11 @@ class Varuna(nn.Module):
     ) -> None:
         """Registers an optimizer made from this model's parameters; the scales matter to fp16 alone."""
         with self._errors_reach_everyone("set_optimizer"):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"set_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__} "
+                    "(different settings for different parameters are its parameter groups)"
+                )
             own = set(self.parameters())
             foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
             if foreign:

@@ -218,6 +218,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "inputs not a dict": ({"dummy_inputs": [1, 2]}, "inputs must be a dict"),
     "batch size": ({"batch_size": 0}, "batch_size must be a positive whole number"),
     "chunk size": ({"chunk_size": 2.5}, "chunk_size must be a positive whole number"),
+    "no map": ({"mapping": None}, "VARUNA_STAGE_TO_RANK_MAP"),
+    "a class": ({"model": Plain}, "not the class Plain"),
+    "wrapped twice": ({"model": nn.DataParallel(Plain())}, "wrapped already, in DataParallel"),
+    "lists": ({"dummy_inputs": {"x": [1.0], "y": [1.0]}}, "no input has a batch: got 'x', a list"),
     "rank not there": ({"mapping": "0;1;7;"}, "it names [7], which are not there"),
     "rank left out": ({"mapping": "0;1;"}, "it leaves out [2]"),
     "too deep": ({"model": Plain(layers=2)}, "allows 1 to 2"),
@@ -281,9 +285,15 @@ def test_a_step_refuses_what_does_not_fit() -> None:
         wrapped.step(sample(4))
     with pytest.raises(ValueError, match="after wrapping"):
         wrapped.set_optimizer(make_optimizer("sgd", model.parameters()))
+    with pytest.raises(TypeError, match=r"one torch\.optim\.Optimizer, not a list"):
+        wrapped.set_optimizer([make_optimizer("sgd", wrapped.parameters())])  # type: ignore[arg-type]
     wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    with pytest.raises(TypeError, match="'rate' is a int; expected something with state_dict"):
+        wrapped.register("rate", 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a dict"):
         wrapped.step([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no replica gave a sample"):
+        wrapped.step(sample(0))
     with pytest.raises(ValueError, match=r"given 5 samples.*takes 4 of"):
         wrapped.step(sample(5))
     assert wrapped.step(sample(4))[0] > 0  # nothing was lost by the refusals
