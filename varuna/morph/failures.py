@@ -82,6 +82,11 @@ def describe(cause: WorkerFailure, layout: Layout, *, last_lines: str = "") -> s
     return f"{who} {end}, without a Python exception; {said}"
 
 
+def in_short(reason: str) -> str:
+    """Without the traceback, or the last lines."""
+    return reason.partition("\n\n")[0]
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
