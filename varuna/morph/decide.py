@@ -633,7 +633,7 @@ class Thought:
             iteration_at_crash=self.state.best_iteration,
             wait_until=self.now + (0.0 if crashes == 1 else min(60.0, 2.0 ** (crashes - 2))),
         )
-        if cause.error is not None and not cause.second_hand and not self.state.best_iteration:
+        if cause.by_its_own_hand and not self.state.best_iteration:
             self.set(verdict=Verdict("failed", 1, f"before its first step, {reason}"))
         elif crashes > self.state.settings.crash_limit:
             self.set(
