@@ -47,13 +47,16 @@ def check_sizes(batch_size: int, chunk_size: int) -> None:
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
 
 
+WRAPPERS = "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "RaNNCModule", "Varuna"
+
+
 def check_model(model: object) -> None:
     """A plain module: what others have wrapped around it comes after, or is an option here."""
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(f"model must be a torch.nn.Module, not {found} (give the model that you have built)")
     around = type(model).__name__
-    if around in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "Varuna"):
+    if around in WRAPPERS:
         raise TypeError(f"the model is wrapped already, in {around} (give the plain model)")
     if around == "OptimizedModule":
         raise TypeError("the model went through torch.compile (give the plain model, and compile=True)")
