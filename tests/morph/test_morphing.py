@@ -131,6 +131,7 @@ def misbehave(step):
         assert 'raise ZeroDivisionError("the fifth step is cursed")' in last
         told = [line for line in job.text.splitlines() if line.startswith("Traceback")]
         assert len(told) == 2  # by the first generation that ended so, and by the verdict
+        assert "is over: failed: 4 times without progress" in job.varuna("status").stderr
         assert len(job.generations) == 4
         assert job.processes_left() == []
 
