@@ -571,6 +571,15 @@ class Varuna(nn.Module):
             f"device=..., precision=...; it is on {self.device} in {self.plan.precision})"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error} (what the plain model has, such as save_pretrained or generate, is there alone: "
+                "load full_state_dict(), which all ranks call, into it)"
+            ) from None
+
     # ------------------------------------------------------------ inside
 
     @contextmanager

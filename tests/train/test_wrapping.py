@@ -137,6 +137,8 @@ def test_it_behaves_as_a_module() -> None:
         wrapped(**sample())
     with pytest.raises(RuntimeError, match="stays on its device"):
         wrapped.half()
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*load full_state_dict\(\)"):
+        _ = wrapped.generate
     with pytest.raises(RuntimeError, match="no \\['nonsense'\\]"):
         wrapped.load_state_dict({**other.state_dict(), "nonsense": torch.ones(1)})
 
