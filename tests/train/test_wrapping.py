@@ -425,3 +425,20 @@ def test_one_rank_of_several_does_not_train_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"it leaves out \[1\].*'0,1;' for replicas alone, '0;1;' for a"):
         wrap()
+
+
+def test_stages_that_are_given_different_samples_are_refused(pool: Pool) -> None:
+    """V7: loaders that shuffle each by itself would pair one sample's features with another's label."""
+    for message in pool.run(shuffled_apart, 2):
+        assert "sample 0 of the batch is not the same on stages 0 and 1" in message
+
+
+def shuffled_apart() -> str:
+    import torch.distributed as dist
+
+    wrapped = wrap(mapping="0;1;")
+    wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    with pytest.raises(ValueError) as refused:
+        wrapped.step(make_inputs("Plain", 4, torch.Generator().manual_seed(dist.get_rank())))
+    wrapped.close()
+    return str(refused.value)
