@@ -86,6 +86,13 @@ class RaNNCModule(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__name__}")
+        if isinstance(model, RaNNCModule):
+            raise TypeError("the model is wrapped already, in RaNNCModule (give the plain model)")
+        if optimizer is not None and _is_of_another(optimizer, model):
+            raise ValueError(
+                "the optimizer has none of the model's parameters, and would never change it (make it from "
+                "those of the very model that you give here: Optimizer(model.parameters()))"
+            )
         if isinstance(load_deployment, bool):  # the option of that name: from the deployment_file
             options["load_deployment"] = load_deployment
             load_deployment = None
@@ -269,6 +276,8 @@ class RaNNCModule(nn.Module):
 
     def _deploy(self, number: int, leaves: Mapping[str, Any], counts: Sequence[int]) -> None:
         model, session = self._model, self._session
+        if not any(counts):
+            raise ValueError("no rank gave a sample (the first call chooses the layout by its batch)")
         if session.waiter is not None:
             session.waiter.patience = DEPLOYING_PATIENCE
         self._source = Source(
@@ -680,6 +689,11 @@ def _end(session: Session) -> None:
     if session.waiter is not None:
         session.waiter.outlive()
     session.close()
+
+
+def _is_of_another(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = set(model.parameters())
+    return bool(own) and own.isdisjoint(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -139,6 +139,11 @@ class Checkpoints:
     def register(self, name: str, thing: Stateful) -> None:
         if name in self._registered:
             raise ValueError(f"something is registered as {name!r} already (choose another name)")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise TypeError(
+                f"what is registered as {name!r} is a {type(thing).__name__}; expected something with "
+                "state_dict() and load_state_dict() (a class of your own with these two will do)"
+            )
         self._registered[name] = thing
         if name in self._unclaimed:
             thing.load_state_dict(self._unclaimed.pop(name))

@@ -638,16 +638,19 @@ class Manager:
 
     def finish(self, verdict: Verdict) -> None:
         self.journal.write(Over(verdict))
-        self.log(verdict.how, verdict.reason)
+        self.record(verdict.how, verdict.reason)  # whoever leads says it, with the place of the logs
         self.verdict = verdict
         self.finished.set()
 
     def log(self, what: str, why: str) -> None:
+        self.record(what, why)
+        self.say(f"{what}: {why}")
+
+    def record(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"at": now, "what": what, "why": why}
         with suppress(OSError):  # a full disk is no reason to leave the job alone
             self.event_log.write(msgspec.json.encode(line) + b"\n")
-        self.say(f"{what}: {why}")
 
 
 def state_of(state: JobState, machine: str) -> str:

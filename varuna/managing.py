@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from varuna.codec import decode, encode
+from varuna.morph.failures import in_short
+from varuna.morph.journal import Over, read
 from varuna.morph.messages import Answer, Ask, Message, Status, read_to_agent, write
 from varuna.morph.wire import Refused, Wire
 
@@ -123,6 +125,12 @@ def ask(code_dir: str, what: str, **facts: object) -> Answer:
     try:
         return talk(contact.address, contact.port, bytes.fromhex(contact.secret), question)
     except (OSError, Refused) as error:
+        for record in read(folder.journal):
+            if isinstance(record, Over):
+                how, reason = record.verdict.how, in_short(record.verdict.reason)
+                raise ValueError(
+                    f"{contact.job} is over: {how}: {reason}; logs in {contact.log_dir}"
+                ) from None
         raise ValueError(
             f"the manager of {contact.job} does not answer at {contact.address}:{contact.port} ({error}); "
             f"if it was killed, `varuna run --resume --code_dir {code_dir}` takes the job up again"

@@ -157,6 +157,11 @@ StageMap = tuple[tuple[int, ...], ...]
 def parse_stage_map(text: str) -> StageMap:
     """Reads "0,1;2,3;": stages parted by `;`, the ranks of each by `,`, as many as it has replicas."""
     form = 'the map is written "0,1;2,3;": stages parted by ";", the ranks of each by ","'
+    if not isinstance(text, str):
+        raise TypeError(
+            f"stage_to_rank_map must be a string, not {text!r} ({form}; the launcher sets it as "
+            "VARUNA_STAGE_TO_RANK_MAP)"
+        )
     rows = [row for row in text.strip().split(";") if row.strip()]
     if not rows:
         raise ValueError(f"stage_to_rank_map {text!r} names no stage ({form})")

@@ -53,6 +53,7 @@ from varuna.types import (
 from varuna.wrapping import (
     all_names,
     call_for_sample,
+    check_model,
     check_name,
     check_once,
     check_sizes,
@@ -141,6 +142,7 @@ class Varuna(nn.Module):
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
         super().__init__()
+        check_model(model)
         stage_map = parse_stage_map(stage_to_rank_map)
         precision = precision or ("fp16" if fp16 else "fp32")
         check_sizes(batch_size, chunk_size)
@@ -283,6 +285,11 @@ class Varuna(nn.Module):
     ) -> None:
         """Registers an optimizer made from this model's parameters; the scales matter to fp16 alone."""
         with self._errors_reach_everyone("set_optimizer"):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"set_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__} "
+                    "(different settings for different parameters are its parameter groups)"
+                )
             own = set(self.parameters())
             foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
             if foreign:
@@ -565,6 +572,15 @@ class Varuna(nn.Module):
             "a wrapped model stays on its device and in its precision (choose them when wrapping: "
             f"device=..., precision=...; it is on {self.device} in {self.plan.precision})"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error} (what the plain model has, such as save_pretrained or generate, is there alone: "
+                "load full_state_dict(), which all ranks call, into it)"
+            ) from None
 
     # ------------------------------------------------------------ inside
 

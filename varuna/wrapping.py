@@ -47,6 +47,21 @@ def check_sizes(batch_size: int, chunk_size: int) -> None:
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
 
 
+WRAPPERS = "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "RaNNCModule", "Varuna"
+
+
+def check_model(model: object) -> None:
+    """A plain module: what others have wrapped around it comes after, or is an option here."""
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"model must be a torch.nn.Module, not {found} (give the model that you have built)")
+    around = type(model).__name__
+    if around in WRAPPERS:
+        raise TypeError(f"the model is wrapped already, in {around} (give the plain model)")
+    if around == "OptimizedModule":
+        raise TypeError("the model went through torch.compile (give the plain model, and compile=True)")
+
+
 def check_name(what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise ValueError(f"{what} must be one of {', '.join(known)}, not {name!r}")
@@ -62,19 +77,26 @@ def join_job(stage_map: StageMap) -> int:
     """This process's rank; joins torch.distributed where the script has not."""
     ranks = sorted(rank for row in stage_map for rank in row)
     if not dist.is_initialized():
-        if ranks == [0]:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks == [0] and world == 1:
             return 0
         missing = [
             name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
         ]
-        if missing:
+        if missing and ranks != [0]:
             raise RuntimeError(
                 f"the map {format_stage_map(stage_map)!r} needs {len(ranks)} processes, but this one was not "
                 f"started as one of several: {', '.join(missing)} not set (start it with `python -m "
                 "varuna.run_varuna` or torchrun, or call torch.distributed.init_process_group)"
             )
+        _check_fit(stage_map, world)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    world = dist.get_world_size()
+    _check_fit(stage_map, dist.get_world_size())
+    return dist.get_rank()
+
+
+def _check_fit(stage_map: StageMap, world: int) -> None:
+    ranks = sorted(rank for row in stage_map for rank in row)
     if ranks != list(range(world)):
         lacking, idle = sorted(set(ranks) - set(range(world))), sorted(set(range(world)) - set(ranks))
         found = [f"it names {lacking}, which are not there"] if lacking else []
@@ -82,9 +104,10 @@ def join_job(stage_map: StageMap) -> int:
         raise ValueError(
             f"the map {format_stage_map(stage_map)!r} does not fit the job's {world} ranks: "
             f"{' and '.join(found)} "
-            "(start as many workers as the map has ranks, or pass the launcher's own map)"
+            "(start as many workers as the map has ranks, or pass the launcher's own map; under torchrun "
+            f"you write it: {format_stage_map([range(world)])!r} for replicas alone, "
+            f"{format_stage_map([rank] for rank in range(world))!r} for a pipeline)"
         )
-    return dist.get_rank()
 
 
 def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:

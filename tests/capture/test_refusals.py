@@ -412,6 +412,18 @@ def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
     assert "no input has a batch" in refusal(Layers(nn.Identity()), {"x": 1, "y": 2})
 
 
+class Particular(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("You have to specify input_ids")
+
+
+def test_a_model_that_refuses_its_inputs_itself_is_not_told_to_be_opaque() -> None:
+    """V7: as Hugging Face's do where a name is misspelt."""
+    message = refusal(Layers(Particular()))
+    assert line_of(Particular, "raise") in message
+    assert "are these the inputs that it wants" in message and "opaque" not in message
+
+
 def test_a_failed_capture_leaves_nothing_behind() -> None:
     refusal(Layers(Careless(True)))
     assert len is builtins.len and isinstance(len(torch.ones(2)), int)

@@ -141,6 +141,23 @@ def wrap_wider() -> Varuna:
     return wrapped
 
 
+def test_another_kind_of_optimizer_is_refused_by_what_it_has(tmp_path: Path) -> None:
+    """V37: its state would be mixed with the new one's, or fail in a later step."""
+    saved = wrap()
+    train(saved)
+    saved.checkpoint(tmp_path)
+    saved.close()
+    other = wrap()
+    optimizer = torch.optim.RMSprop(other.parameters(), lr=0.3)
+    other.set_optimizer(optimizer)
+    with pytest.raises(CheckpointError, match=r"another kind of optimizer, with amsgrad, betas.*not RMSprop"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, strict=False)
+    assert other.iteration == 1 and optimizer.param_groups[0]["lr"] == 0.3
+    train(other)
+    other.close()
+
+
 def test_another_dtype_is_cast_only_when_asked_for(tmp_path: Path) -> None:
     saved = wrap()
     saved.checkpoint(tmp_path)

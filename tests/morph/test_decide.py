@@ -385,12 +385,13 @@ def test_crashes_with_progress_in_between_do_not_stop_the_job() -> None:
 
 
 def test_a_script_that_raises_before_its_first_step_is_not_tried_again() -> None:
-    """V33"""
-    world = World(["a"])
-    world.passes(1)
-    world.end_workers("a", raised(0))
-    world.carry_out()
-    assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
+    """V33: nor one that leaves with a code, as argparse does."""
+    for outcome in (raised(0), Outcome(WorkerFailure(0, 2, None))):
+        world = World(["a"])
+        world.passes(1)
+        world.end_workers("a", outcome)
+        world.carry_out()
+        assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
 
 
 def test_a_hung_job_is_restarted_and_a_slow_one_is_not() -> None:

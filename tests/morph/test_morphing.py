@@ -129,6 +129,9 @@ def misbehave(step):
         assert job.finish() == 1
         last = job.text.split("varuna: failed: 4 times without progress in between")[1]
         assert 'raise ZeroDivisionError("the fifth step is cursed")' in last
+        told = [line for line in job.text.splitlines() if line.startswith("Traceback")]
+        assert len(told) == 2  # by the first generation that ended so, and by the verdict
+        assert "is over: failed: 4 times without progress" in job.varuna("status").stderr
         assert len(job.generations) == 4
         assert job.processes_left() == []
 

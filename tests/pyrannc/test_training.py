@@ -142,3 +142,14 @@ def test_out_of_memory_is_told_with_a_setting_of_ours(
         "1 micro-batch 14 GiB, fragments 1 GiB, other processes 1 GiB"
     )
     assert said.endswith(f"(try {way_out})")
+
+
+def test_what_could_never_train_is_refused_at_once() -> None:
+    """R6: another model's optimizer, a model that is wrapped already, a first call without samples."""
+    model = RaNNCModule(make("Simple"), device="cpu")
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        RaNNCModule(make("Simple"), torch.optim.SGD(make("Simple").parameters()), device="cpu")
+    with pytest.raises(TypeError, match="wrapped already"):
+        RaNNCModule(model, device="cpu")
+    with pytest.raises(ValueError, match="no rank gave a sample"):
+        model(torch.randn(0, WIDTH))

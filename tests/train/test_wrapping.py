@@ -137,6 +137,8 @@ def test_it_behaves_as_a_module() -> None:
         wrapped(**sample())
     with pytest.raises(RuntimeError, match="stays on its device"):
         wrapped.half()
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*load full_state_dict\(\)"):
+        _ = wrapped.generate
     with pytest.raises(RuntimeError, match="no \\['nonsense'\\]"):
         wrapped.load_state_dict({**other.state_dict(), "nonsense": torch.ones(1)})
 
@@ -218,6 +220,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "inputs not a dict": ({"dummy_inputs": [1, 2]}, "inputs must be a dict"),
     "batch size": ({"batch_size": 0}, "batch_size must be a positive whole number"),
     "chunk size": ({"chunk_size": 2.5}, "chunk_size must be a positive whole number"),
+    "no map": ({"mapping": None}, "VARUNA_STAGE_TO_RANK_MAP"),
+    "a class": ({"model": Plain}, "not the class Plain"),
+    "wrapped twice": ({"model": nn.DataParallel(Plain())}, "wrapped already, in DataParallel"),
+    "lists": ({"dummy_inputs": {"x": [1.0], "y": [1.0]}}, "no input has a batch: got 'x', a list"),
     "rank not there": ({"mapping": "0;1;7;"}, "it names [7], which are not there"),
     "rank left out": ({"mapping": "0;1;"}, "it leaves out [2]"),
     "too deep": ({"model": Plain(layers=2)}, "allows 1 to 2"),
@@ -281,9 +287,15 @@ def test_a_step_refuses_what_does_not_fit() -> None:
         wrapped.step(sample(4))
     with pytest.raises(ValueError, match="after wrapping"):
         wrapped.set_optimizer(make_optimizer("sgd", model.parameters()))
+    with pytest.raises(TypeError, match=r"one torch\.optim\.Optimizer, not a list"):
+        wrapped.set_optimizer([make_optimizer("sgd", wrapped.parameters())])  # type: ignore[arg-type]
     wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    with pytest.raises(TypeError, match="'rate' is a int; expected something with state_dict"):
+        wrapped.register("rate", 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a dict"):
         wrapped.step([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no replica gave a sample"):
+        wrapped.step(sample(0))
     with pytest.raises(ValueError, match=r"given 5 samples.*takes 4 of"):
         wrapped.step(sample(5))
     assert wrapped.step(sample(4))[0] > 0  # nothing was lost by the refusals
@@ -382,3 +394,51 @@ def test_an_argument_that_forward_does_not_take_is_named() -> None:
         wrap(dummy_inputs={**sample(), "z": torch.ones(2)})
     with pytest.raises(ValueError, match="missing a required argument: 'y'"):
         wrap(dummy_inputs={"x": torch.ones(2, 7)})
+
+
+class Takes(Plain):
+    """Takes anything by name, as models of Hugging Face do."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs["x"], inputs["y"]) * inputs["scale"].mean()
+
+
+def test_what_forward_takes_by_kwargs_is_an_input_like_any_other() -> None:
+    """V12."""
+    model, inputs = Takes(), {**sample(4), "scale": torch.full((4,), 3.0)}
+    wrapped = wrap(model, dummy_inputs=inputs)
+    assert wrapped.evaluate(inputs) == pytest.approx(model(**inputs).item())
+
+
+def test_an_error_at_run_time_names_the_line_of_the_model() -> None:
+    """V7: of the many that make up a stage."""
+    wrapped = Varuna(make_model("GPT"), "0;", make_inputs("GPT", 2, torch.Generator()), 4, 2, device="cpu")
+    inputs = make_inputs("GPT", 4, torch.Generator())
+    inputs["tokens"][1] += 10_000
+    with pytest.raises(IndexError) as raised:
+        wrapped.evaluate(inputs)
+    assert "self.embed(" in str(raised.value.__notes__)
+
+
+def test_one_rank_of_several_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V9: torchrun, and the map that a script has for one process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"it leaves out \[1\].*'0,1;' for replicas alone, '0;1;' for a"):
+        wrap()
+
+
+def test_stages_that_are_given_different_samples_are_refused(pool: Pool) -> None:
+    """V7: loaders that shuffle each by itself would pair one sample's features with another's label."""
+    for message in pool.run(shuffled_apart, 2):
+        assert "sample 0 of the batch is not the same on stages 0 and 1" in message
+
+
+def shuffled_apart() -> str:
+    import torch.distributed as dist
+
+    wrapped = wrap(mapping="0;1;")
+    wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    with pytest.raises(ValueError) as refused:
+        wrapped.step(make_inputs("Plain", 4, torch.Generator().manual_seed(dist.get_rank())))
+    wrapped.close()
+    return str(refused.value)

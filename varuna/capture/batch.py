@@ -46,8 +46,9 @@ def find_batch(inputs: Mapping[str, object], batch_dims: Mapping[str, int | None
     ordered = sorted(sizes, key=lambda name: name not in declared)
     size = next((sizes[name] for name in ordered if sizes[name] != 1), 1)
     if not sizes:
+        given = [f"{name!r}, a {type(value).__name__}" for name, value in inputs.items()]
         raise CaptureError(
-            f"no input has a batch: got {', '.join(map(repr, inputs)) or 'nothing'} "
+            f"no input has a batch: got {', '.join(given) or 'nothing'} "
             "(give at least one tensor whose leading dimension is the batch)"
         )
     for name in ordered:

@@ -9,7 +9,7 @@ tensors are told apart by flat names, and wants all that it gives:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +44,17 @@ class Calling:
         The loss alone leaves the graph: what only other outputs need is not computed.
         """
         hook = model.register_forward_hook(lambda _module, _args, output: find_loss(output))
+        original = model.forward
+
+        def forward(**given: Any) -> Any:
+            return original(**given)
+
+        model.forward = _declaring(forward, inputs)
         try:
             yield
         finally:
             hook.remove()
+            model.forward = original
 
     def structure(self) -> Structure:
         """Of what the model gave when it was last run adapted."""
@@ -119,11 +126,7 @@ class Structured(Calling):
             )
             return self._taken_apart(original(*bound.args, **bound.kwargs), set(map(id, leaves.values())))
 
-        # torch.export matches the names of its example with those that the forward declares.
-        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
-        )
-        model.forward = forward
+        model.forward = _declaring(forward, inputs)
         try:
             yield
         finally:
@@ -156,6 +159,17 @@ class Structured(Calling):
             raise CaptureError(f"the model's forward returned no tensor, but {in_words(output)}")
         self._structure = Structure(spec, tuple(places), tuple(constants))
         return tuple(tensors)
+
+
+def _declaring(forward: Any, names: Iterable[str]) -> Any:
+    """The function, with these arguments: torch.export matches its example with what a forward declares.
+
+    So what a model takes by `**kwargs`, as Hugging Face's do, is an input like any other.
+    """
+    forward.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    )
+    return forward
 
 
 _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()  # of methods: each call asks

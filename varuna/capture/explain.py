@@ -130,6 +130,11 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
             "x.view(-1, ...)). "
             f"torch.export says: {_short(text)}"
         )
+    if ": raise " in place:
+        return (
+            f"{place}: {kind}: {_short(text)} (the model itself refused to run on a batch of {batch} without "
+            "values: are these the inputs that it wants, and does it take batches of any size?)"
+        )
     return (
         f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} "
         "without values; if it "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
+from traceback import walk_tb
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -107,7 +109,31 @@ def bind(module: fx.GraphModule) -> Callable[..., Any]:
         return names[match[0]]
 
     exec(compile(OPERATION.sub(bound, code.src), "<stage>", "exec"), space)
-    return partial(space["forward"], module)
+    forward: FunctionType = space["forward"]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return forward(module, *arguments)
+        except Exception as error:
+            number = _line_number(error, forward)
+            if number is not None:
+                line = _line_of_the_model(module.graph, code.src.splitlines()[number - 1])
+                error.add_note(f"in the model: {line}")
+            raise
+
+    return run
+
+
+def _line_number(error: BaseException, function: FunctionType) -> int | None:
+    steps = walk_tb(error.__traceback__)
+    return next((number for frame, number in steps if frame.f_code is function.__code__), None)
+
+
+def _line_of_the_model(graph: fx.Graph, statement: str) -> str:
+    """Where the model does what a statement of the written forward does, which assigns to its node's name."""
+    name = statement.partition("=")[0].strip()
+    lines = (node.meta.get("stack_trace") for node in graph.nodes if node.name == name)
+    return next(lines, None) or statement.strip()
 
 
 def attributes(module: fx.GraphModule) -> dict[str, Any]:

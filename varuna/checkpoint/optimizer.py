@@ -13,6 +13,9 @@ from varuna.errors import CheckpointError
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how an optimizer computes, not what: those of the new optimizer stay."""
 
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""What learning rate schedulers write into groups, be it before or after a checkpoint is loaded."""
+
 
 def pack_groups(optimizer: torch.optim.Optimizer) -> list[bytes]:
     """The hyper-parameters of each group, as JSON that is the same wherever they are the same."""
@@ -50,6 +53,17 @@ def pack_state(
 ) -> Json:
     state = optimizer.state.get(parameter, {})
     return {"group": group, "state": pack(dict(state), f"optimizer/{name}", tensors)}
+
+
+def foreign_options(optimizer: torch.optim.Optimizer, groups: Sequence[Json]) -> list[str]:
+    """Hyper-parameters of another kind of optimizer; none where this kind saved the groups.
+
+    Another version of the same kind may have more of them, or fewer, but not both.
+    """
+    own = optimizer.defaults.keys() - HOW
+    here = own.union(*(group.keys() for group in optimizer.param_groups))
+    saved: set[str] = set().union(*(unpack(group, _no_tensor) for group in groups)) - HOW - OF_SCHEDULERS
+    return sorted(saved - here) if own - saved else []
 
 
 def match_groups(

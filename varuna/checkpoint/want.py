@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.manifest import Json, Manifest, TensorEntry
-from varuna.checkpoint.optimizer import match_groups
+from varuna.checkpoint.optimizer import foreign_options, match_groups
 from varuna.checkpoint.tensors import spec_of
 from varuna.checkpoint.tree import tensors_in
 from varuna.errors import CheckpointError, some
@@ -122,6 +122,16 @@ def _choose_optimizer(
     *,
     required: bool,
 ) -> None:
+    foreign = foreign_options(optimizer, manifest.trees["groups"])
+    if foreign and required:
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} is of another kind of optimizer, with {', '.join(foreign)}, "
+            f"not {type(optimizer).__name__} (use the one that saved it; load_checkpoint(..., strict=False) "
+            "leaves the new one as it is)"
+        )
+    if foreign:
+        log.warning("checkpoint %s is of another kind of optimizer: left as it is", manifest.facts.step)
+        return
     missing = []
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in names_of]:
         key = _first(manifest.trees, [f"optimizer/{name}" for name in names_of[parameter]])

@@ -1,8 +1,9 @@
 """Whether all stages were given the same samples in the same order.
 
-Where stages differ in their number of replicas, a sample's inputs come to each stage by another rank's data
-loader. A loader that deals samples out otherwise than in order would pair the features of one sample with
-the label of another, and nobody would notice: so the first batch is looked at.
+A sample's inputs come to each stage by another rank's data loader. Loaders that shuffle each by itself would
+pair the features of one sample with the label of another, and nobody would notice; so would, where stages
+differ in their number of replicas, one that deals samples out otherwise than in order. So the first
+batch is looked at.
 """
 
 import hashlib
@@ -37,8 +38,9 @@ def refuse_misaligned(by_stage: Sequence[Sequence[Hashes]]) -> None:
                 where = next((i for i, (one, other) in enumerate(pairs) if one != other), len(batch))
                 raise ValueError(
                     f"sample {where} of the batch is not the same on stages 0 and {stage}: they were given "
-                    f"different {name!r} for it (with unequal numbers of replicas each rank takes its part "
-                    "of the same batch in order, by its place among its own stage's replicas: "
-                    "varuna.SampleOrder with replica=model.rank_within_stage, num_replicas=model.data_depth; "
-                    "what is drawn at random for a sample must be the same on all ranks)"
+                    f"different {name!r} for it (each rank gives its part of the "
+                    "same batch in order, by its place among its own stage's replicas: "
+                    "varuna.SampleOrder with replica=model.rank_within_stage, num_replicas=model.data_depth, "
+                    "or a loader that is seeded alike on all stages; what is drawn at random for a sample "
+                    "must be the same on all ranks)"
                 )

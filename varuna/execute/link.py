@@ -380,7 +380,10 @@ class Link:
     def error(self) -> PeerLost:
         """Why nothing more can be sent or will arrive."""
         if self.lost is None:
-            return PeerLost(f"{self.name} has ended, though more was expected of it (look for its own error)")
+            return PeerLost(
+                f"{self.name} has ended, though more was expected of it (look for its own error; where it "
+                "has none, its script made fewer calls: all ranks make the same steps and evaluations)"
+            )
         return PeerLost(f"{self.name} is lost: {self.lost} (was it killed, or its machine?)")
 
     def say_goodbye(self) -> None:

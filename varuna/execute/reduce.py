@@ -34,6 +34,9 @@ ASKS = float("inf")
 
 A third number in every step's sum would be one more of the backend's messages in every step.
 """
+NOTHING_WEIGHED = (
+    "no replica gave a sample, or loss_weight is zero for all of them (leave such a batch out, on all ranks)"
+)
 
 
 class WaitsForWork(Protocol):
@@ -137,7 +140,7 @@ class Reducer:
         self._reduce_ties()
         loss, weight = self._announced_totals()
         if not weight > 0:
-            raise ValueError("the weights of all micro-batches of this step sum to zero, so it has no loss")
+            raise ValueError(f"this step has no loss: {NOTHING_WEIGHED}")
         self._scale(nominal_weight / weight / loss_scale)
         self._take_back()
         norm = self._norm() if checks_overflow or max_norm is not None else None
@@ -284,7 +287,7 @@ class Reducer:
         """The loss of all ranks, where no gradients follow."""
         loss, weight = self._announced_totals()
         if not weight > 0:
-            raise ValueError("the weights of all micro-batches sum to zero, so there is no loss")
+            raise ValueError(f"this evaluation has no loss: {NOTHING_WEIGHED}")
         return loss / weight
 
     def sum_over_replicas(self, tensor: Tensor) -> None:

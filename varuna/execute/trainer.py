@@ -92,6 +92,7 @@ class Trainer:
         if self.session.uneven:
             jobs, shares = self._divide(inputs, num_samples, dims, training)
         else:
+            self._check_alignment(inputs, dims, training)
             microbatches = self._scatter(inputs, num_samples, dims)
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(microbatches, dims, training, shares.first_sample)
@@ -117,6 +118,7 @@ class Trainer:
         if self.session.uneven:
             jobs, _ = self._divide(inputs, num_samples, dims, False)
         else:
+            self._check_alignment(inputs, dims, False)
             jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
         with self._buffers_kept(jobs):
             loss = self.engine.evaluate(jobs)
@@ -259,9 +261,7 @@ class Trainer:
         counts = session.gather_by_stage([num_samples])
         given = tuple(tuple(int(count) for (count,) in row) for row in counts)
         refuse_other_batches(given, session.stage_map)
-        if training not in self._aligned:
-            self._check_alignment(inputs, dims)
-            self._aligned.add(training)
+        self._check_alignment(inputs, dims, training)
         division = divide_batch(
             given, stage=session.stage, replica=session.replica, microbatch_size=self.plan.microbatch_size
         )
@@ -292,8 +292,11 @@ class Trainer:
             if isinstance(neighbour, Crowd):
                 neighbour.begin(pieces, specs)
 
-    def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int]) -> None:
+    def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int], training: bool) -> None:
         """Once, for a script that gives its data wrongly does so from the first batch on."""
+        if self.plan.depth == 1 or training in self._aligned:
+            return
+        self._aligned.add(training)
         ranks = self.plan.ranks
         found = dict(zip(ranks, self.session.gather(hash_samples(inputs, dims)), strict=True))
         refuse_misaligned([[found[rank] for rank in row] for row in self.session.stage_map])

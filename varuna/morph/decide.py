@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from varuna.morph.failures import describe, find_cause
+from varuna.morph.failures import describe, find_cause, in_short
 from varuna.morph.state import (
     AgentJoined,
     AgentLeft,
@@ -480,7 +480,7 @@ class Thought:
             in_step=False,
             progressed_at=self.now,
         )
-        self.do(Launch(generation, why, proposal.reasons))
+        self.do(Launch(generation, in_short(why), proposal.reasons))
 
     # ------------------------------------------------------------ running
 
@@ -592,8 +592,10 @@ class Thought:
         number = self.generation.number
         if not self.state.settings.morphs and self.state.verdict is None:
             self.set(verdict=Verdict("failed", 1, why))
+        # A traceback is told once: not where the verdict will tell it, nor where it is the one of before.
+        told_elsewhere = self.state.verdict is not None or why == self.state.reason
         self.enter("ending", why, deadline=self.now + self.state.settings.end_seconds)
-        self.tell("generation ended", f"{number}: {why}")
+        self.tell("generation ended", f"{number}: {in_short(why) if told_elsewhere else why}")
         for name in self.generation.machines:
             member = self.state.members.get(name)  # one whose workers had ended may have left for good
             if member is not None and member.agent and member.workers == number:
@@ -631,7 +633,7 @@ class Thought:
             iteration_at_crash=self.state.best_iteration,
             wait_until=self.now + (0.0 if crashes == 1 else min(60.0, 2.0 ** (crashes - 2))),
         )
-        if cause.error is not None and not cause.second_hand and not self.state.best_iteration:
+        if cause.by_its_own_hand and not self.state.best_iteration:
             self.set(verdict=Verdict("failed", 1, f"before its first step, {reason}"))
         elif crashes > self.state.settings.crash_limit:
             self.set(

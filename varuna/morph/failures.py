@@ -53,6 +53,11 @@ class WorkerFailure(msgspec.Struct, frozen=True):
     def second_hand(self) -> bool:
         return self.error is not None and self.error.quotes_another
 
+    @property
+    def by_its_own_hand(self) -> bool:
+        """The script raised, or left with a code, as it does for an option that it does not know."""
+        return not self.second_hand and (self.error is not None or (self.exit_code or 0) > 0)
+
 
 # No peer's failure ends a process like this: who dies of it, died first.
 _FIRST_HAND_SIGNALS = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
@@ -80,6 +85,11 @@ def describe(cause: WorkerFailure, layout: Layout, *, last_lines: str = "") -> s
     end = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
     said = f"its last words:\n\n{last_lines.rstrip()}" if last_lines.strip() else "it wrote nothing to stderr"
     return f"{who} {end}, without a Python exception; {said}"
+
+
+def in_short(reason: str) -> str:
+    """Without the traceback, or the last lines."""
+    return reason.partition("\n\n")[0].removesuffix("; its last words:")
 
 
 def _signal_name(number: int) -> str:
