@@ -90,6 +90,11 @@ def flip_a_bit(store: Store, step: int, name: str = "weight") -> None:
     file_of(store, step).write_bytes(data)
 
 
+def test_help_tells_the_command_as_it_was_typed(cli: Cli) -> None:
+    assert cli("run", "--help") == 0
+    assert cli.out.startswith("usage: varuna run [options] script.py [its arguments]")
+
+
 # ---------------------------------------------------------------- the door itself
 
 

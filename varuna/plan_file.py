@@ -49,7 +49,9 @@ def read_plan(file: str | os.PathLike[str]) -> PinnedPlan:
     try:
         pinned = decode(path.read_bytes(), PinnedPlan, str(path))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no plan {path} (make one with `varuna plan --out`)") from None
+        raise FileNotFoundError(
+            f"there is no plan {path} (`varuna plan --out` makes one, or save_deployment of pyrannc)"
+        ) from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder (a plan is a file that `varuna plan --out` wrote)") from None
     check_plan(pinned.plan, str(path))

@@ -109,9 +109,11 @@ def user_environment(arguments: LaunchArguments) -> dict[str, str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    by_name = sys.argv[0] == "varuna run"
+    prog = sys.argv[0] if by_name else "python -m varuna.run_varuna"
     parser = argparse.ArgumentParser(
-        prog="python -m varuna.run_varuna",
-        usage="python -m varuna.run_varuna [options] script.py [its arguments]",
+        prog=prog,
+        usage=f"{prog} [options] script.py [its arguments]",
         description="Starts a job on the machines of a list, and leads it while they come and go.",
         allow_abbrev=False,
     )

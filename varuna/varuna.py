@@ -573,6 +573,13 @@ class Varuna(nn.Module):
             f"device=..., precision=...; it is on {self.device} in {self.plan.precision})"
         )
 
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        return (
+            f"Varuna(stage {self.stage} of {self.partitions}, replica {self.rank_within_stage} of "
+            f"{self.data_depth}, {count:,} parameters in {self.plan.precision} on {self.device})"
+        )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

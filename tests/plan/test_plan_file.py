@@ -55,7 +55,7 @@ def test_an_edited_plan_is_refused_with_its_key(tmp_path: Path, change: dict[str
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no plan .*nowhere.json \(make one with"):
+    with pytest.raises(FileNotFoundError, match=r"no plan .*nowhere.json \(`varuna plan --out` makes"):
         read_plan(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match="is a folder"):
         read_plan(tmp_path)

@@ -88,6 +88,8 @@ def test_a_meta_model_takes_given_values(pool: Pool) -> None:
         model = make_model("Plain")
     values = make_model("Plain").state_dict()
     wrapped = wrap(model, initialize=values)
+    count = sum(value.numel() for value in values.values())
+    assert repr(wrapped) == f"Varuna(stage 0 of 1, replica 0 of 1, {count:,} parameters in fp32 on cpu)"
     for name, value in wrapped.state_dict().items():
         assert torch.equal(value, values[name])
 
