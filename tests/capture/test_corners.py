@@ -105,6 +105,19 @@ def test_a_model_that_checkpoints_itself_is_checked_like_any_other(use_reentrant
     assert ("a.weight" in captured.untouched([True])) is use_reentrant
 
 
+def test_noise_that_all_samples_share_is_told_from_theirs_where_its_size_is_a_multiple_of_the_batch() -> None:
+    """V17: a sample of three, and a draw of six."""
+
+    def body(model: Model, x: Tensor) -> Tensor:
+        h = model.cut(model.a(x)) + torch.randn(6)
+        return model.b(h + torch.randn(x.shape[0], 6))
+
+    model = Model(body)
+    captured = Source(model).capture(batch_of(3), training=True)
+    assert captured.shared_draws == {0}
+    check_capture(model, captured, batch_of(3))
+
+
 def test_a_buffer_changed_on_one_side_of_a_cut_and_read_on_the_other_is_refused() -> None:
     """V7"""
 

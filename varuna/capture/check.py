@@ -70,7 +70,9 @@ def _eager(
         config.use_cache = False  # type: ignore[union-attr]
     try:
         with (
-            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch),
+            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch).knowing(
+                captured.shared_draws
+            ),
             autocast(captured.precision, captured.device),
         ):
             loss = find_loss(model(**copy.copy(dict(inputs))))

@@ -51,6 +51,8 @@ class plain_randomness(TorchFunctionMode):
         self._work = Work(seed=seed, step=step, first_sample=first_sample)
         self._batch_size = batch_size
         self._ordinals = [0]
+        self._shared: frozenset[int] = frozenset()  # the ordinals of draws that all samples share
+        self._is_shared = False  # the draw at hand
 
     @classmethod
     def of(cls, work: Work, *, batch_size: int, first_ordinal: int) -> plain_randomness:
@@ -58,6 +60,11 @@ class plain_randomness(TorchFunctionMode):
         mode._work = msgspec.structs.replace(mode._work, spans=work.spans)
         mode._ordinals = [first_ordinal]
         return mode
+
+    def knowing(self, captured_shared: frozenset[int]) -> plain_randomness:
+        """The same, with what a capture knows of the model's draws, where a size alone might deceive."""
+        self._shared = captured_shared
+        return self
 
     def __enter__(self) -> plain_randomness:
         if self not in plain_randomness.running:
@@ -99,7 +106,9 @@ class plain_randomness(TorchFunctionMode):
         own_generator = kwargs.get("generator") is not None  # whoever brings one draws apart from the model
         if operation is None or own_generator or not random.draws(operation, args, kwargs):
             return func(*args, **kwargs)
-        return self._draw(func, operation, list(args), dict(kwargs), self._next())
+        ordinal = self._next()
+        self._is_shared = ordinal in self._shared
+        return self._draw(func, operation, list(args), dict(kwargs), ordinal)
 
     def _draw(self, func: Any, operation: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
         name = func.__name__
@@ -162,6 +171,8 @@ class plain_randomness(TorchFunctionMode):
             return [self._part(leaf.shape) for leaf in pytree.tree_leaves(func(*meta_args, **meta_kwargs))]
 
     def _part(self, shape: Sequence[int]) -> random.Part | None:
+        if self._is_shared:
+            return None
         for i, size in enumerate(shape):
             if size == self._batch_size:
                 return i, 1
