@@ -61,6 +61,7 @@ from varuna.wrapping import (
     join_job,
     own_address,
     plan_stages,
+    refuse_detached,
     refuse_inseparable,
     refuse_unforeseen,
 )
@@ -193,6 +194,7 @@ class Varuna(nn.Module):
                 watch=watch(speaks=rank == min(map(min, stage_map))),
             )
             captured = self._source.capture(inputs, training=True)
+            refuse_detached(captured, model)
             self._num_segments = captured.num_segments
             self._sampled = captured
             seed, machines = self._agree_on(captured.graph.fingerprint, seed)

@@ -157,6 +157,16 @@ def refuse_inseparable(plan: Plan, captured: Captured) -> None:
             )
 
 
+def refuse_detached(captured: Captured, model: nn.Module) -> None:
+    """A model whose weights are all frozen can be evaluated; one that means to learn has to be able to."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if trains and captured.untouched([True] * len(captured.results)) == frozenset(captured.parameters):
+        raise CaptureError(
+            "nothing leads from the model's weights to its loss, so none of them would learn (is the loss "
+            "detached, made under no_grad, or by way of item() or argmax?)"
+        )
+
+
 def refuse_unforeseen(
     captured: Captured, sampled: Captured, state: StageState, plan: Plan, stage: int
 ) -> None:

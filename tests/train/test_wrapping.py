@@ -12,7 +12,7 @@ from tests.pool import Pool
 from tests.tasks import compare, make_optimizer, stage_map, train, train_plainly
 from tests.toys import Plain, make_inputs, make_model
 from varuna import CutPoint, Varuna, get_this_rank_config_varuna, get_varuna_config
-from varuna.errors import WorkerError
+from varuna.errors import CaptureError, WorkerError
 
 
 def sample(batch: int = 2) -> dict[str, Any]:
@@ -92,6 +92,25 @@ def test_a_meta_model_takes_given_values(pool: Pool) -> None:
     assert repr(wrapped) == f"Varuna(stage 0 of 1, replica 0 of 1, {count:,} parameters in fp32 on cpu)"
     for name, value in wrapped.state_dict().items():
         assert torch.equal(value, values[name])
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).detach().mean()
+
+
+def test_a_loss_that_no_weight_leads_to_is_refused_but_frozen_weights_can_be_evaluated() -> None:
+    """V7, V18"""
+    x = torch.randn(4, 4)
+    model = Detached()
+    with pytest.raises(CaptureError, match="nothing leads from the model's weights to its loss"):
+        Varuna(model, "0", {"x": x}, 4, 2, device="cpu")
+    wrapped = Varuna(model.requires_grad_(False), "0", {"x": x}, 4, 2, device="cpu")
+    assert wrapped.evaluate({"x": x}) == pytest.approx(float(model(x)))
 
 
 def test_a_function_may_give_the_sample_inputs() -> None:

@@ -126,6 +126,10 @@ class Captured:
         """What the last stage gives: the loss, or all tensors of the `structure`."""
         return tuple(map(self._carver.spec, self._whole.results))
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self._whole.parameters)
+
     def untouched(self, wanted: Sequence[bool]) -> frozenset[str]:
         """The parameters that get no gradient at all where only these of the results get one."""
         results = zip(self._whole.results, wanted, strict=True)

@@ -79,8 +79,9 @@ def _eager(
     finally:
         if use_cache is not None:
             config.use_cache = use_cache  # type: ignore[union-attr]
-    trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
+    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
     found: dict[str, Tensor] = {}
     for name, grad in zip(trained, grads, strict=True):
         canonical = names.get(name, name)
