@@ -307,9 +307,10 @@ class Varuna(nn.Module):
                     f"{self._checkpoints.loaded_before_optimizer} was loaded before the optimizer was there "
                     "to take its state (call set_optimizer before load_checkpoint)"
                 )
-            if self._shards_optimizer and self._session.replicas is not None:
+            is_new = optimizer is not self._optimizer  # else it may be given to set another loss scale
+            if is_new and self._shards_optimizer and self._session.replicas is not None:
                 shard(optimizer, replica=self._session.replica, group=self._session.replicas)
-            if self._offloads_optimizer and self.device.type == "cuda":
+            if is_new and self._offloads_optimizer and self.device.type == "cuda":
                 keep_state_on_host(optimizer)
             self._optimizer = self._checkpoints.optimizer = optimizer
             self._checkpoints.loss_scale = self._loss_scale

@@ -263,6 +263,7 @@ def optimizer_state(width: int) -> int:
     )
     optimizer = torch.optim.AdamW(wrapped.parameters())
     wrapped.set_optimizer(optimizer)
+    wrapped.set_optimizer(optimizer)  # once more shares nothing out again
     wrapped.step(make_inputs("Plain", 4 // width, torch.Generator()))
     optimizer.step()
     wrapped.close()
