@@ -31,7 +31,7 @@ from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import machine_identity
-from varuna.execute.room import Layout, Remedies, explained, let_go
+from varuna.execute.room import Layout, Remedies, explained, telling
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
 from varuna.observe import merge, to_perfetto
@@ -40,7 +40,7 @@ from varuna.plan.blocks import partition
 from varuna.plan_file import PinnedPlan
 from varuna.profile_file import write_whole
 from varuna.types import Plan, PrecisionName, Profile
-from varuna.wrapping import check_name, find_device, own_address, refuse_inseparable
+from varuna.wrapping import check_model, check_name, find_device, own_address, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 
@@ -84,10 +84,7 @@ class RaNNCModule(nn.Module):
         **options: object,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__name__}")
-        if isinstance(model, RaNNCModule):
-            raise TypeError("the model is wrapped already, in RaNNCModule (give the plain model)")
+        check_model(model)
         if optimizer is not None and _is_of_another(optimizer, model):
             raise ValueError(
                 "the optimizer has none of the model's parameters, and would never change it (make it from "
@@ -633,23 +630,19 @@ class RaNNCModule(nn.Module):
     @contextmanager
     def _errors_reach_everyone(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with telling(self._with_consumers):
+                yield
         except Exception as error:
-            pipeline = self._pipeline
-            where = "" if pipeline is None else pipeline.trainer.engine.where
-            told = error if pipeline is None else self._with_consumers(error, pipeline)
-            self._session.explain(told, where or what)
-            if pipeline is None or told is error:
-                raise
-            let_go(pipeline.trainer.engine.stage, error)
-            try:
-                raise told from error
-            finally:
-                del told  # else it holds itself by this frame, and with it what the callers have
+            where = "" if self._pipeline is None else self._pipeline.trainer.engine.where
+            self._session.explain(error, where or what)
+            raise
 
-    def _with_consumers(self, error: Exception, pipeline: Pipeline) -> Exception:
-        """An error that names who has the memory, where that is what is lacking."""
-        plan, engine = pipeline.trainer.plan, pipeline.trainer.engine
+    def _with_consumers(self, error: torch.OutOfMemoryError) -> Exception | None:
+        """An error that names who has the memory, once the model is spread."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return None
+        plan = pipeline.trainer.plan
         own = plan.stages[self._session.stage]
         share = -(-plan.batch_size // len(own.ranks))
 
@@ -663,8 +656,8 @@ class RaNNCModule(nn.Module):
             parameters=self._state.parameters(),
             buffers=self._state.buffers(),
             optimizer=self._optimizer,
+            stage=pipeline.trainer.engine.stage,
             layout=Layout(plan.depth, pipeline.microbatch_size(share), number, own.recompute),
-            begun=len(engine.stage.held) + 1,
             remedies=Remedies(
                 recompute="checkpointing=True",
                 microbatches=lambda size: f"pipeline_num={number(size)}",

@@ -50,7 +50,7 @@ def assemble(
     groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
     program = captured.carve(own.first, own.stop)
     # Nothing leads from them to the loss; or an opaque module alone knows whether it uses them.
-    doubtful = captured.untouched([True] * len(captured.results)) | captured.held_by_leaves
+    doubtful = captured.untouched() | captured.held_by_leaves
     # A weight that the model never uses has no gradient, here as in one process.
     used = {state.tensor(name) for name in program.state}
     reducer = Reducer(

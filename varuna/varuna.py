@@ -24,7 +24,7 @@ from varuna.errors import CheckpointError
 from varuna.execute.address import machine_identity
 from varuna.execute.offload import keep_state_on_host
 from varuna.execute.precision import LossScale, make_loss_scale
-from varuna.execute.room import Layout, Remedies, explained, let_go
+from varuna.execute.room import Layout, Remedies, explained, telling
 from varuna.execute.scatter import WeightFunction
 from varuna.execute.session import open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -597,7 +597,8 @@ class Varuna(nn.Module):
     @contextmanager
     def _errors_reach_everyone(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with telling(self._with_consumers):
+                yield
         except Exception as error:
             trainer = self.__dict__.get("_trainer")
             where = trainer.engine.where if trainer is not None else ""
@@ -605,18 +606,13 @@ class Varuna(nn.Module):
                 self._checkpoints.held.failed = True  # with all other ranks
             if trainer is None:
                 usr1.release(self._attention)  # at once: the error may keep what there is of the model alive
-            told = error if trainer is None else self._with_consumers(error)
-            self._session.explain(told, where or f"stage {self._session.stage}, {what}")
-            if told is error:
-                raise
-            let_go(self._trainer.engine.stage, error)
-            try:
-                raise told from error
-            finally:
-                del told  # else it holds itself by this frame, and with it what the callers have
+            self._session.explain(error, where or f"stage {self._session.stage}, {what}")
+            raise
 
-    def _with_consumers(self, error: Exception) -> Exception:
-        """An error that names who has the memory, where that is what is lacking."""
+    def _with_consumers(self, error: torch.OutOfMemoryError) -> Exception | None:
+        """An error that names who has the memory, once the model has a stage."""
+        if "_trainer" not in self.__dict__:
+            return None
         plan, stage = self.plan, self._session.stage
 
         def most_held(size: int) -> int:
@@ -629,8 +625,8 @@ class Varuna(nn.Module):
             parameters=self._weights,
             buffers=self._state.buffers(),
             optimizer=self._optimizer,
+            stage=self._trainer.engine.stage,
             layout=Layout(plan.depth, plan.microbatch_size, most_held, plan.stages[stage].recompute),
-            begun=len(self._trainer.engine.stage.held) + 1,
             remedies=REMEDIES,
         )
 

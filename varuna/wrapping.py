@@ -59,7 +59,9 @@ def check_model(model: object) -> None:
     if around in WRAPPERS:
         raise TypeError(f"the model is wrapped already, in {around} (give the plain model)")
     if around == "OptimizedModule":
-        raise TypeError("the model went through torch.compile (give the plain model, and compile=True)")
+        raise TypeError(
+            "the model went through torch.compile (give the plain model; Varuna takes compile=True)"
+        )
 
 
 def check_name(what: str, name: str, known: Sequence[str]) -> None:
@@ -160,7 +162,7 @@ def refuse_inseparable(plan: Plan, captured: Captured) -> None:
 def refuse_detached(captured: Captured, model: nn.Module) -> None:
     """A model whose weights are all frozen can be evaluated; one that means to learn has to be able to."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    if trains and captured.untouched([True] * len(captured.results)) == frozenset(captured.parameters):
+    if trains and captured.untouched() == frozenset(captured.parameters):
         raise CaptureError(
             "nothing leads from the model's weights to its loss, so none of them would learn (is the loss "
             "detached, made under no_grad, or by way of item() or argmax?)"

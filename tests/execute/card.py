@@ -68,12 +68,12 @@ class Event:
             self._numbers = mmap.mmap(file.fileno(), 16)
 
     def record(self, stream: Stream) -> None:
-        number = self._recorded + 1
+        number = self.recorded + 1
         self._write(0, number)
         stream.put(functools.partial(self._write, 8, number))
 
     def wait(self, stream: Stream) -> None:
-        number = self._recorded
+        number = self.recorded
 
         def hold_up() -> None:
             while self._done < number:
@@ -82,13 +82,13 @@ class Event:
         stream.put(hold_up)
 
     def query(self) -> bool:
-        return self._done >= self._recorded
+        return self._done >= self.recorded
 
     def ipc_handle(self) -> bytes:
         return str(self._path).encode()
 
     @property
-    def _recorded(self) -> int:
+    def recorded(self) -> int:
         return int(struct.unpack_from("<q", self._numbers, 0)[0])
 
     @property

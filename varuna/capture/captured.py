@@ -130,10 +130,12 @@ class Captured:
     def parameters(self) -> tuple[str, ...]:
         return tuple(self._whole.parameters)
 
-    def untouched(self, wanted: Sequence[bool]) -> frozenset[str]:
-        """The parameters that get no gradient at all where only these of the results get one."""
-        results = zip(self._whole.results, wanted, strict=True)
-        reached = self._carver.flow.leading_to([result for result, is_wanted in results if is_wanted])
+    def untouched(self, wanted: Sequence[bool] | None = None) -> frozenset[str]:
+        """The parameters that get no gradient where only these of the results get one; None: all do."""
+        results = list(self._whole.results)
+        if wanted is not None:
+            results = [result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted]
+        reached = self._carver.flow.leading_to(results)
         return frozenset(name for name in self._whole.parameters if self._whole.state[name] not in reached)
 
     @property

@@ -3,6 +3,7 @@
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -99,19 +100,18 @@ def propose(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
 
 
 def explained(
-    error: Exception,
+    error: torch.OutOfMemoryError,
     *,
     device: torch.device,
     parameters: Iterable[Tensor],
     buffers: Iterable[Tensor],
     optimizer: torch.optim.Optimizer | None,
+    stage: Stage,
     layout: Layout,
-    begun: int,
     remedies: Remedies,
-) -> Exception:
-    """The same error, unless a device ran out of memory: then one that tells who has it."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return error
+) -> OutOfDeviceMemory:
+    """The error that tells who has the memory; what the failed step has of it is free by then, for the error
+    of torch, and the model, may live on, in cycles too."""
     weights = list(parameters)
     steady = {
         "parameters": _bytes(weights, device) + _bytes(buffers, device),
@@ -124,7 +124,7 @@ def explained(
     use = Use(
         steady,
         activations=max(0, allocated - sum(steady.values())),
-        begun=begun,
+        begun=len(stage.held) + 1,
         spare=reserved - allocated,
         elsewhere=0 if allowed < total else max(0, total - free - reserved),
         capacity=int(allowed),
@@ -132,13 +132,24 @@ def explained(
     )
     found = ASKED.search(str(error))
     asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
+    stage.clear()
+    traceback.clear_frames(error.__traceback__)
     return OutOfDeviceMemory(explain(use, layout, asked, remedies))
 
 
-def let_go(stage: Stage, error: BaseException) -> None:
-    """Frees what a failed step has on its device: its error, and its model, may live on, in cycles too."""
-    stage.clear()
-    traceback.clear_frames(error.__traceback__)
+@contextmanager
+def telling(tell: Callable[[torch.OutOfMemoryError], Exception | None]) -> Iterator[None]:
+    """Where a device has no room, raises what is told of it; None: nothing is known but torch's own error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = tell(error)
+        if told is None:
+            raise
+        try:
+            raise told from error
+        finally:
+            del told  # else it holds itself by this frame, and with it what the callers have
 
 
 def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
