@@ -284,6 +284,21 @@ def run_compiled(size: Size, ours: bool) -> Run:
     return measure(size, lambda: Ours(size, compile=True) if ours else Bare(size, compiled=True))
 
 
+def run_nothing() -> None:
+    """Compiles next to nothing, so that the compiler's files are in memory for whoever comes first."""
+    double = torch.compile(lambda x: (x * 2).sum())
+    x = torch.ones(8, device=DEVICE, requires_grad=True)
+    double(x).backward()
+    torch.cuda.synchronize()
+
+
+def run_replayed(size: Size, compiled: bool) -> tuple[Run, Run]:
+    def make(replayed: bool) -> Callable[[], Ours]:
+        return lambda: Ours(size, compile=compiled, cuda_graphs=replayed)
+
+    return measure(size, make(True)), measure(size, make(False))
+
+
 def run_with_state_on_host(size: Size) -> tuple[Run, Run]:
     return measure(size, lambda: Ours(size, offload_optimizer=True)), measure(size, lambda: Ours(size))
 
@@ -508,8 +523,9 @@ def compiling(size: Size) -> Iterator[Figure]:
     cache = tempfile.mkdtemp(prefix="varuna-bench-")
     few = msgspec.structs.replace(size, steps=3)
     try:
-        with fresh() as pool:
+        with fresh(f"{cache}/nothing") as pool:
             ceiling = pool.run(matmul_ceiling, 1)[0]
+            pool.run(run_nothing, 1)
         with fresh(f"{cache}/ours") as pool:
             ours = pool.run(run_compiled, 1, size, True, timeout=TIMEOUT)[0]
         with fresh(f"{cache}/ours") as pool:
@@ -527,6 +543,25 @@ def compiling(size: Size) -> Iterator[Figure]:
     yield memories("peak memory, compiled", "bare loop, compiled", ours, bare, target=1.03)
     yield fragments("compiled", "bare loop, compiled", ours, bare)
     yield use_of_the_card("bare loop, compiled", size, bare, ceiling)
+
+
+def cuda_graphs(size: Size) -> Iterator[Figure]:
+    """Of the model asked for, compiled; and of one whose kernels are so short that the host is late."""
+    small = msgspec.structs.replace(size, layers=12, width=768, heads=12, microbatch=1)
+    cache = tempfile.mkdtemp(prefix="varuna-bench-")
+    try:
+        for at, compiled in ((small, False), (small, True), (size, True)):
+            with fresh(cache) as pool:
+                replayed, usual = pool.run(run_replayed, 1, at, compiled, timeout=TIMEOUT)[0]
+            what = f"{'compiled' if compiled else 'eager'}, {at.layers} layers, {at.width} wide, m={at.microbatch}"
+            yield against(f"step with CUDA graphs, {what}", "without", replayed.median, usual.median, "s")
+            found = replayed.reserved_bytes, usual.reserved_bytes
+            yield Figure(f"memory taken, {what}", "without", found[0] / found[1], *map(gib, found))
+            difference = max(abs(a - b) / abs(b) for a, b in zip(replayed.losses, usual.losses, strict=True))
+            last = f"{replayed.losses[-1]:.5f}", f"{usual.losses[-1]:.5f}"
+            yield Figure(f"largest difference of losses, {what}", "without", difference, *last)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def larger_microbatches(size: Size) -> Iterator[Figure]:
@@ -705,6 +740,7 @@ CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
     "host-state": host_state,
     "compiling": compiling,
     "larger-microbatches": larger_microbatches,
+    "cuda-graphs": cuda_graphs,
 }
 
 

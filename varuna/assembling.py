@@ -1,11 +1,13 @@
 """Puts one rank's stage together: its state, its links, its reductions, and the trainer that runs them."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from varuna.capture import Captured, StageState
 from varuna.execute.engine import Engine
+from varuna.execute.graphs import GraphedStage, tapes_on
 from varuna.execute.groups import have_equal_widths, stages_of_ties
 from varuna.execute.reduce import Reducer, Tie
 from varuna.execute.scatter import WeightFunction
@@ -13,6 +15,8 @@ from varuna.execute.session import Session, tie_groups
 from varuna.execute.stage import Stage
 from varuna.execute.trainer import Programs, Trainer
 from varuna.types import Op, Plan
+
+log = logging.getLogger("varuna")
 
 
 def assemble(
@@ -26,13 +30,16 @@ def assemble(
     seed: int,
     timeout_seconds: float,
     split_backward: bool = True,
+    cuda_graphs: bool = False,
     weigh: WeightFunction | None = None,
     delay: Callable[[Op, int], float] | None = None,
     asks: Callable[[], bool] = lambda: False,
 ) -> Trainer:
     own = plan.stages[session.stage]
+    tapes = tapes_on(device) if cuda_graphs else None
+    graphed = None if tapes is None else GraphedStage(state, tapes, device)
     engine = Engine(
-        Stage(state, split_backward=split_backward),
+        graphed or Stage(state, split_backward=split_backward),
         index=session.stage,
         stages=plan.depth,
         upstream=session.neighbour(-1),
@@ -53,6 +60,9 @@ def assemble(
     doubtful = captured.untouched() | captured.held_by_leaves
     # A weight that the model never uses has no gradient, here as in one process.
     used = {state.tensor(name) for name in program.state}
+    if graphed is not None and (own.recompute or not program.repeats):
+        why = "recomputes its forwards" if own.recompute else "draws random numbers or has opaque modules"
+        log.warning("stage %d runs without CUDA graphs, for it %s", session.stage, why)
     reducer = Reducer(
         parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
         replicas=session.replicas,
@@ -73,6 +83,7 @@ def assemble(
         ],
         watches=not program.leaves,
         asks=asks,
+        placed=graphed.places if graphed is not None else frozenset(),
     )
     return Trainer(
         plan=plan,

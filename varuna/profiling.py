@@ -307,6 +307,7 @@ class Nothing:
 
     state: tuple[str, ...] = ("weight",)
     mutated: tuple[str, ...] = ()
+    repeats = True
 
     def __init__(self, between: bool) -> None:
         given = TensorSpec("nothing", "float32", (), needs_grad=True)

@@ -64,6 +64,7 @@ from varuna.wrapping import (
     refuse_detached,
     refuse_inseparable,
     refuse_unforeseen,
+    start_compiler,
 )
 
 log = logging.getLogger("varuna")
@@ -136,6 +137,7 @@ class Varuna(nn.Module):
         shard_optimizer: bool = False,
         offload_optimizer: bool = False,
         compile: bool = False,
+        cuda_graphs: bool = False,
         channel: ChannelName | None = None,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
@@ -156,6 +158,8 @@ class Varuna(nn.Module):
         self.grad_norm: float | None = None
         self._batch_dims = dict(batch_dims or {})
         self._compiles = compile
+        if compile:
+            start_compiler(self.device)
         self._shards_optimizer = shard_optimizer
         self._offloads_optimizer = offload_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
@@ -251,6 +255,7 @@ class Varuna(nn.Module):
                 seed=seed,
                 timeout_seconds=timeout_seconds,
                 split_backward=not compile,
+                cuda_graphs=cuda_graphs,
                 weigh=loss_weight,
                 delay=compute_delay,
                 asks=self._asks,

@@ -258,3 +258,11 @@ def all_names(model: nn.Module) -> frozenset[str]:
             *model.named_buffers(remove_duplicate=False),
         )
     }
+
+
+def start_compiler(device: torch.device) -> None:
+    """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
+    if device.type == "cuda":
+        from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
+
+        maybe_warm_pool()

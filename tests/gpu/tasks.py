@@ -1,5 +1,6 @@
 """What workers of the pool do on a GPU."""
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -43,9 +44,12 @@ def nothing_waits_for_the_device() -> Any:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def step_without_waiting(precision: str, weigh: Callable[..., float] | None) -> list[float]:
+def step_without_waiting(
+    precision: str, weigh: Callable[..., float] | None, cuda_graphs: bool = False
+) -> list[float]:
     """Losses of steps in which any wait for the device but the one for the loss is an error."""
-    model, optimizer = wrap("GPT", 1, batch=6, chunk=2, precision=precision, loss_weight=weigh)
+    options: dict[str, Any] = {"precision": precision, "loss_weight": weigh, "cuda_graphs": cuda_graphs}
+    model, optimizer = wrap("GPT", 1, batch=6, chunk=2, **options)
     inputs = make_inputs("GPT", 6, torch.Generator().manual_seed(2), torch.float32)
     losses = []
     for step in range(4):
@@ -109,7 +113,7 @@ class Lookup(nn.Module):
 
 def fail_on_the_device(folder: str) -> None:
     """A step with a row that is not in the second stage's table; both ranks tell what they heard, and end."""
-    x, rows = torch.randn(8, 4), torch.arange(8)
+    x, rows = torch.ones(8, 4), torch.arange(8)
     sample = {"x": x[:2], "rows": rows[:2]}
     model = Varuna(Lookup(), "0;1", sample, 8, 2, device=DEVICE, from_cache=False, timeout_seconds=20)
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -137,7 +141,7 @@ class Heavy(nn.Module):
 def hold_activations(schedule: str) -> tuple[int, int, int]:
     """Of the first stage in a step of 8 micro-batches, the last one smaller: the bytes at its peak beyond
     those before; and what torch has reserved after 3 steps, and after 10."""
-    x = torch.randn(30, 4)
+    x = torch.ones(30, 4)
     options: dict[str, Any] = {"schedule": schedule, "recompute": False, "from_cache": False}
     model = Varuna(Heavy(), "0;1", {"x": x[:2]}, 30, 4, device=DEVICE, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,7 +175,7 @@ class Wide(nn.Module):
 def run_out_of_memory(chunk: int) -> str:
     """The error on this rank, of a job whose second stage has room for 1.4 GiB."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    x = torch.randn(64, 4)
+    x = torch.ones(64, 4)
     error = ""
     model = Varuna(Wide(), "0;1", {"x": x[:2]}, 64, chunk, device=DEVICE, from_cache=False)
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -265,3 +269,35 @@ def reduce_by_nccl() -> tuple[float, list[list[float]]]:
     reducer.announce(2.0, 1.0)
     totals = reducer.finish(nominal_weight=1.0, loss_scale=1.0, checks_overflow=True, max_norm=None)
     return totals.loss, [weight.grad.tolist() for weight in weights if weight.grad is not None]
+
+
+class Choosing(nn.Module):
+    """Whose sizes depend on values, which the host must look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y[x > 0].square().sum()
+
+
+def run_unrecordable(cuda_graphs: bool) -> tuple[list[float], list[str]]:
+    """Losses, and what was warned of."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("varuna").addHandler(handler)
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model = Varuna(Choosing(), "0", {"x": x}, 8, 2, device=DEVICE, from_cache=False, cuda_graphs=cuda_graphs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.set_optimizer(optimizer)
+    losses = []
+    for _ in range(3):
+        losses.append(model.step({"x": x})[0])
+        optimizer.step()
+        model.zero_grad()
+    logging.getLogger("varuna").removeHandler(handler)
+    return losses, warnings

@@ -42,6 +42,10 @@ class Chain:
     def leaves(self) -> Mapping[str, nn.Module]:
         return {name: leaf for segment in self.segments for name, leaf in segment.program.leaves.items()}
 
+    @property
+    def repeats(self) -> bool:
+        return all(segment.program.repeats for segment in self.segments)
+
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]:

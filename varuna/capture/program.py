@@ -36,6 +36,11 @@ class Program:
     precision: PrecisionName
     device: torch.device
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it does the same operations whatever the values and the work."""
+        return not self.random and not self.leaves
+
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]:

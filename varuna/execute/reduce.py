@@ -17,7 +17,7 @@ steps that have not been consumed yet (accumulation) are set aside first, so tha
 is reduced and scaled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,6 +92,8 @@ class Reducer:
     own_share: frozenset[Tensor] | None = None
     watches: bool = True  # False: an opaque leaf may add to a gradient more than once in a backward
     asks: Callable[[], bool] = lambda: False  # whether this rank wants all ranks to do something
+    # Those whose gradients every step puts at the same place.
+    placed: Container[Tensor] = frozenset()
     attention: bool = False  # some rank has asked, as all know by now; whoever sees to it sets it back
     _buckets: list[Bucket] = field(default_factory=list)
     _places: dict[Tensor, tuple[Bucket, Tensor]] = field(default_factory=dict)  # of each, and its view there
@@ -103,9 +105,9 @@ class Reducer:
         """Sets gradients of earlier steps aside, so that this step's stand alone."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                # A gradient may live in a bucket, which this step will overwrite.
-                reduced = parameter in self._places
-                self._set_aside[parameter] = parameter.grad.clone() if reduced else parameter.grad
+                # A gradient may live where this step will write its own: in a bucket, for one.
+                stays = parameter not in self._places and parameter not in self.placed
+                self._set_aside[parameter] = parameter.grad if stays else parameter.grad.clone()
                 parameter.grad = None
 
     def expect_last_backward(self) -> Callable[[], None]:

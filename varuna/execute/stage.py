@@ -29,6 +29,8 @@ class Program(Protocol):
     def sent(self) -> tuple[TensorSpec, ...]: ...
     @property
     def mutated(self) -> tuple[str, ...]: ...
+    @property
+    def repeats(self) -> bool: ...  # whether it does the same operations whatever the values and the work
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]: ...
@@ -43,6 +45,7 @@ class Idle:
     state: tuple[str, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
     mutated: tuple[str, ...] = ()
+    repeats: bool = False
 
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
@@ -122,11 +125,11 @@ class Stage:
         `again`: there will be another backward of the same forward.
         """
         held = self.held[microbatch] if again else self.held.pop(microbatch)
-        roots, flowing = _join(held.edges, gradients)
+        roots, flowing = join(held.edges, gradients)
         if roots:
             torch.autograd.backward(roots, flowing, retain_graph=again)
-        leaves = _leaves(held)
-        found = _gradients([leaf.grad for leaf in leaves], leaves)
+        leaves = leaves_of(held)
+        found = gradients_of([leaf.grad for leaf in leaves], leaves)
         for leaf in leaves if again else ():
             leaf.grad = None
         return found
@@ -134,8 +137,8 @@ class Stage:
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Part I of the backward; the micro-batch stays held until part W."""
         held = self.held[microbatch]
-        leaves = _leaves(held)
-        roots, flowing = _join(held.edges, gradients)
+        leaves = leaves_of(held)
+        roots, flowing = join(held.edges, gradients)
         found: list[Tensor | None] = [None] * len(leaves)
         held.pending = Pending(())
         if roots and leaves and self.split_backward:
@@ -144,7 +147,7 @@ class Stage:
             torch.autograd.backward(roots, flowing)
             found = [leaf.grad for leaf in leaves]
         held.edges = []
-        return _gradients(found, leaves)
+        return gradients_of(found, leaves)
 
     def backward_weights(self, microbatch: int) -> None:
         held = self.held.pop(microbatch)
@@ -183,11 +186,11 @@ class Stage:
         return outputs
 
 
-def _leaves(held: Held) -> list[Tensor]:
+def leaves_of(held: Held) -> list[Tensor]:
     return [t for spec, t in zip(held.program.received, held.received, strict=True) if spec.needs_grad]
 
 
-def _join(
+def join(
     edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
     """Pairs outputs with their gradients, leaving out outputs that turned out to need none, or got none."""
@@ -199,7 +202,7 @@ def _join(
     return roots, flowing
 
 
-def _gradients(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+def gradients_of(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
     return [
         torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)
     ]

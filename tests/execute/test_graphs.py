@@ -1,0 +1,203 @@
+"""Stages that are recorded and replayed train as ever; here by a tape of the CPU's operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.execute.tape import tapes, train_replayed
+from tests.pool import Pool
+from tests.tasks import compare, train_plainly
+from varuna import Varuna
+from varuna.execute.graphs import GraphedStage
+from varuna.schedule import NAMES
+
+F64 = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.mark.parametrize(("depth", "width", "chunk"), [(1, 1, 3), (2, 1, 3), (3, 1, 1), (1, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("name", ["GPT", "Odd", "Reused", "Shared"])
+def test_replayed_stages_train_as_one_process(
+    pool: Pool, name: str, depth: int, width: int, chunk: int
+) -> None:
+    """V14: ties, skips, inputs that are no tensors, a last micro-batch that is smaller."""
+    expected = train_plainly(name, batch=8, dtype=torch.float64)
+    options = {"batch": 8, "chunk": chunk, "recompute": False, "dtype": torch.float64}
+    for found, num_recorded in pool.run(train_replayed, depth * width, name, depth, width, **options):
+        compare(found, expected, **F64)
+        assert num_recorded > 0
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_replayed_under_every_schedule(pool: Pool, schedule: str) -> None:
+    """V19: as many recordings as micro-batches are held, and no more."""
+    options = {"schedule": schedule, "batch": 12, "chunk": 1, "recompute": False, "dtype": torch.float64}
+    expected = train_plainly("GPT", batch=12, dtype=torch.float64)
+    for found, num_recorded in pool.run(train_replayed, 4, "GPT", 2, 2, **options):
+        compare(found, expected, **F64)
+        assert 0 < num_recorded <= found["most_held"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_buffers_that_a_replayed_forward_changes(pool: Pool, depth: int) -> None:
+    """V12: recording one changes none."""
+    expected = train_plainly("Conv", batch=8, chunk=2, dtype=torch.float64)
+    options = {"batch": 8, "chunk": 2, "recompute": False, "dtype": torch.float64}
+    for found, num_recorded in pool.run(train_replayed, depth, "Conv", depth, 1, **options):
+        compare(found, expected, **F64)
+        assert num_recorded > 0
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+    batches=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    chunk=st.integers(1, 4),
+    schedule=st.sampled_from(NAMES),
+    recompute=st.booleans(),
+    accumulate=st.sampled_from([1, 2]),
+    evaluate_between=st.booleans(),
+    clip=st.sampled_from([None, 0.05]),
+)
+def test_any_layout_replayed_is_the_same_training(
+    pool: Pool, layout: tuple[int, int], batches: list[int], chunk: int, recompute: bool, **options: Any
+) -> None:
+    """V2, V10: batches of other sizes in between, gradients of several steps added up."""
+    depth, width = layout
+    plain = {key: value for key, value in options.items() if key != "schedule"}
+    plain |= {"batch": max(batches), "batches": batches, "steps": 4, "dtype": torch.float64}
+    expected = train_plainly("GPT", **plain)
+    options |= {"schedule": options["schedule"], "chunk": chunk, "recompute": recompute, **plain}
+    for found, _ in pool.run(train_replayed, depth * width, "GPT", depth, width, **options):
+        compare(found, expected, **F64)
+
+
+# ---------------------------------------------------------------- what a recording does not know
+
+
+class Little(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, power: object = 2) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        return (y**power).mean()  # type: ignore[operator, no-any-return]
+
+
+Step = Callable[[], tuple[float, list[Tensor | None]]]
+
+
+def make(model: nn.Module, *, graphs: bool, **inputs: object) -> tuple[Varuna, Step]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    batch = {"x": x, **inputs}
+    wrapped = Varuna(model.double(), "0", batch, 8, 2, device="cpu", from_cache=False, cuda_graphs=graphs)
+    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+
+    def step() -> tuple[float, list[Tensor | None]]:
+        wrapped.zero_grad()
+        loss, _ = wrapped.step(batch)
+        return loss, [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+
+    return wrapped, step
+
+
+def both(
+    between: Callable[[Varuna], object], **inputs: object
+) -> tuple[list[tuple[float, list[Tensor | None]]], int]:
+    """Steps before and after something is done to the model, recorded; they equal those that are not."""
+    plain, plain_step = make(Little(), graphs=False, **inputs)
+    expected = [plain_step(), plain_step()]
+    between(plain)
+    expected += [plain_step(), plain_step()]
+    with tapes() as made:
+        wrapped, step = make(Little(), graphs=True, **inputs)
+        found = [step(), step()]
+        between(wrapped)
+        found += [step(), step()]
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-12)
+        for gradient, other in zip(gradients, plain_gradients, strict=True):
+            assert (gradient is None) == (other is None)
+            torch.testing.assert_close(gradient, other, **F64)  # type: ignore[arg-type]
+    stage = wrapped._trainer.engine.stage
+    assert isinstance(stage, GraphedStage) and stage.num_recorded == len(made)
+    return found, len(made)
+
+
+def test_one_recording_serves_all_micro_batches() -> None:
+    assert both(lambda model: None)[1] == 1
+
+
+def test_weights_that_have_moved_are_recorded_anew() -> None:
+    def move(model: Varuna) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    found, num_recorded = both(move)
+    assert num_recorded == 2 and found[0][0] != found[-1][0]
+
+
+def test_a_weight_that_is_frozen_later_has_no_gradient() -> None:
+    found, num_recorded = both(lambda model: next(model.parameters()).requires_grad_(False))
+    assert num_recorded == 2 and found[0][1][0] is not None and found[-1][1][0] is None
+
+
+def test_hooks_of_weights_are_called() -> None:
+    def hook(model: Varuna) -> None:
+        next(model.parameters()).register_hook(lambda gradient: gradient * 3)
+
+    assert both(hook)[1] == 1  # before it was there
+
+
+def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
+    assert both(lambda model: None, power=4)[1] == 1
+
+
+def test_gradients_that_are_not_cleared_add_up() -> None:
+    """V14: though every step's lie at the same place."""
+    with tapes():
+        wrapped, step = make(Little(), graphs=True)
+        _, once = step()
+        x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        wrapped.step({"x": x})
+        added = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+        wrapped.zero_grad()
+        wrapped.step({"x": x})
+        alone = [p.grad for p in wrapped.parameters()]
+    for whole, first, second in zip(added, once, alone, strict=True):
+        assert first is not None and second is not None
+        torch.testing.assert_close(whole, first + second, **F64)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(function: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with tapes(refuse):
+        _, step = make(Little(), graphs=True)
+        found = [step() for _ in range(3)]
+    _, plain_step = make(Little(), graphs=False)
+    assert [loss for loss, _ in found] == [plain_step()[0] for _ in range(3)]
+    assert caplog.text.count("run without CUDA graphs") == 1 and "not permitted" in caplog.text
+
+
+class Drawing(Little):
+    def forward(self, x: Tensor, power: object = 2) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5), power)
+
+
+def test_a_stage_that_draws_runs_as_ever_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with tapes() as made:
+        _, step = make(Drawing(), graphs=True)
+        found = [step() for _ in range(3)]
+    _, plain_step = make(Drawing(), graphs=False)
+    assert [loss for loss, _ in found] == [plain_step()[0] for _ in range(3)]
+    assert not made and "stage 0 runs without CUDA graphs, for it draws random numbers" in caplog.text
