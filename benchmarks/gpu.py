@@ -60,6 +60,13 @@ class Size(msgspec.Struct, frozen=True):
     def batch(self) -> int:
         return self.microbatch * self.microbatches
 
+    @property
+    def suffix(self) -> str:
+        """What tells a case of another model than the usual one from its own."""
+        usual = Size()
+        same = (self.model, self.layers, self.width) == (usual.model, usual.layers, usual.width)
+        return "" if same else f", {self.model} of {self.layers} layers, {self.width} wide"
+
     def flops(self, parameters: int) -> float:
         """Of one step, forward and backward: the weights' products, and attention's."""
         tokens = self.batch * self.tokens
@@ -553,7 +560,8 @@ def cuda_graphs(size: Size) -> Iterator[Figure]:
         for at, compiled in ((small, False), (small, True), (size, True)):
             with fresh(cache) as pool:
                 replayed, usual = pool.run(run_replayed, 1, at, compiled, timeout=TIMEOUT)[0]
-            what = f"{'compiled' if compiled else 'eager'}, {at.layers} layers, {at.width} wide, m={at.microbatch}"
+            how = "compiled" if compiled else "eager"
+            what = f"{how}, {at.layers} layers, {at.width} wide, m={at.microbatch}"
             yield against(f"step with CUDA graphs, {what}", "without", replayed.median, usual.median, "s")
             found = replayed.reserved_bytes, usual.reserved_bytes
             yield Figure(f"memory taken, {what}", "without", found[0] / found[1], *map(gib, found))
@@ -817,15 +825,16 @@ def main() -> None:
     if path.is_file():
         known = msgspec.json.decode(path.read_bytes(), type=Report)
         if known.machine == report.machine:  # a case that ran before is replaced, the others stay
-            report.cases.update({name: case for name, case in known.cases.items() if name in CASES})
+            of_today = {name: case for name, case in known.cases.items() if name.split(",")[0] in CASES}
+            report.cases.update(of_today)
     path.parent.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
         if arguments.names and name not in arguments.names:
             continue
         started = time.perf_counter()
-        report.cases[name] = Case(size, [])
+        found = report.cases[name + size.suffix] = Case(size, [])
         for figure in case(size):
-            report.cases[name].figures.append(figure)
+            found.figures.append(figure)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
             (arguments.into / "gpu.md").write_text(table(report))
             print(row(figure), flush=True)

@@ -1,7 +1,7 @@
 """A stage as a chain of segments computes what the stage computes, though equal segments share a program."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source, StageState, stage_state
@@ -33,3 +33,17 @@ def test_a_chain_computes_what_the_span_does_with_dropout_drawn_by_each_layer() 
     assert len({id(segment.program) for segment in chain.segments}) == 3 < len(chain.segments)
     expected = run(captured.carve(*span), state, inputs)
     torch.testing.assert_close(run(chain, state, inputs), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_an_embedding_before_many_blocks_is_not_worth_compiling() -> None:
+    """But the loss is, and of few blocks all that there is."""
+    inputs = make_inputs("GPT", 3, torch.Generator().manual_seed(1))
+    compiled = {}
+    for layers in (2, 12):
+        source = Source(make_model("GPT", layers=layers))
+        captured = source.capture(inputs, training=True)
+        chain = chain_of(source, captured, 0, captured.num_segments, torch.device("cpu")).compiled()
+        plain = [isinstance(segment.program.graph_module, fx.GraphModule) for segment in chain.segments]
+        assert not any(plain[1:])
+        compiled[layers] = not plain[0]
+    assert compiled == {2: True, 12: False}

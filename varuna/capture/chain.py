@@ -6,6 +6,7 @@ kind: it runs with the state of whichever segment is at hand, and draws under th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,6 +21,9 @@ from varuna.capture.captured import Captured
 from varuna.capture.program import Program
 from varuna.capture.source import Source
 from varuna.types import TensorSpec, Work
+
+TRIFLING = 0.05
+"""Of a chain's operations."""
 
 
 class Segment(NamedTuple):
@@ -56,10 +60,25 @@ class Chain:
         return values
 
     def compiled(self) -> Chain:
-        """The same chain, each of its programs compiled when it first runs."""
+        """The same chain, its programs compiled when they first run, but for trifles."""
         known = {id(segment.program): segment.program for segment in self.segments}
-        made = {key: program.compiled() for key, program in known.items()}
+        trifles = self._trifles()
+        made = {key: program if key in trifles else program.compiled() for key, program in known.items()}
         return replace(self, segments=tuple(s._replace(program=made[id(s.program)]) for s in self.segments))
+
+    def _trifles(self) -> set[int]:
+        """Programs, by id, that take as long to compile as a whole block and have nothing to win by it: run
+        once, before the loss, and all of them together next to nothing of the chain (an embedding)."""
+        times = Counter(id(segment.program) for segment in self.segments)
+        programs = {id(segment.program): segment.program for segment in self.segments}
+        sizes = {key: _num_operations(program) for key, program in programs.items()}
+        left = TRIFLING * sum(times[key] * size for key, size in sizes.items())
+        found = set()
+        for key, size in sorted(sizes.items(), key=lambda item: item[1]):
+            if times[key] == 1 and programs[key].sent and size <= left:
+                found.add(key)
+                left -= size
+        return found
 
 
 def chain_of(source: Source, captured: Captured, first: int, stop: int, device: torch.device) -> Chain:
@@ -81,6 +100,10 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
         programs[-1].sent,
         tuple(name for program in programs for name in program.mutated),
     )
+
+
+def _num_operations(program: Program) -> int:
+    return sum(node.op == "call_function" for node in program.graph_module.graph.nodes)
 
 
 def _ordinals(program: Program) -> list[tuple[fx.Node, int]]:
