@@ -1,5 +1,6 @@
 """Wrapping a model: what a rank holds afterwards, what is refused and how, what is remembered."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -463,3 +464,26 @@ def shuffled_apart() -> str:
         wrapped.step(make_inputs("Plain", 4, torch.Generator().manual_seed(dist.get_rank())))
     wrapped.close()
     return str(refused.value)
+
+
+@pytest.mark.parametrize("mapping", ["0,1;", "0,2;1,3;"])
+def test_replicas_that_are_given_the_same_samples_are_told(pool: Pool, mapping: str) -> None:
+    """V7: once, and none where each has its own."""
+    ranks = mapping.count(",") * 2
+    assert sum(pool.run(warnings_of_given_alike, ranks, mapping, True), 0) == 1
+    assert sum(pool.run(warnings_of_given_alike, ranks, mapping, False), 0) == 0
+
+
+def warnings_of_given_alike(mapping: str, alike: bool) -> int:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("varuna").addHandler(handler)
+    wrapped = wrap(mapping=mapping)
+    wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
+    seed = 0 if alike else wrapped.rank_within_stage
+    for _ in range(2):
+        wrapped.step(make_inputs("Plain", 2, torch.Generator().manual_seed(seed)))
+    wrapped.close()
+    logging.getLogger("varuna").removeHandler(handler)
+    return sum("replicas 0 and 1 were given the same samples" in message for message in told)

@@ -1,9 +1,10 @@
-"""Whether all stages were given the same samples in the same order.
+"""Whether all stages were given the same samples in the same order, and all replicas samples of their own.
 
 A sample's inputs come to each stage by another rank's data loader. Loaders that shuffle each by itself would
 pair the features of one sample with the label of another, and nobody would notice; so would, where stages
 differ in their number of replicas, one that deals samples out otherwise than in order. So the first
-batch is looked at.
+batch is looked at. Replicas that all load the same data train as well, on a batch that is smaller than it
+seems.
 """
 
 import hashlib
@@ -44,3 +45,13 @@ def refuse_misaligned(by_stage: Sequence[Sequence[Hashes]]) -> None:
                     "or a loader that is seeded alike on all stages; what is drawn at random for a sample "
                     "must be the same on all ranks)"
                 )
+
+
+def given_alike(replicas: Sequence[Hashes]) -> tuple[int, int] | None:
+    """Two replicas whose samples are the same, if there are any."""
+    seen: dict[object, int] = {}
+    for replica, hashes in enumerate(replicas):
+        batch = tuple(sorted((name, tuple(samples)) for name, samples in hashes.items() if samples))
+        if batch and seen.setdefault(batch, replica) != replica:
+            return seen[batch], replica
+    return None

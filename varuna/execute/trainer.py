@@ -4,6 +4,7 @@ The trainer is given a plan, this rank's stage and its ties to the others; it as
 program that fits a micro-batch's inputs, and so knows nothing of how models are captured.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from varuna.execute.aligned import hash_samples, refuse_misaligned
+from varuna.execute.aligned import given_alike, hash_samples, refuse_misaligned
 from varuna.execute.crowd import Crowd
 from varuna.execute.division import Division, divide_batch, refuse_other_batches
 from varuna.execute.engine import Engine, Job
@@ -24,6 +25,8 @@ from varuna.execute.session import Session
 from varuna.execute.stage import Held, Idle, Program, State
 from varuna.schedule import limit, opportunistic, row
 from varuna.types import Plan, Work
+
+log = logging.getLogger("varuna")
 
 
 class Programs(Protocol):
@@ -294,12 +297,21 @@ class Trainer:
 
     def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int], training: bool) -> None:
         """Once, for a script that gives its data wrongly does so from the first batch on."""
-        if self.plan.depth == 1 or training in self._aligned:
+        ranks = self.plan.ranks
+        if len(ranks) == 1 or training in self._aligned:
             return
         self._aligned.add(training)
-        ranks = self.plan.ranks
         found = dict(zip(ranks, self.session.gather(hash_samples(inputs, dims)), strict=True))
-        refuse_misaligned([[found[rank] for rank in row] for row in self.session.stage_map])
+        by_stage = [[found[rank] for rank in row] for row in self.session.stage_map]
+        refuse_misaligned(by_stage)
+        alike = given_alike(by_stage[0])
+        if alike is not None and training and self.session.rank == ranks[0]:
+            log.warning(
+                "replicas %d and %d were given the same samples in their first batch, so each counts twice "
+                "(deal them out: varuna.SampleOrder with replica=model.rank_within_stage, "
+                "num_replicas=model.data_depth, or torch's DistributedSampler with these)",
+                *alike,
+            )
 
     def _run(self, jobs: Sequence[Job], total_weight: float, loss_scale: LossScale) -> None:
         if not jobs:  # a replica without samples takes part in the reductions alone
