@@ -13,7 +13,7 @@ from tests.execute.tape import tapes, train_replayed
 from tests.pool import Pool
 from tests.tasks import compare, train_plainly
 from varuna import Varuna
-from varuna.execute.graphs import GraphedStage
+from varuna.execute.graphs import GraphedStage, Recording
 from varuna.schedule import NAMES
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -158,7 +158,25 @@ def test_hooks_of_weights_are_called() -> None:
 
 
 def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
-    assert both(lambda model: None, power=4)[1] == 1
+    x = torch.ones(8, 4, dtype=torch.float64)
+    with tapes() as made:
+        wrapped, _ = make(Little(), graphs=True, power=2)
+        found = [wrapped.step({"x": x, "power": power})[0] for power in (2, 3, 2, 3)]
+    assert found[:2] == found[2:] and found[0] != found[1] and len(made) == 2
+
+
+def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V21: what was under way is free for the next one."""
+    with tapes() as made:
+        _, step = make(Little(), graphs=True)
+        before = step()
+        with monkeypatch.context() as patched:
+            patched.setattr(Recording, "backward", lambda *_: torch.ones(2) @ torch.ones(3))
+            with pytest.raises(RuntimeError, match="size"):
+                step()
+        after = step()
+    assert len(made) == 1 and before[0] == after[0]
+    torch.testing.assert_close(after[1], before[1], **F64)  # type: ignore[arg-type]
 
 
 def test_gradients_that_are_not_cleared_add_up() -> None:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, MB, link, machines, profile, reductions, segment, transformer
 from varuna.errors import PlanError
+from varuna.plan.asked import PREFERENCE
 from varuna.plan.costs import Costs
 from varuna.plan.forecast import Draft, forecast_plan, memories, orders_of, pipelines
 from varuna.plan.partition import all_cuts, uniform_cuts
 from varuna.plan.place import Ground
-from varuna.plan.search import PREFERENCE, search
+from varuna.plan.search import search
 from varuna.plan.simulate import simulate
 from varuna.types import (
     Cluster,

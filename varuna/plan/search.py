@@ -20,18 +20,20 @@ faster; and the cuts of the depths that came near are moved while that helps.
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import ceil, comb, inf
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 
 from varuna.errors import PlanError
+from varuna.plan.asked import PREFERENCE, Asked, depths_of, microbatch_sizes_of, schedules_of
 from varuna.plan.bounds import Open, least_of_any_cut, least_seconds
 from varuna.plan.climb import best_uneven, cut_uneven
 from varuna.plan.costs import Costs, Sizes
 from varuna.plan.cuts import Cut, Cutter, Mode, Tempo, Work
 from varuna.plan.forecast import Draft, describe, memories, orders_of, pipelines, plan_of
+from varuna.plan.least import Least, least_of
 from varuna.plan.memory import Needs, Room
 from varuna.plan.partition import Spans, neighbours, uniform_cuts
 from varuna.plan.place import Ground, Placement
@@ -67,8 +69,6 @@ PROBES = 6
 """Layouts of a depth that are tried in turn, until one fits, where only a notion of it is wanted."""
 UNEVEN_GAIN = 1.02
 """An even layout needs no redistribution, and its forecast is the surer one: it must be beaten by so much."""
-PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
-"""Among equally fast ones: the one that bears jitter best, then those that hold least."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -111,9 +111,9 @@ def search(
     costs = Costs(profile, fill_in=fill_in)
     asked = Asked(
         batch_size,
-        _depths(costs, depths),
-        _microbatch_sizes(costs, microbatch_sizes),
-        _schedules(schedules),
+        depths_of(costs, depths),
+        microbatch_sizes_of(costs, microbatch_sizes),
+        schedules_of(schedules),
         ("where needed", "everywhere") if recompute is None else ("everywhere",) if recompute else ("never",),
         shard_optimizer,
         headroom,
@@ -147,9 +147,9 @@ def cut_layout(
     mode: Mode = "where needed" if recompute is None else "everywhere" if recompute else "never"
     asked = Asked(
         batch_size,
-        _depths(costs, [len(stage_map)]),
-        _microbatch_sizes(costs, [microbatch_size]),
-        _schedules([schedule]),
+        depths_of(costs, [len(stage_map)]),
+        microbatch_sizes_of(costs, [microbatch_size]),
+        schedules_of([schedule]),
         (mode,),
         shard_optimizer,
         headroom,
@@ -172,7 +172,7 @@ def cut_layout(
     return Search(costs, ground, asked).cut(ground.look_at(stage_map), one_of_many=one_of_many)
 
 
-def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked") -> Ranking:
+def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: Asked) -> Ranking:
     """With the best layout whose stages differ in their replicas, where it is faster than all others."""
     before = ranking.best
     found = best_uneven(
@@ -201,18 +201,6 @@ def _with_uneven(ranking: Ranking, costs: Costs, ground: Ground, asked: "Asked")
     )
 
 
-class Asked(NamedTuple):
-    """What the search is about."""
-
-    batch_size: int
-    depths: tuple[int, ...]
-    microbatch_sizes: tuple[int, ...]
-    schedules: tuple[ScheduleName, ...]
-    modes: tuple[Mode, ...]
-    shard_optimizer: bool
-    headroom: float
-
-
 class Node(NamedTuple):
     """Layouts that share a bound."""
 
@@ -239,21 +227,6 @@ class Found(NamedTuple):
     memory_bytes: int
     draft: Draft
     simulation: Simulation
-
-
-class Least(NamedTuple):
-    """The whole model for one micro-batch, each segment the fastest way that any stage can run it."""
-
-    forward: float
-    backward: float  # what the stage before waits for
-    weights: float
-    at_least: tuple[tuple[float, int], ...]  # so many segments take so long each, all three
-    forward_share: float  # of all three, at most
-    gradient_bytes: float  # for each second of a segment, at least
-
-    def heaviest(self, depth: int) -> float:
-        """What some stage takes, however the model is cut: so many in so few stages must be together."""
-        return max(ceil(number / depth) * seconds for seconds, number in self.at_least)
 
 
 class Search:
@@ -550,7 +523,7 @@ class Search:
     def _least(self, size: int, split: bool) -> Least:
         key = (size, split)
         if key not in self._leasts:
-            self._leasts[key] = _least(self.costs, size, split, self.ground.fastest)
+            self._leasts[key] = least_of(self.costs, size, split, self.ground.fastest)
         return self._leasts[key]
 
     def _rate(self, width: int, between: bool) -> float:
@@ -934,7 +907,7 @@ class Search:
         """The nearest layout that fits: by asking for less, or by having more."""
         everything = Asked(
             self.asked.batch_size,
-            _depths(self.costs, None),
+            depths_of(self.costs, None),
             self.costs.microbatch_sizes(),
             PREFERENCE,
             ("where needed", "everywhere"),
@@ -972,73 +945,7 @@ def _spread(batch_size: int, width: int, microbatch_size: int) -> tuple[int, int
     return microbatches, share - (microbatches - 1) * microbatch_size
 
 
-def _least(costs: Costs, size: int, split: bool, speed: float) -> Least:
-    """Of a micro-batch of a size or larger: so that more work never has a smaller bound.
-
-    (Between two measured sizes times are straight lines, so that the least is at one of them.)
-    """
-    larger = [costs.sizes(s) for s in costs.microbatch_sizes() if s > size]
-    tables = [costs.sizes(size), *larger]
-
-    def fastest(*columns: list[float]) -> list[float]:
-        of_each = [[after - before for before, after in pairwise(column)] for column in columns]
-        return [min(values) / speed for values in zip(*of_each, strict=True)]
-
-    forwards = fastest(*(t.forward for t in tables), *(t.forward_only for t in tables))
-    backwards = fastest(*(t.backward for t in tables))
-    wholes = backwards
-    if split:  # a first stage does all of its backward at once
-        both = fastest(*([i + w for i, w in zip(t.inputs, t.weights, strict=True)] for t in tables))
-        wholes = list(map(min, both, backwards))
-        backwards = list(map(min, fastest(*(t.inputs for t in tables)), wholes))
-    # Segments of one kind differ in their last digits, by the running sums that they were taken from.
-    totals = [float(f"{f + b:.9e}") * (1 - 1e-9) for f, b in zip(forwards, wholes, strict=True)]
-    shares = [f / total for f, total in zip(forwards, totals, strict=True)]
-    gradients = [after - before for before, after in pairwise(costs.gradient_bytes)]
-    for tie in costs.profile.ties:  # which a stage may reduce only once
-        for segment in tie.segments:
-            gradients[segment] -= tie.num_bytes
-    return Least(
-        sum(forwards),
-        sum(backwards),
-        sum(wholes) - sum(backwards),
-        tuple({total: place + 1 for place, total in enumerate(sorted(totals, reverse=True))}.items()),
-        max(shares),
-        min(g / total for g, total in zip(gradients, totals, strict=True)),
-    )
-
-
 def _num_cuts(costs: Costs, ground: Ground, asked: Asked) -> int:
     return sum(
         comb(costs.num_segments - 1, depth - 1) for depth in asked.depths if depth <= ground.num_devices
     )
-
-
-def _depths(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
-    every = range(1, costs.num_segments + 1)
-    for depth in asked or ():
-        if depth not in every:
-            raise PlanError(
-                f"{depth} stages asked for, but the model has {costs.num_segments} segments and so allows "
-                f"1 to {costs.num_segments}"
-            )
-    return tuple(sorted(set(every if asked is None else asked)))
-
-
-def _microbatch_sizes(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
-    measured = costs.microbatch_sizes()
-    for size in asked or ():
-        if not 1 <= size <= measured[-1]:
-            raise PlanError(
-                f"micro-batches of {size} asked for, but the profile tells of 1 to {measured[-1]} "
-                "(profile that size, or choose one of these)"
-            )
-    return tuple(sorted(set(measured if asked is None else asked)))
-
-
-def _schedules(asked: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]:
-    for name in asked or ():
-        if name not in get_args(ScheduleName):
-            known = ", ".join(get_args(ScheduleName))
-            raise PlanError(f"there is no schedule {name!r} (choose among {known})")
-    return tuple(name for name in PREFERENCE if asked is None or name in asked)
