@@ -31,6 +31,7 @@ from varuna.capture.trace import LOW_PRECISION
 from varuna.capturing import watch
 from varuna.errors import WorkerError
 from varuna.execute.address import machine_identity
+from varuna.execute.aligned import Hashes, given_alike, hash_batch
 from varuna.execute.room import Layout, Remedies, explained, telling
 from varuna.execute.session import Session, open_session
 from varuna.execute.shard import shard_optimizer as shard
@@ -196,9 +197,13 @@ class RaNNCModule(nn.Module):
         words = self._session.gather_numbers([number, count])
         speaking = words if self._gathers else words[:1]
         if any(theirs[0] != speaking[0][0] or theirs[0] < 0 for theirs in speaking):
-            everyone = self._session.gather((draft, sizes, None if self._gathers else calling))
+            # Once, for a script that gives all ranks the same data does so from the first batch on.
+            looks = self._gathers and self.training and not self._agreed
+            given = hash_batch(leaves) if looks else {}
+            everyone = self._session.gather((draft, sizes, None if self._gathers else calling, given))
             told = everyone if self._gathers else everyone[:1]
-            calls = [(theirs, sizes) for theirs, sizes, _ in told if theirs is not None]
+            self._tell_of_equal_batches([theirs for *_, theirs in everyone])
+            calls = [(theirs, sizes) for theirs, sizes, *_ in told if theirs is not None]
             agreed = agree([theirs for theirs, _ in calls], [sizes for _, sizes in calls], self._batch_dims)
             calling = calling or everyone[0][2]
             assert calling is not None
@@ -209,6 +214,15 @@ class RaNNCModule(nn.Module):
         else:
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
         return number, leaves, counts + [0] * (len(words) - len(counts))
+
+    def _tell_of_equal_batches(self, given: Sequence[Hashes]) -> None:
+        alike = given_alike(given)
+        if alike is not None and self._session.rank == 0:
+            log.warning(
+                "ranks %d and %d have called the model with the same samples, so each counts twice (give "
+                "each its own: torch's DistributedSampler; or gather_inputs=False, then rank 0 has them all)",
+                *alike,
+            )
 
     def _precision_now(self) -> PrecisionName:
         """The one that the model was wrapped in, unless it is called under autocast."""

@@ -1,11 +1,14 @@
 """A wrapped model trains as one plain process would, at every layout, with whatever batches come."""
 
+import logging
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pyrannc import RaNNCModule
@@ -153,3 +156,24 @@ def test_what_could_never_train_is_refused_at_once() -> None:
         RaNNCModule(model, device="cpu")
     with pytest.raises(ValueError, match="no rank gave a sample"):
         model(torch.randn(0, WIDTH))
+
+
+def test_ranks_that_are_given_the_same_samples_are_told(pool: Pool) -> None:
+    """Once, in training; an empty share is nobody's."""
+    assert pool.run(warnings_of_given_alike, 2, [1, 1]) == [1, 0]
+    assert pool.run(warnings_of_given_alike, 2, [1, 2]) == [0, 0]
+    assert pool.run(warnings_of_given_alike, 3, [1, None, None]) == [0, 0, 0]
+
+
+def warnings_of_given_alike(seeds: list[int | None]) -> int:
+    seed = seeds[dist.get_rank()]
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pyrannc").addHandler(handler)
+    model = RaNNCModule(nn.Linear(4, 2), device="cpu", measure=False)
+    for _ in range(2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed or 0))
+        model(x[:0] if seed is None else x).sum().backward()
+    logging.getLogger("pyrannc").removeHandler(handler)
+    return sum("have called the model with the same samples" in message for message in told)

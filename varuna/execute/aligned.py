@@ -28,6 +28,15 @@ def hash_samples(inputs: Mapping[str, object], dims: Mapping[str, int]) -> dict[
     return found
 
 
+def hash_batch(inputs: Mapping[str, object]) -> dict[str, list[bytes]]:
+    """As if it were one sample, where nobody knows yet along which dimensions the samples lie; none where it
+    is empty."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    if any(not tensor.numel() for tensor in tensors.values()):
+        return {}
+    return hash_samples({name: tensor[None] for name, tensor in tensors.items()}, dict.fromkeys(tensors, 0))
+
+
 def refuse_misaligned(by_stage: Sequence[Sequence[Hashes]]) -> None:
     """Given what the replicas of each stage hold, in order."""
     names = sorted({name for stage in by_stage for hashes in stage for name in hashes})
