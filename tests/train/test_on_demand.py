@@ -63,7 +63,8 @@ class Job:
 
     def step(self, signals: Moments | None = None, *, evaluate: bool = False) -> None:
         self.moments = list((signals or {}).get(dist.get_rank(), ()))
-        generator = torch.Generator().manual_seed(self.model.iteration)
+        seed = 1000 * self.model.rank_within_stage + self.model.iteration
+        generator = torch.Generator().manual_seed(seed)
         inputs = make_inputs("Plain", BATCH // self.width, generator)
         self._reach("before the step")
         loss, _ = self.model.step(inputs)
