@@ -13,7 +13,7 @@ from tests.execute.tape import tapes, train_replayed
 from tests.pool import Pool
 from tests.tasks import compare, train_plainly
 from varuna import Varuna
-from varuna.execute.graphs import GraphedStage, Recording
+from varuna.execute.graphs import MOST_FORMS, GraphedStage, Recording
 from varuna.schedule import NAMES
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -163,6 +163,21 @@ def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
         wrapped, _ = make(Little(), graphs=True, power=2)
         found = [wrapped.step({"x": x, "power": power})[0] for power in (2, 3, 2, 3)]
     assert found[:2] == found[2:] and found[0] != found[1] and len(made) == 2
+
+
+def test_recordings_of_the_forms_used_last_are_kept() -> None:
+    """V21: or sequences of ever new lengths would fill the device."""
+    lengths = [*range(1, 11), 10, 9, 3, 1]
+    batches = [torch.full((4, length, 4), 0.1 * length, dtype=torch.float64) for length in lengths]
+    found = {}
+    for graphs in (False, True):
+        with tapes() as made:
+            wrapped, _ = make(Little(), graphs=graphs)
+            found[graphs] = [wrapped.step({"x": x})[0] for x in batches]
+    stage = wrapped._trainer.engine.stage
+    assert isinstance(stage, GraphedStage) and len(stage._free) == MOST_FORMS
+    assert found[True] == found[False]
+    assert len(made) == 10 + 1  # those of lengths 1 and 2 were gone
 
 
 def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:

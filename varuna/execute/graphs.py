@@ -33,6 +33,8 @@ Tape = Callable[[Callable[[], None]], Replay]
 """Notes down what a function does on the device, without doing it; returns what does it."""
 Form = tuple[object, ...]
 """Of a micro-batch: micro-batches of one form are the same work on other values."""
+MOST_FORMS = 8
+"""Recordings hold the memory that they work in: those of the forms used last are kept."""
 
 
 def tapes_on(device: torch.device) -> Callable[[], Tape] | None:
@@ -239,13 +241,18 @@ class GraphedStage(Stage):
     def _recording(
         self, form: Form, received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> Recording | None:
-        free = self._free.get(form)
+        known = self._known.get(form)
+        if known is None:
+            return None
+        free = self._free.pop(form, [])
+        self._free[form] = free  # the form used last comes last
         if free:
             return free.pop()
-        known = self._known.get(form)
         # A micro-batch that runs as ever has its weights' gradients added on another stream.
-        if known is None or not all(isinstance(held, Replayed) for held in self.held.values()):
+        if not all(isinstance(held, Replayed) for held in self.held.values()):
             return None
+        while len(self._free) > MOST_FORMS:
+            del self._free[next(iter(self._free))]
         self._place(known.trained)
         try:
             recording = Recording(
