@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -263,6 +264,7 @@ def all_names(model: nn.Module) -> frozenset[str]:
 def start_compiler(device: torch.device) -> None:
     """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
     if device.type == "cuda":
-        from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
+        with suppress(ImportError):  # nothing but time is lost where another torch has it elsewhere
+            from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
 
-        maybe_warm_pool()
+            maybe_warm_pool()
