@@ -516,14 +516,7 @@ def one_process(size: Size) -> Iterator[Figure]:
     yield memories("peak memory, P=1, eager", "bare loop", ours, bare, target=1.03)
     yield fragments("eager", "bare loop", ours, bare)
     yield idle("eager", ours)
-    difference = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, bare.losses, strict=True))
-    yield Figure(
-        "largest difference of losses",
-        "bare loop",
-        difference,
-        f"{ours.losses[-1]:.5f}",
-        f"{bare.losses[-1]:.5f}",
-    )
+    yield difference_of_losses("", "bare loop", ours, bare)
 
 
 def compiling(size: Size) -> Iterator[Figure]:
@@ -565,9 +558,7 @@ def cuda_graphs(size: Size) -> Iterator[Figure]:
             yield against(f"step with CUDA graphs, {what}", "without", replayed.median, usual.median, "s")
             found = replayed.reserved_bytes, usual.reserved_bytes
             yield Figure(f"memory taken, {what}", "without", found[0] / found[1], *map(gib, found))
-            difference = max(abs(a - b) / abs(b) for a, b in zip(replayed.losses, usual.losses, strict=True))
-            last = f"{replayed.losses[-1]:.5f}", f"{usual.losses[-1]:.5f}"
-            yield Figure(f"largest difference of losses, {what}", "without", difference, *last)
+            yield difference_of_losses(f", {what}", "without", replayed, usual)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
@@ -610,6 +601,12 @@ def idle(what: str, run: Run) -> Figure:
 def memories(what: str, other: str, ours: Run, theirs: Run, **target: Any) -> Figure:
     found = ours.peak_bytes, theirs.peak_bytes
     return Figure(what, other, found[0] / found[1], *map(gib, found), **target)
+
+
+def difference_of_losses(what: str, other: str, ours: Run, theirs: Run) -> Figure:
+    found = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    last = f"{ours.losses[-1]:.5f}", f"{theirs.losses[-1]:.5f}"
+    return Figure(f"largest difference of losses{what}", other, found, *last)
 
 
 def fragments(what: str, other: str, ours: Run, theirs: Run) -> Figure:

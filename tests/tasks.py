@@ -1,5 +1,6 @@
 """What workers of the pool do, and the same done by one plain process."""
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -232,3 +233,16 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: floa
                     atol=atol,
                     msg=lambda m, k=key, p=part: f"{p} of {k}: {m}",
                 )
+
+
+@contextmanager
+def logged(name: str = "varuna") -> Iterator[list[str]]:
+    """What a logger is told within."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)

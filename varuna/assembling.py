@@ -1,6 +1,5 @@
 """Puts one rank's stage together: its state, its links, its reductions, and the trainer that runs them."""
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -15,8 +14,6 @@ from varuna.execute.session import Session, tie_groups
 from varuna.execute.stage import Stage
 from varuna.execute.trainer import Programs, Trainer
 from varuna.types import Op, Plan
-
-log = logging.getLogger("varuna")
 
 
 def assemble(
@@ -60,9 +57,6 @@ def assemble(
     doubtful = captured.untouched() | captured.held_by_leaves
     # A weight that the model never uses has no gradient, here as in one process.
     used = {state.tensor(name) for name in program.state}
-    if graphed is not None and (own.recompute or not program.repeats):
-        why = "recomputes its forwards" if own.recompute else "draws random numbers or has opaque modules"
-        log.warning("stage %d runs without CUDA graphs, for it %s", session.stage, why)
     reducer = Reducer(
         parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
         replicas=session.replicas,

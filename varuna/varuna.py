@@ -17,6 +17,7 @@ from varuna.capture import Program, Source, stage_state
 from varuna.capture.batch import Batch, find_batch
 from varuna.capture.chain import Chain, chain_of
 from varuna.capture.loss import with_joint_loss
+from varuna.capture.program import start_compiler
 from varuna.capturing import watch
 from varuna.checkpoint.store import open_store
 from varuna.checkpointing import Checkpoints, Stateful
@@ -64,7 +65,6 @@ from varuna.wrapping import (
     refuse_detached,
     refuse_inseparable,
     refuse_unforeseen,
-    start_compiler,
 )
 
 log = logging.getLogger("varuna")

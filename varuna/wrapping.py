@@ -4,7 +4,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -259,12 +258,3 @@ def all_names(model: nn.Module) -> frozenset[str]:
             *model.named_buffers(remove_duplicate=False),
         )
     }
-
-
-def start_compiler(device: torch.device) -> None:
-    """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
-    if device.type == "cuda":
-        with suppress(ImportError):  # nothing but time is lost where another torch has it elsewhere
-            from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
-
-            maybe_warm_pool()

@@ -1,12 +1,16 @@
 """A stage as a chain of segments computes what the stage computes, though equal segments share a program."""
 
+import sys
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import Tensor, fx
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source, StageState, stage_state
 from varuna.capture.chain import Chain, chain_of
-from varuna.capture.program import Program
+from varuna.capture.program import Program, start_compiler
 from varuna.types import Work
 
 WORK = Work(seed=5, step=1, first_sample=2)
@@ -47,3 +51,17 @@ def test_an_embedding_before_many_blocks_is_not_worth_compiling() -> None:
         assert not any(plain[1:])
         compiled[layers] = not plain[0]
     assert compiled == {2: True, 12: False}
+
+
+def test_the_compiler_is_started_early_for_a_gpu_alone_and_where_torch_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, started = "torch._inductor.async_compile", []
+    stand_in = SimpleNamespace(maybe_warm_pool=lambda: started.append(True))
+    monkeypatch.setitem(sys.modules, module, stand_in)  # type: ignore[arg-type]
+    start_compiler(torch.device("cpu"))
+    assert not started
+    start_compiler(torch.device("cuda", 0))
+    assert started == [True]
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+    start_compiler(torch.device("cuda", 0))

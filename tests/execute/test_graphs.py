@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.execute.tape import tapes, train_replayed
 from tests.pool import Pool
-from tests.tasks import compare, train_plainly
+from tests.tasks import compare, logged, train_plainly
 from varuna import Varuna
 from varuna.execute.graphs import MOST_FORMS, GraphedStage, Recording
 from varuna.schedule import NAMES
@@ -154,7 +154,9 @@ def test_hooks_of_weights_are_called() -> None:
     def hook(model: Varuna) -> None:
         next(model.parameters()).register_hook(lambda gradient: gradient * 3)
 
-    assert both(hook)[1] == 1  # before it was there
+    with logged() as told:
+        assert both(hook)[1] == 1  # before it was there
+    assert told == ["micro-batches run without CUDA graphs, for their weights have hooks"]
 
 
 def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
@@ -210,6 +212,18 @@ def test_gradients_that_are_not_cleared_add_up() -> None:
         torch.testing.assert_close(whole, first + second, **F64)  # type: ignore[arg-type]
 
 
+def test_a_stage_that_recomputes_runs_as_ever_and_says_so(pool: Pool) -> None:
+    (told, num_recorded), (told_last, num_recorded_last) = pool.run(recompute_replayed, 2)
+    assert told == ["micro-batches run without CUDA graphs, for they are recomputed"] and not num_recorded
+    assert not told_last and num_recorded_last  # whose backward follows its forward at once
+
+
+def recompute_replayed() -> tuple[list[str], int]:
+    with logged() as told:
+        _, num_recorded = train_replayed("Plain", 2, 1, batch=4, chunk=2, recompute=True)
+    return told, num_recorded
+
+
 def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(function: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -233,4 +247,4 @@ def test_a_stage_that_draws_runs_as_ever_and_says_so(caplog: pytest.LogCaptureFi
         found = [step() for _ in range(3)]
     _, plain_step = make(Drawing(), graphs=False)
     assert [loss for loss, _ in found] == [plain_step()[0] for _ in range(3)]
-    assert not made and "stage 0 runs without CUDA graphs, for it draws random numbers" in caplog.text
+    assert not made and caplog.text.count("without CUDA graphs, for they draw random numbers") == 1

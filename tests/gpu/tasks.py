@@ -1,6 +1,5 @@
 """What workers of the pool do on a GPU."""
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tests.tasks
-from tests.tasks import make_inputs, stage_map
+from tests.tasks import logged, make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
@@ -285,19 +284,15 @@ class Choosing(nn.Module):
 
 def run_unrecordable(cuda_graphs: bool) -> tuple[list[float], list[str]]:
     """Losses, and what was warned of."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("varuna").addHandler(handler)
     torch.manual_seed(0)
     x = torch.randn(8, 4)
     model = Varuna(Choosing(), "0", {"x": x}, 8, 2, device=DEVICE, from_cache=False, cuda_graphs=cuda_graphs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.set_optimizer(optimizer)
     losses = []
-    for _ in range(3):
-        losses.append(model.step({"x": x})[0])
-        optimizer.step()
-        model.zero_grad()
-    logging.getLogger("varuna").removeHandler(handler)
+    with logged() as warnings:
+        for _ in range(3):
+            losses.append(model.step({"x": x})[0])
+            optimizer.step()
+            model.zero_grad()
     return losses, warnings

@@ -1,6 +1,5 @@
 """A wrapped model trains as one plain process would, at every layout, with whatever batches come."""
 
-import logging
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +15,7 @@ from tests.pool import Pool
 from tests.pyrannc.jobs import make, train, train_plainly
 from tests.pyrannc.models import WIDTH
 from tests.pyrannc.use import use
+from tests.tasks import logged
 from varuna.errors import VarunaError
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}
@@ -167,13 +167,9 @@ def test_ranks_that_are_given_the_same_samples_are_told(pool: Pool) -> None:
 
 def warnings_of_given_alike(seeds: list[int | None]) -> int:
     seed = seeds[dist.get_rank()]
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pyrannc").addHandler(handler)
     model = RaNNCModule(nn.Linear(4, 2), device="cpu", measure=False)
-    for _ in range(2):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed or 0))
-        model(x[:0] if seed is None else x).sum().backward()
-    logging.getLogger("pyrannc").removeHandler(handler)
-    return sum("have called the model with the same samples" in message for message in told)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed or 0))
+    with logged("pyrannc") as told:
+        for _ in range(2):
+            model(x[:0] if seed is None else x).sum().backward()
+    return sum("have called the model with the same samples" in line for line in told)

@@ -1,6 +1,5 @@
 """A signal or a call that reaches one rank at any moment: all ranks act on it at one step boundary."""
 
-import logging
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import varuna.varuna
 from tests.pool import Pool
-from tests.tasks import RememberingSource, make_optimizer, stage_map
+from tests.tasks import RememberingSource, logged, make_optimizer, stage_map
 from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
@@ -118,18 +117,6 @@ def job(depth: int, width: int, *, store: str = "", model: nn.Module | None = No
 
 def own_handler() -> Any:
     return signal.getsignal(signal.SIGUSR1)
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("varuna").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("varuna").removeHandler(handler)
 
 
 # ---------------------------------------------------------------- the script's own handler

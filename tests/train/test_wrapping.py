@@ -1,6 +1,5 @@
 """Wrapping a model: what a rank holds afterwards, what is refused and how, what is remembered."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.tasks import compare, make_optimizer, stage_map, train, train_plainly
+from tests.tasks import compare, logged, make_optimizer, stage_map, train, train_plainly
 from tests.toys import Plain, make_inputs, make_model
 from varuna import CutPoint, Varuna, get_this_rank_config_varuna, get_varuna_config
 from varuna.errors import CaptureError, WorkerError
@@ -475,15 +474,11 @@ def test_replicas_that_are_given_the_same_samples_are_told(pool: Pool, mapping: 
 
 
 def warnings_of_given_alike(mapping: str, alike: bool) -> int:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("varuna").addHandler(handler)
     wrapped = wrap(mapping=mapping)
     wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
     seed = 0 if alike else wrapped.rank_within_stage
-    for _ in range(2):
-        wrapped.step(make_inputs("Plain", 2, torch.Generator().manual_seed(seed)))
+    with logged() as told:
+        for _ in range(2):
+            wrapped.step(make_inputs("Plain", 2, torch.Generator().manual_seed(seed)))
     wrapped.close()
-    logging.getLogger("varuna").removeHandler(handler)
-    return sum("replicas 0 and 1 were given the same samples" in message for message in told)
+    return sum("replicas 0 and 1 were given the same samples" in line for line in told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -79,6 +80,15 @@ class Program:
                 operation, _device_type, *rest = node.args
                 node.args = (operation, device.type, *rest)
         return replace(self, graph_module=build(graph, constants), device=device)
+
+
+def start_compiler(device: torch.device) -> None:
+    """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
+    if device.type == "cuda":
+        with suppress(ImportError):  # nothing but time is lost where another torch has it elsewhere
+            from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
+
+            maybe_warm_pool()
 
 
 def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:

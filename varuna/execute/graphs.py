@@ -22,7 +22,17 @@ import torch
 from torch import Tensor
 
 from varuna.execute.split import Pending
-from varuna.execute.stage import Held, Program, Stage, State, gradients_of, join, leaves_of
+from varuna.execute.stage import (
+    Held,
+    Idle,
+    Program,
+    Stage,
+    State,
+    given_gradients,
+    gradients_of,
+    join,
+    leaves_of,
+)
 from varuna.types import Work
 
 log = logging.getLogger("varuna")
@@ -94,9 +104,11 @@ class Recording:
         self._run = run
         own = {name: v.clone() if isinstance(v, Tensor) else v for name, v in inputs.items()}
         self._held = Held(known.program, [tensor.detach().clone() for tensor in received], own, work)
-        self._flowing = [None if like is None else _room(like, device) for like in known.flowing]
-        self.results = [_room(like, device) for like in known.results]
-        self.outgoing = [torch.empty_like(leaf) for leaf in leaves_of(self._held)]
+        self._flowing = [
+            None if like is None else torch.empty_like(like, device=device) for like in known.flowing
+        ]
+        self._results = [torch.empty_like(like, device=device) for like in known.results]
+        self._outgoing = [torch.empty_like(leaf) for leaf in leaves_of(self._held)]
         self._replay_forward = tape(self._forward)
         self._replay_backward = tape(self._backward)
 
@@ -104,7 +116,7 @@ class Recording:
         own = [*self._held.received, *_tensors(self._held.inputs)]
         _copy(own, [*received, *_tensors(inputs)])
         self._replay_forward()
-        return [result.clone() for result in self.results]
+        return [result.clone() for result in self._results]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Adds to the weights' gradients, where they were when it was recorded."""
@@ -112,18 +124,18 @@ class Recording:
         assert all(gradient is not None for _, gradient in pairs)
         _copy([own for own, _ in pairs], [gradient for _, gradient in pairs if gradient is not None])
         self._replay_backward()
-        return [gradient.clone() for gradient in self.outgoing]
+        return [gradient.clone() for gradient in self._outgoing]
 
     def _forward(self) -> None:
         outputs = self._run(self._held)
-        _copy(self.results, [output.detach() for output in outputs])
+        _copy(self._results, [output.detach() for output in outputs])
 
     def _backward(self) -> None:
         roots, flowing = join(self._held.edges, self._flowing)
         self._held.edges = []
         torch.autograd.backward(roots, flowing)
         leaves = leaves_of(self._held)
-        _copy(self.outgoing, gradients_of([leaf.grad for leaf in leaves], leaves))
+        _copy(self._outgoing, gradients_of([leaf.grad for leaf in leaves], leaves))
         for leaf in leaves:
             leaf.grad = None
 
@@ -155,6 +167,7 @@ class GraphedStage(Stage):
         self._known: dict[Form, Known | None] = {}  # None: cannot be recorded
         self._free: dict[Form, list[Recording]] = {}
         self._weights: dict[int, list[object]] = {}  # by program: as they were when last looked at
+        self._told: set[str] = set()
         self._fit: dict[int, bool] = {}  # by program, for one step: whether its weights let it be recorded
 
     def forward(
@@ -167,7 +180,12 @@ class GraphedStage(Stage):
         *,
         keep_graph: bool = True,
     ) -> list[Tensor]:
-        form = self._form(program, received, inputs) if keep_graph and program.repeats else None
+        if isinstance(program, Idle):
+            return super().forward(microbatch, program, received, inputs, work, keep_graph=keep_graph)
+        why = self._why_not(program, keep_graph)
+        if why:
+            self._tell(why)
+        form = None if why else self._form(program, received, inputs)
         recording = None if form is None else self._recording(form, received, inputs, work)
         if recording is not None and form is not None:
             self.held[microbatch] = Replayed(program, [], {}, work, form=form, recording=recording)
@@ -211,14 +229,26 @@ class GraphedStage(Stage):
 
     # ------------------------------------------------------------ recordings
 
+    def _why_not(self, program: Program, keep_graph: bool) -> str:
+        """Why micro-batches of a program run as ever; nothing where they need not."""
+        if not keep_graph:
+            return "they are recomputed"
+        if not program.repeats:
+            return "they draw random numbers or have opaque modules"
+        if id(program) not in self._fit:
+            self._fit[id(program)] = self._look_at(program)
+        return "" if self._fit[id(program)] else "their weights have hooks"
+
+    def _tell(self, why: str) -> None:
+        """Once."""
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("micro-batches run without CUDA graphs, for %s", why)
+
     def _form(
         self, program: Program, received: Sequence[Tensor], inputs: Mapping[str, object]
     ) -> Form | None:
         """None where it cannot be recorded."""
-        if id(program) not in self._fit:
-            self._fit[id(program)] = self._look_at(program)
-        if not self._fit[id(program)]:
-            return None
         try:
             described = tuple((name, _describe(value)) for name, value in inputs.items())
             form = (id(program), tuple(map(_describe, received)), described)
@@ -267,7 +297,7 @@ class GraphedStage(Stage):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("micro-batches run without CUDA graphs, for recording one failed: %s", error)
+            self._tell(f"recording one failed: {error}")
             self._known[form] = None
             return None
         self.num_recorded += 1
@@ -303,8 +333,7 @@ class GraphedStage(Stage):
 
     def _watch(self, microbatch: int, form: Form, outputs: Sequence[Tensor]) -> None:
         held = self.held[microbatch]
-        wanted = [spec.needs_grad for spec in held.program.sent] or [True] * len(outputs)
-        needed = [output for output, is_wanted in zip(outputs, wanted, strict=True) if is_wanted]
+        needed = given_gradients(held.program, outputs)
         self.held[microbatch] = Unrecorded(
             **vars(held),
             form=form,
@@ -329,8 +358,7 @@ class GraphedStage(Stage):
         finally:
             for hook in hooks:
                 hook.remove()
-        dense = all(w.grad is None or w.grad.layout == torch.strided for w in trained)
-        fits = dense and any(like is not None for like in held.flowing)
+        fits = any(like is not None for like in held.flowing)
         known = Known(held.program, held.results, held.flowing, tuple(trained))
         self._known[held.form] = known if fits else None
 
@@ -340,10 +368,6 @@ def _describe(value: object) -> object:
         return value.shape, value.dtype, value.stride(), value.device
     hash(value)
     return type(value), value
-
-
-def _room(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(like, device=device)
 
 
 def _tensors(inputs: Mapping[str, object]) -> list[Tensor]:

@@ -175,15 +175,18 @@ class Stage:
                 named = zip(held.program.state, state, strict=True)
                 state = [held.buffers.get(name, tensor) for name, tensor in named]
             outputs = list(held.program(state, held.received, held.inputs, held.work))
-        # The last stage sends nothing on: its loss, or all that the model gives.
-        wanted = [spec.needs_grad for spec in held.program.sent] or [True] * len(outputs)
         # An edge, unlike the tensor, does not keep the output's own memory alive.
         held.edges = [
             get_gradient_edge(output) if output.requires_grad else None
-            for output, needed in zip(outputs, wanted, strict=True)
-            if needed
+            for output in given_gradients(held.program, outputs)
         ]
         return outputs
+
+
+def given_gradients(program: Program, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those that the stage after sends one for; all of the last stage's, the loss or what the model gives."""
+    wanted = [spec.needs_grad for spec in program.sent] or [True] * len(outputs)
+    return [output for output, is_wanted in zip(outputs, wanted, strict=True) if is_wanted]
 
 
 def leaves_of(held: Held) -> list[Tensor]:
