@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from benchmarks.models import SEED, Size, make_batch, make_model
 from varuna import CutPoint, Profiler, Varuna, cut_after
 from varuna.capture import Source
-from varuna.capture.alike import find_kinds
-from varuna.capture.batch import Batch
+from varuna.capture.cuts.kinds import find_kinds
+from varuna.capture.model.batch import Batch
 from varuna.measure.segments import Link, run_once
 from varuna.measure.stopwatch import Effort, Stopwatch
-from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import search
-from varuna.profiling import Parts
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.plan.search.search import search
+from varuna.profile.runnable import Parts
 from varuna.types import Cluster, Machine, Plan, Profile, ScheduleName, StagePlan, format_stage_map
 
 LARGE = Size("large", blocks=8, width=256, tokens=128, vocab=512)

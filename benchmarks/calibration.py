@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from pyrannc.configuration import Configuration
 from pyrannc.deployment import FAR, LINKS, assumed_speed
-from pyrannc.measuring import Measuring, Samples, Wish
+from pyrannc.profile import Measuring, Samples, Wish
 from varuna.capture import Source
-from varuna.capture.calling import Structured
-from varuna.execute.session import Session
-from varuna.plan.blocks import partition
-from varuna.plan.calibrate import speed_of
-from varuna.plan.estimate import Speed
-from varuna.profiling import describe
+from varuna.capture.model.calling import Structured
+from varuna.execute.comm.session import Session
+from varuna.plan.cost.calibrate import speed_of
+from varuna.plan.cost.estimate import Speed
+from varuna.plan.cut.blocks import partition
+from varuna.profile.runnable import describe
 from varuna.types import Segment, SizeCost
 
 VOCABULARY = 8192

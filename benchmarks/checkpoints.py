@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from varuna import CutPoint, Varuna
+from varuna.checkpoint.format.tensors import fill, memory_of
 from varuna.checkpoint.load import open_checkpoint
-from varuna.checkpoint.store import open_store
-from varuna.checkpoint.tensors import fill, memory_of
+from varuna.checkpoint.store.store import open_store
 from varuna.types import format_stage_map
 
 

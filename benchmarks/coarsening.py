@@ -8,7 +8,7 @@ by level back, what lies at a border goes over it where less travels then.
 from collections.abc import Iterable, Sequence
 from statistics import mean, pstdev
 
-from varuna.plan.blocks import FLOPS_PER_MOVED_BYTE
+from varuna.plan.cut.blocks import FLOPS_PER_MOVED_BYTE
 from varuna.types import OperationGraph
 
 BLOCKS = 32

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from tests.pool import Pool
 from varuna import Varuna, cut_after
-from varuna.execute.pump import connect
-from varuna.plan.forecast import forecast_plan
-from varuna.profiler import Profiler
+from varuna.execute.comm.pump import connect
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.profile.profiler import Profiler
 from varuna.types import Cluster, Machine, format_stage_map
 
 HOME = Path(__file__).parent

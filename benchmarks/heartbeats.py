@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from varuna.launcher import free_port
-from varuna.manager import ManagedJob, Manager
+from varuna.cli.launch import free_port
 from varuna.morph.clock import WakingClock
 from varuna.morph.journal import Journal
-from varuna.morph.messages import Beat, Hello, Message, Start, StoreOpen, read_to_agent, write
-from varuna.morph.placement import lay_out, ranks_of_machine
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.messages import Beat, Hello, Message, Start, StoreOpen, read_to_agent, write
+from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.protocol.wire import Wire
+from varuna.morph.run.manager import ManagedJob, Manager
+from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import JobState, Proposal, Pulse
-from varuna.morph.wire import Wire
+from varuna.plan.search.choose import lay_out
 
 SECRET = bytes(32)
 DEVICES, STAGES = 4, 8

@@ -19,13 +19,13 @@ from benchmarks.report import Row
 from tests.plan.test_stages import every_layout, random_case
 from varuna.capture import Captured, Source, cut_after
 from varuna.errors import PlanError
-from varuna.estimating import estimate_captured
-from varuna.plan.blocks import partition
-from varuna.plan.costs import Costs, assumed_link
-from varuna.plan.estimate import Speed
-from varuna.plan.place import Ground
-from varuna.plan.search import search
-from varuna.plan.stages import Table, stage
+from varuna.plan.cost.costs import Costs, assumed_link
+from varuna.plan.cost.estimate import Speed
+from varuna.plan.cut.blocks import partition
+from varuna.plan.cut.place import Ground
+from varuna.plan.search.search import search
+from varuna.plan.search.stages import Table, stage
+from varuna.profile.estimate import estimate_captured
 from varuna.types import Cluster, Machine, OperationGraph, Partition, Profile
 
 GB = 1 << 30

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from benchmarks.models import TINY, Size, chain, make_batch, make_model, spans
 from benchmarks.sides import Ours
 from varuna.measure.stopwatch import Effort
-from varuna.plan.forecast import forecast_plan
-from varuna.profiler import Profiler
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.profile.profiler import Profiler
 from varuna.types import Cluster, Machine, Op, Plan, Profile, ScheduleName, StagePlan
 
 UNIT_SECONDS = 0.02

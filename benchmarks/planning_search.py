@@ -10,9 +10,9 @@ import time
 import msgspec
 
 from tests.plan.profiles import machines, transformer
-from varuna.plan import kernel
-from varuna.plan.search import search
-from varuna.plan.simulate import Pipeline, StageTimes, Way, name_orders, simulate
+from varuna.plan.cost import kernel
+from varuna.plan.cost.simulate import Pipeline, StageTimes, Way, name_orders, simulate
+from varuna.plan.search.search import search
 from varuna.types import ScheduleName
 
 LAYERS, BATCH_SIZE, DEVICES_PER_MACHINE = 96, 8192, 8

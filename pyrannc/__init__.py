@@ -9,21 +9,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyrannc.functions import barrier, get_rank, get_world_size, show_deployment
+    from pyrannc.dry_run import dry_run
     from pyrannc.module import RaNNCModule
-    from pyrannc.rehearsing import dry_run
-    from pyrannc.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
+    from pyrannc.process import (
+        barrier,
+        delay_grad_allreduce,
+        get_rank,
+        get_world_size,
+        keep_graph,
+        show_deployment,
+        sync_params_on_init,
+    )
 
 _HOMES = {
     "RaNNCModule": "module",
-    "barrier": "functions",
-    "delay_grad_allreduce": "switches",
-    "dry_run": "rehearsing",
-    "get_rank": "functions",
-    "get_world_size": "functions",
-    "keep_graph": "switches",
-    "show_deployment": "functions",
-    "sync_params_on_init": "switches",
+    "barrier": "process",
+    "delay_grad_allreduce": "process",
+    "dry_run": "dry_run",
+    "get_rank": "process",
+    "get_world_size": "process",
+    "keep_graph": "process",
+    "show_deployment": "process",
+    "sync_params_on_init": "process",
 }
 
 __all__ = [

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.capture.batch import Batch
+from varuna.capture.model.batch import Batch
 from varuna.errors import CaptureError
-from varuna.execute.exchange import Form
+from varuna.execute.comm.exchange import Form
 from varuna.types import PrecisionName
 
 

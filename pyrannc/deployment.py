@@ -17,23 +17,26 @@ import torch
 
 from pyrannc.configuration import Configuration
 from pyrannc.layouts import Layouts, best_unequal, map_of, separable_cuts, spans_for
-from pyrannc.measuring import Wish
-from varuna.cache import read_costs, write_costs
+from pyrannc.profile import Wish
 from varuna.capture import Captured, Source
 from varuna.codec import encode
 from varuna.errors import PlanError
-from varuna.estimating import estimate_described
+from varuna.execute.device.facts import device_memory_bytes
+from varuna.files import write_whole
 from varuna.measure.draft import Subject as Described
-from varuna.plan.calibrate import calibrate, extended
-from varuna.plan.costs import assumed_link
-from varuna.plan.estimate import Speed
-from varuna.plan.forecast import forecast_plan
-from varuna.plan.search import cut_layout
-from varuna.plan.telling import why_slower
-from varuna.plan_file import PinnedPlan, StageContents, read_plan, write_plan
-from varuna.planned import cluster_of
-from varuna.profile_file import read_profile, write_whole
-from varuna.profiling import describe, device_memory_bytes
+from varuna.plan.cost.calibrate import calibrate, extended
+from varuna.plan.cost.costs import assumed_link
+from varuna.plan.cost.estimate import Speed
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan, write_plan
+from varuna.plan.profile_file import read_profile
+from varuna.plan.search.messages import why_slower
+from varuna.plan.search.search import cut_layout
+from varuna.profile.estimate import estimate_described
+from varuna.profile.runnable import describe
+from varuna.train.cache import read_costs, write_costs
+from varuna.train.layout import cluster_of
+from varuna.train.validate import plan_stages
 from varuna.types import (
     Cluster,
     OptimizerCost,
@@ -46,7 +49,6 @@ from varuna.types import (
     spread_evenly,
 )
 from varuna.units import duration
-from varuna.wrapping import plan_stages
 
 log = logging.getLogger("pyrannc.plan")
 

@@ -7,12 +7,12 @@ from math import inf
 from pyrannc.configuration import Configuration
 from varuna.capture import Captured
 from varuna.errors import CaptureError, PlanError, some
-from varuna.plan.climb import best_uneven
-from varuna.plan.costs import Costs
-from varuna.plan.partition import Spans, balance_over
-from varuna.plan.place import Ground
-from varuna.plan.search import UNEVEN_GAIN
-from varuna.plan.stages import Terms
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cut.partition import Spans, balance_over
+from varuna.plan.cut.place import Ground
+from varuna.plan.search.climb import best_uneven
+from varuna.plan.search.search import UNEVEN_GAIN
+from varuna.plan.search.stages import Terms
 from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, in_few
 from varuna.units import count
 

@@ -17,31 +17,31 @@ from torch import Tensor, nn
 from pyrannc import deployment
 from pyrannc.calls import Agreed, Draft, agree, look_at, sample_of
 from pyrannc.configuration import folder_of, read_configuration
-from pyrannc.joining import join
 from pyrannc.logs import configure_logging
-from pyrannc.measuring import Measuring, some_samples
 from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
-from pyrannc.switches import switches
-from varuna.assembling import assemble
+from pyrannc.process import join, switches
+from pyrannc.profile import Measuring, some_samples
 from varuna.capture import Captured, Program, Source
-from varuna.capture.calling import Structured
-from varuna.capture.state import StageState, adopted_state
-from varuna.capture.trace import LOW_PRECISION
-from varuna.capturing import watch
-from varuna.errors import WorkerError
-from varuna.execute.address import machine_identity
-from varuna.execute.aligned import Hashes, given_alike, hash_batch
-from varuna.execute.room import Layout, Remedies, explained, telling
-from varuna.execute.session import Session, open_session
-from varuna.execute.shard import shard_optimizer as shard
+from varuna.capture.model.calling import Structured
+from varuna.capture.model.state import StageState, adopted_state
+from varuna.capture.trace.trace import LOW_PRECISION
+from varuna.errors import WorkerError, check_name
+from varuna.execute.comm.address import machine_identity, own_address
+from varuna.execute.comm.session import Session, open_session
+from varuna.execute.device.facts import find_device
+from varuna.execute.device.out_of_memory import Layout, Remedies, explained, telling
+from varuna.execute.step.same_data import Hashes, given_alike, hash_batch
+from varuna.execute.update.shard import shard_optimizer as shard
+from varuna.files import write_whole
 from varuna.observe import merge, to_perfetto
+from varuna.observe.progress_bar import watch
 from varuna.observe.record import on_one_clock
-from varuna.plan.blocks import partition
-from varuna.plan_file import PinnedPlan
-from varuna.profile_file import write_whole
+from varuna.plan.cut.blocks import partition
+from varuna.plan.plan_file import PinnedPlan
+from varuna.train.assemble import assemble
+from varuna.train.validate import check_model, refuse_inseparable
 from varuna.types import Plan, PrecisionName, Profile
-from varuna.wrapping import check_model, check_name, find_device, own_address, refuse_inseparable
 
 log = logging.getLogger("pyrannc")
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import Agreed, Leaf
-from varuna.capture.calling import Structure
+from varuna.capture.model.calling import Structure
 from varuna.errors import CaptureError, some
-from varuna.execute.division import Division, divide_alike, divide_batch
-from varuna.execute.exchange import Cargo, Form, redistribute
-from varuna.execute.scatter import MicroBatch, join, put_in_order, samples_of
-from varuna.execute.session import Session
-from varuna.execute.shares import Span, even_spans, spans
-from varuna.execute.trainer import Flight, Trainer
+from varuna.execute.comm.exchange import Cargo, Form, redistribute
+from varuna.execute.comm.session import Session
+from varuna.execute.step.division import Division, divide_alike, divide_batch
+from varuna.execute.step.scatter import MicroBatch, join, put_in_order, samples_of
+from varuna.execute.step.spans import Span, even_spans, spans
+from varuna.execute.step.trainer import Flight, Trainer
 from varuna.types import TensorSpec, spread_evenly
 
 Reduction = Literal["mean", "sum"]

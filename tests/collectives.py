@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.tasks import train
-from varuna.execute import session
-from varuna.execute.lanes import Lane, open_lanes
+from varuna.execute.comm import session
+from varuna.execute.comm.lanes import Lane, open_lanes
 
 Calls = dict[tuple[int, ...], list[tuple[Any, ...]]]
 """By the ranks of the group: what was called, with which shape, dtype and device.

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import varuna
 from tests.without_torch import run_without_torch
+from varuna.checkpoint.format.manifest import MANIFEST, Facts, folder_of
+from varuna.checkpoint.format.part import lay_out
+from varuna.checkpoint.format.tensors import memory_of, spec_of
 from varuna.checkpoint.load import open_checkpoint
-from varuna.checkpoint.manifest import MANIFEST, Facts, folder_of
-from varuna.checkpoint.part import lay_out
 from varuna.checkpoint.save import commit, write_part
-from varuna.checkpoint.store import Owner, Store, open_store
-from varuna.checkpoint.tensors import memory_of, spec_of
-from varuna.cli import main, parse_bytes, show_bytes
+from varuna.checkpoint.store.store import Owner, Store, open_store
+from varuna.cli.main import main, parse_bytes, show_bytes
 from varuna.types import Plan, StagePlan
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3.0)}

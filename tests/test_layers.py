@@ -1,31 +1,50 @@
-"""The house keeps its shape: who may import whom, and that importing does nothing."""
+"""The structure of the library: which file may import which, unique class names, imports without effects."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"capture", "measure", "plan", "execute", "checkpoint", "morph"}
-GROUND = {"types", "errors", "units"}
-TORCH_FREE = {"schedule", "observe", "plan", "morph", "types", "codec", "errors", "units"}
 
-LEVELS = {**dict.fromkeys(GROUND, 0), "codec": 1, "schedule": 2, "observe": 2, **dict.fromkeys(ROOMS, 3)}
-DOOR = 4
-FILES = sorted((ROOT / "varuna").rglob("*.py"))
+LEVELS = {
+    **dict.fromkeys(["types", "errors", "units", "codec", "files", "environment", "processes"], 0),
+    **dict.fromkeys(["schedule", "observe"], 1),
+    **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
+    **dict.fromkeys(["train", "profile"], 3),
+    "pyrannc": 4,
+    "cli": 5,
+    **dict.fromkeys(["__main__", "run_varuna", "launcher"], 6),
+}
+"""Every package and top-level file, from the bottom up; a file imports only from lower levels."""
+BASE = {name for name, level in LEVELS.items() if level == 0}
+TORCH_FREE = BASE | {"schedule", "observe", "plan", "morph", "cli"}
+MOST_FILES_AT_THE_TOP = 14
+MOST_FILES_IN_A_FOLDER = 16
+FILES = [*sorted((ROOT / "varuna").rglob("*.py")), *sorted((ROOT / "pyrannc").rglob("*.py"))]
 
 
-def part_of(path: Path) -> str:
-    """The part of the house a file belongs to: "types", "plan", ..., or the door's own name."""
-    return path.relative_to(ROOT / "varuna").with_suffix("").parts[0]
+def package_of(path: Path, root: Path = ROOT) -> str:
+    """The entry of LEVELS that a file belongs to: "types", "plan", "pyrannc", ..."""
+    first, *rest = path.relative_to(root).with_suffix("").parts
+    return first if first == "pyrannc" else rest[0]
 
 
-def imported_modules(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """Every module that a file names in an import, also inside functions, with relative ones resolved."""
-    for node in ast.walk(ast.parse(source)):
+def package_of_module(name: str) -> str | None:
+    """The entry of LEVELS that a module belongs to; None for a module of another library."""
+    first, *rest = name.split(".")
+    if first == "pyrannc":
+        return "pyrannc"
+    return rest[0] if first == "varuna" and rest else None
+
+
+def imported_modules(source: str, package: tuple[str, ...], *, at_import_time: bool = False) -> Iterator[str]:
+    """Every module that a file imports, inside functions too unless only import time matters."""
+    for node in _walk(ast.parse(source), skip_functions=at_import_time):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -35,42 +54,80 @@ def imported_modules(source: str, package: tuple[str, ...]) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def modules_of(path: Path) -> list[str]:
-    return list(imported_modules(path.read_text(), path.relative_to(ROOT).parent.parts))
+def _walk(tree: ast.AST, *, skip_functions: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if skip_functions and (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_type_checkers(node)
+        ):
+            continue
+        yield node
+        yield from _walk(node, skip_functions=skip_functions)
 
 
-def imported_parts(path: Path) -> set[str]:
-    names = {name.split(".")[1] for name in modules_of(path) if name.startswith("varuna.")}
-    return {name for name in names if is_part(name)} - {part_of(path)}
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def is_part(name: str) -> bool:
-    return (ROOT / "varuna" / name).is_dir() or (ROOT / "varuna" / f"{name}.py").is_file()
-
-
-def level(part: str) -> int:
-    return LEVELS.get(part, DOOR)
+def wrong_imports(path: Path, root: Path = ROOT) -> set[str]:
+    """The packages that a file imports although they are not below its own."""
+    own = package_of(path, root)
+    if own == "__init__":  # the package itself: it names what users import, and imports it when first used
+        return set()
+    modules = imported_modules(path.read_text(), path.relative_to(root).parent.parts)
+    packages = {package_of_module(name) for name in modules} & set(LEVELS) - {own}
+    wrong = {package for package in packages if package and LEVELS[package] >= LEVELS[own]}
+    return wrong - BASE if own in BASE else wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_only_from_below_and_no_room_imports_another(path: Path) -> None:
-    if level(part_of(path)) == DOOR:
-        return
-    wrong = {part for part in imported_parts(path) if level(part) >= level(part_of(path))}
-    if part_of(path) in GROUND:
-        wrong -= GROUND
-    assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}, which is not below it"
+def test_a_file_imports_only_from_lower_layers(path: Path) -> None:
+    assert not wrong_imports(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "found"),
+    [
+        ("varuna/plan/cost/costs.py", "from varuna.execute.step import engine", {"execute"}),
+        ("varuna/plan/cost/costs.py", "from ...execute.step import engine", {"execute"}),
+        ("varuna/plan/cost/costs.py", "def f():\n    from varuna.train import varuna", {"train"}),
+        ("varuna/types.py", "import varuna.plan.plan_file", {"plan"}),
+        ("varuna/train/varuna.py", "from varuna.cli.plan import plan", {"cli"}),
+        ("varuna/train/varuna.py", "from varuna.profile.profiler import Profiler", {"profile"}),
+        ("varuna/capture/model/names.py", "from pyrannc import process", {"pyrannc"}),
+        ("varuna/plan/cost/costs.py", "from varuna.types import Plan", set()),
+    ],
+)
+def test_a_planted_import_of_a_higher_layer_is_found(
+    tmp_path: Path, file: str, line: str, found: set[str]
+) -> None:
+    planted = tmp_path / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(line)
+    assert wrong_imports(planted, tmp_path) == found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_runs_on_the_managers_machine_imports_no_torch(path: Path) -> None:
-    if part_of(path) in TORCH_FREE:
-        assert not [name for name in modules_of(path) if name.split(".")[0] == "torch"]
+def test_the_managers_machine_needs_no_torch(path: Path) -> None:
+    if package_of(path) in TORCH_FREE:
+        names = imported_modules(
+            path.read_text(),
+            path.relative_to(ROOT).parent.parts,
+            at_import_time=package_of(path) in ("cli", "morph"),
+        )
+        assert not [name for name in names if name.split(".")[0] == "torch"]
 
 
-def test_every_folder_is_a_known_part_of_the_house() -> None:
-    folders = {path.parent.name for path in (ROOT / "varuna").glob("*/__init__.py")}
-    assert folders <= set(LEVELS), "a new room has to be named in this test and in CONTRIBUTING.md"
+def test_every_file_has_a_layer() -> None:
+    packages = {package_of(path) for path in FILES} - {"__init__"}
+    assert packages <= set(LEVELS), "give the new package a level in this test and in docs/design.md"
+
+
+def test_folders_stay_small_enough_to_read() -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for path in FILES:
+        counts[str(path.parent.relative_to(ROOT))] += path.name != "__init__.py"
+    assert counts["varuna"] <= MOST_FILES_AT_THE_TOP
+    assert not {folder: count for folder, count in counts.items() if count > MOST_FILES_IN_A_FOLDER}
 
 
 def test_an_import_hidden_in_a_function_and_written_relatively_is_seen() -> None:

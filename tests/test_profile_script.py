@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import Cli, on_a_terminal
-from varuna.profile_file import read_profile
+from varuna.plan.profile_file import read_profile
 
 SCRIPT = """
 import argparse

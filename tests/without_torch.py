@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def run_without_torch(commands: Sequence[Sequence[str]]) -> None:
     script = f"""
 import sys
-from varuna.cli import main
+from varuna.cli.main import main
 for command in {commands!r}:
     sys.argv = ["varuna", *command]
     try:

@@ -8,13 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from varuna.auto_config import AutoConfig
-    from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
-    from varuna.checkpointing import newest_checkpoint
-    from varuna.data import SampleOrder
-    from varuna.notify import notify_manager_preempt
-    from varuna.profiler import Profiler
-    from varuna.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
+    from varuna.capture import CutPoint, cut_after, plain_randomness
+    from varuna.capture.trace import opaque
+    from varuna.plan.search.auto_config import AutoConfig
+    from varuna.profile.profiler import Profiler
+    from varuna.train.checkpoints import newest_checkpoint
+    from varuna.train.data import SampleOrder
+    from varuna.train.notify import notify_manager_preempt
+    from varuna.train.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
 
 __version__ = "0.1.0"
 
@@ -34,16 +35,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoConfig": "varuna.auto_config",
+    "AutoConfig": "varuna.plan.search.auto_config",
     "CutPoint": "varuna.capture",
-    "Profiler": "varuna.profiler",
-    "SampleOrder": "varuna.data",
-    "Varuna": "varuna.varuna",
+    "Profiler": "varuna.profile.profiler",
+    "SampleOrder": "varuna.train.data",
+    "Varuna": "varuna.train.varuna",
     "cut_after": "varuna.capture",
-    "get_this_rank_config_varuna": "varuna.varuna",
-    "get_varuna_config": "varuna.varuna",
-    "newest_checkpoint": "varuna.checkpointing",
-    "notify_manager_preempt": "varuna.notify",
+    "get_this_rank_config_varuna": "varuna.train.varuna",
+    "get_varuna_config": "varuna.train.varuna",
+    "newest_checkpoint": "varuna.train.checkpoints",
+    "notify_manager_preempt": "varuna.train.notify",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",
 }

@@ -1,6 +1,6 @@
 """`python -m varuna` is the command `varuna`."""
 
-from varuna.cli import main
+from varuna.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -48,3 +48,8 @@ class StoreTaken(CheckpointError):
 def some(names: Sequence[str], most: int = 5) -> str:
     """The first few of many names, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_name(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, not {name!r}")

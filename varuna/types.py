@@ -587,3 +587,40 @@ def _parts(stage: StageTime) -> str:
         f"compute {duration(stage.compute_seconds)}, waiting {duration(stage.waiting_seconds)}, "
         f"bubble {stage.bubble:.0%}"
     )
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A job over all its machines: the stages' ranks, and the batch that they share."""
+
+    stage_map: StageMap
+    batch_size: int  # the whole job's, per step
+    microbatch_size: int
+    idle: tuple[int, ...] = ()  # devices without a rank, counted over all machines in order
+
+    @property
+    def depth(self) -> int:
+        return len(self.stage_map)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        return tuple(map(len, self.stage_map))
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.widths)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The (stage, replica) of a rank."""
+        return place_in_map(self.stage_map, rank)
+
+    def replica_batch(self, rank: int) -> int:
+        """How many of the global batch's samples this rank takes, by its place in its stage."""
+        stage, replica = self.place(rank)
+        return spread_evenly(self.batch_size, parts=self.widths[stage])[replica]
+
+    def __str__(self) -> str:
+        return (
+            f"{count(self.depth, 'stage')} x {format_widths(self.widths)}, "
+            f"batch {self.batch_size} in micro-batches of {self.microbatch_size}"
+        )

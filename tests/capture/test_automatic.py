@@ -17,9 +17,9 @@ from tests.capture.proof import assert_same
 from tests.capture.test_hugging_face import MODELS
 from tests.toys import make_inputs, make_model, without_cutpoints
 from varuna.capture import CutPoint, Source
-from varuna.capture.alike import find_kinds
+from varuna.capture.cuts.kinds import find_kinds
 from varuna.errors import CaptureError
-from varuna.plan.blocks import partition
+from varuna.plan.cut.blocks import partition
 from varuna.types import OperationGraph
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}

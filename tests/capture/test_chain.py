@@ -9,8 +9,8 @@ from torch import Tensor, fx
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source, StageState, stage_state
-from varuna.capture.chain import Chain, chain_of
-from varuna.capture.program import Program, start_compiler
+from varuna.capture.run.chain import Chain, chain_of
+from varuna.capture.run.program import Program, start_compiler
 from varuna.types import Work
 
 WORK = Work(seed=5, step=1, first_sample=2)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from varuna.capture import Program, Source, loss
-from varuna.capture.loss import join_losses, loss_over_words, parts, with_joint_loss
-from varuna.execute.split import backward_inputs, backward_weights
+from varuna.capture import Program, Source
+from varuna.capture.graph import fused_loss as loss
+from varuna.capture.graph.fused_loss import join_losses, loss_over_words, parts, with_joint_loss
+from varuna.execute.step.split import backward_inputs, backward_weights
 from varuna.types import PrecisionName, Work
 
 WORDS, WIDTH, TOKENS = 4099, 8, 6

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from tests.capture.proof import assert_same, chained, eager
-from varuna.capture import CutPoint, Source, opaque, plain_randomness
-from varuna.capture.attention import attention
+from varuna.capture import CutPoint, Source, plain_randomness
+from varuna.capture.graph.attention import attention
+from varuna.capture.trace import opaque
 from varuna.types import Work
 
 

@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.s3 import BUCKET, S3Server
-from varuna import checkpointing
 from varuna.checkpoint import background as background_module
 from varuna.checkpoint.background import Background, Order
+from varuna.checkpoint.format.manifest import Facts, Manifest, Part, folder_of
+from varuna.checkpoint.format.part import lay_out
+from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
 from varuna.checkpoint.load import find, newest, open_checkpoint, verify
-from varuna.checkpoint.manifest import Facts, Manifest, Part, folder_of
-from varuna.checkpoint.part import lay_out
 from varuna.checkpoint.save import commit, write_part
-from varuna.checkpoint.store import open_store
-from varuna.checkpoint.tensors import as_plain, memory_of, spec_of
+from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError
+from varuna.train import checkpoints as checkpointing
 
 LONG = 60.0  # for what must come, however slow the machine
 ME, OTHER = "stage-0-replica-0", "stage-1-replica-0"
@@ -93,7 +93,7 @@ def couriers_of(process: int) -> list[int]:
         for file in Path(f"/proc/{process}/task").glob("*/children")
         for child in file.read_text().split()
     ]
-    return [child for child in children if b"varuna.checkpoint.courier" in command_of(child)]
+    return [child for child in children if b"varuna.checkpoint.writer_process" in command_of(child)]
 
 
 def command_of(process: int) -> bytes:
@@ -463,7 +463,7 @@ def test_closing_waits_for_what_is_under_way_and_says_so(store: Path) -> None:
 
 
 def test_the_courier_imports_no_torch() -> None:
-    check = "import sys, varuna.checkpoint.courier; sys.exit('torch' in sys.modules)"
+    check = "import sys, varuna.checkpoint.writer_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 

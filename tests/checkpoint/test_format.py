@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from varuna.checkpoint.format.manifest import (
+    MANIFEST,
+    Facts,
+    Json,
+    Manifest,
+    encode_manifest,
+    folder_of,
+    seal,
+)
+from varuna.checkpoint.format.part import DTYPES, lay_out, read_header
+from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tensor_from
+from varuna.checkpoint.format.tree import pack, tensors_in, unpack
 from varuna.checkpoint.load import Checkpoint, find, look, newest, open_checkpoint, verify
-from varuna.checkpoint.manifest import MANIFEST, Facts, Json, Manifest, encode_manifest, folder_of, seal
-from varuna.checkpoint.part import DTYPES, lay_out, read_header
 from varuna.checkpoint.save import abandon, commit, tidy, write_part
-from varuna.checkpoint.store import Store, open_store
-from varuna.checkpoint.tensors import as_plain, memory_of, spec_of, tensor_from
-from varuna.checkpoint.tree import pack, tensors_in, unpack
+from varuna.checkpoint.store.store import Store, open_store
 from varuna.errors import CheckpointError
 
 TENSORS = {

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-import varuna.varuna
+import varuna.train.varuna
 from tests.checkpoint.legs import STEPS, make_optimizer, train_in_one_go, train_leg
 from tests.pool import Pool
 from tests.tasks import SEED, RememberingSource, global_batch, stage_map
 from tests.toys import make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
+from varuna.checkpoint.format.manifest import Facts
 from varuna.checkpoint.load import open_checkpoint
-from varuna.checkpoint.manifest import Facts
-from varuna.checkpoint.store import Owner, open_store
+from varuna.checkpoint.store.store import Owner, open_store
 from varuna.checkpoint.transfer import export, import_state, read_source
 
 DTYPE = torch.float64
@@ -34,7 +34,7 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def start_from(store: str, depth: int, width: int) -> tuple[int, dict[str, Tensor]]:
     """Where a job begins that loads what was imported, and with what."""
-    varuna.varuna.Source = RememberingSource  # type: ignore[misc]
+    varuna.train.varuna.Source = RememberingSource  # type: ignore[misc]
     RememberingSource.toy = ("GPT", DTYPE, str(OPTIONS))
     sample = make_inputs("GPT", 2, torch.Generator().manual_seed(1), DTYPE)
     model = make_model("GPT", seed=SEED + 1, dtype=DTYPE, **OPTIONS)
@@ -43,7 +43,7 @@ def start_from(store: str, depth: int, width: int) -> tuple[int, dict[str, Tenso
     iteration = wrapped.resume(store)
     state = wrapped.full_state_dict()
     wrapped.close()
-    varuna.varuna.Source = Source  # type: ignore[misc]
+    varuna.train.varuna.Source = Source  # type: ignore[misc]
     return iteration, state
 
 

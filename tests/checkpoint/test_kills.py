@@ -14,7 +14,7 @@ from torch import nn
 from tests.launch.jobs import launcher, started
 from varuna import SampleOrder, newest_checkpoint, plain_randomness
 from varuna.checkpoint.load import find, open_checkpoint, verify
-from varuna.checkpoint.store import open_store
+from varuna.checkpoint.store.store import open_store
 
 STEPS, BATCH, SAMPLES, SEED = 40, 6, 50, 5
 

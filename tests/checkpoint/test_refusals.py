@@ -15,11 +15,12 @@ from torch import nn
 from tests.pool import Pool
 from tests.tasks import stage_map
 from tests.toys import Plain, make_inputs
-from varuna import Varuna, checkpointing, newest_checkpoint
+from varuna import Varuna, newest_checkpoint
 from varuna.checkpoint.load import find
 from varuna.checkpoint.save import commit
-from varuna.checkpoint.store import open_store
+from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError, StoreTaken
+from varuna.train import checkpoints as checkpointing
 
 BATCH = 4
 

@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.checkpoint.local import LocalStore
-from varuna.checkpoint.remote import RemoteStore, cut, together
-from varuna.checkpoint.store import Entry, Store, open_store
+from varuna.checkpoint.store.local import LocalStore
+from varuna.checkpoint.store.remote import RemoteStore, cut, together
+from varuna.checkpoint.store.store import Entry, Store, open_store
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -290,7 +290,7 @@ def test_a_local_folder_takes_no_options(tmp_path: Path) -> None:
 
 IMPORTING = """
 import sys
-from varuna.checkpoint.store import open_store, retrying
+from varuna.checkpoint.store.store import open_store, retrying
 store = retrying(open_store("somewhere"), seconds=1, on_wait=print)
 store.list()
 assert not {"torch", "fsspec", "asyncio"} & set(sys.modules)

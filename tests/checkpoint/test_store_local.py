@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from varuna.checkpoint import claim as claim_module
-from varuna.checkpoint import local
-from varuna.checkpoint.claim import RECORD, refuse_disowned
-from varuna.checkpoint.local import LocalStore
-from varuna.checkpoint.store import Owner
-from varuna.checkpointing import claim_after_own
+from varuna.checkpoint.store import claim as claim_module
+from varuna.checkpoint.store import local
+from varuna.checkpoint.store.claim import RECORD, refuse_disowned
+from varuna.checkpoint.store.local import LocalStore
+from varuna.checkpoint.store.store import Owner
 from varuna.errors import StoreTaken
+from varuna.train.checkpoints import claim_after_own
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -187,7 +187,7 @@ def test_spans_are_views_of_one_mapping_that_outlives_the_file(tmp_path: Path) -
 
 FULL_DISK = """
 import json, os, sys
-from varuna.checkpoint.store import open_store
+from varuna.checkpoint.store.store import open_store
 store = open_store(sys.argv[1])
 store.replace("manifest.json", b"old")
 errors = []
@@ -228,7 +228,7 @@ MINE = Owner(job="mine", token="1", host="here", pid=os.getpid())
 
 CLAIM_AND_WAIT = """
 import os, subprocess, sys
-from varuna.checkpoint.store import Owner, open_store
+from varuna.checkpoint.store.store import Owner, open_store
 claim = open_store(sys.argv[1]).claim(Owner(job="theirs", token="2", host="there", pid=os.getpid()))
 if sys.argv[2] == "fork" and os.fork() == 0:
     print(os.getpid(), flush=True)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.checkpoint.claim import RECORD, STALE_SECONDS, Record, in_the_way
-from varuna.checkpoint.remote import RemoteStore
-from varuna.checkpoint.retry import LONGEST_PAUSE_SECONDS, pause_seconds
-from varuna.checkpoint.store import Buffer, Owner, open_store, retrying
+from varuna.checkpoint.store.claim import RECORD, STALE_SECONDS, Record, in_the_way
+from varuna.checkpoint.store.remote import RemoteStore
+from varuna.checkpoint.store.retry import LONGEST_PAUSE_SECONDS, pause_seconds
+from varuna.checkpoint.store.store import Buffer, Owner, open_store, retrying
 from varuna.errors import StoreTaken
 
 MINE = Owner(job="mine", token="1", host="here", pid=1)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.s3 import BUCKET, S3Server
-from varuna.checkpoint.claim import refuse_disowned
-from varuna.checkpoint.remote import GAP_BYTES, RemoteStore
-from varuna.checkpoint.store import Entry, Owner, open_store, retrying
+from varuna.checkpoint.store.claim import refuse_disowned
+from varuna.checkpoint.store.remote import GAP_BYTES, RemoteStore
+from varuna.checkpoint.store.store import Entry, Owner, open_store, retrying
 from varuna.errors import StoreTaken
 
 BLOCK = 5 << 20  # the smallest that S3 takes

@@ -28,14 +28,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from varuna.checkpoint.format.manifest import MANIFEST, Facts, Json, Manifest, folder_of
+from varuna.checkpoint.format.part import lay_out
+from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
+from varuna.checkpoint.format.tree import pack
 from varuna.checkpoint.load import find, newest, open_checkpoint, verify
-from varuna.checkpoint.manifest import MANIFEST, Facts, Json, Manifest, folder_of
-from varuna.checkpoint.part import lay_out
 from varuna.checkpoint.save import commit, write_part
-from varuna.checkpoint.store import Owner, Store, open_store
-from varuna.checkpoint.tensors import as_plain, memory_of, spec_of
+from varuna.checkpoint.store.store import Owner, Store, open_store
 from varuna.checkpoint.transfer import INDEX, WHOLE, export, import_state, read_source, split, ties_among
-from varuna.checkpoint.tree import pack
 from varuna.errors import CheckpointError, StoreTaken
 
 ME = Owner("import-test", "token", "here", 1)
@@ -573,8 +573,8 @@ WITH_LITTLE_MEMORY = """
 import re, resource, sys, torch
 from pathlib import Path
 from varuna.checkpoint.load import open_checkpoint
-from varuna.checkpoint.manifest import Facts
-from varuna.checkpoint.store import Owner, open_store
+from varuna.checkpoint.format.manifest import Facts
+from varuna.checkpoint.store.store import Owner, open_store
 from varuna.checkpoint.transfer import export, import_state, read_source
 
 folder, megabytes = Path(sys.argv[1]), 1 << 20

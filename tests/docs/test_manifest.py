@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from varuna.launcher import SWITCHES, split_command
+from varuna.cli.launch import SWITCHES, split_command
+from varuna.cli.run import make_parser
 from varuna.morph.machines import read_machines
-from varuna.run_varuna import make_parser
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna.execute import link, slots
-from varuna.execute.pump import connect
+from varuna.execute.comm import link, slots
+from varuna.execute.comm.pump import connect
 
 CPU = torch.device("cpu")
 USUAL_SECONDS, LONG_SECONDS = 5e-5, 2e-2

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import varuna.assembling
+import varuna.train.assemble
 from tests.tasks import train
-from varuna.execute.graphs import Tape
+from varuna.execute.step.cuda_graphs import Tape
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
@@ -63,7 +63,7 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
 def tapes(tape: Tape | None = record) -> Iterator[list[Tape]]:
     """Within, any device has such tapes, or its own; those that were asked for."""
     made: list[Tape] = []
-    before = varuna.assembling.tapes_on
+    before = varuna.train.assemble.tapes_on
 
     def tapes_on(device: torch.device) -> Callable[[], Tape]:
         own = before(device)
@@ -74,11 +74,11 @@ def tapes(tape: Tape | None = record) -> Iterator[list[Tape]]:
 
         return new_tape
 
-    varuna.assembling.tapes_on = tapes_on
+    varuna.train.assemble.tapes_on = tapes_on
     try:
         yield made
     finally:
-        varuna.assembling.tapes_on = before
+        varuna.train.assemble.tapes_on = before
 
 
 def train_replayed(*args: Any, device: str = "cpu", **options: Any) -> tuple[dict[str, Any], int]:

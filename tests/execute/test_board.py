@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
-from varuna.execute.board import Board
+from varuna.execute.comm.board import Board
 
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
 

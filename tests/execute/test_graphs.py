@@ -13,7 +13,7 @@ from tests.execute.tape import tapes, train_replayed
 from tests.pool import Pool
 from tests.tasks import compare, logged, train_plainly
 from varuna import Varuna
-from varuna.execute.graphs import MOST_FORMS, GraphedStage, Recording
+from varuna.execute.step.cuda_graphs import MOST_FORMS, GraphedStage, Recording
 from varuna.schedule import NAMES
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.execute.test_link import await_message, linked_pair
 from varuna.errors import PeerLost
-from varuna.execute.groups import Seat, choose_channel
-from varuna.execute.link import Link
+from varuna.execute.comm.groups import Seat, choose_channel
+from varuna.execute.comm.link import Link
 
 
 class Half:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from varuna.execute.late import LateRecorder
+from varuna.execute.device.event_times import LateRecorder
 
 
 class Device:

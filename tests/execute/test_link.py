@@ -23,10 +23,10 @@ from torch.distributed import TCPStore
 
 from varuna import codec
 from varuna.errors import PeerLost
-from varuna.execute import address, pump
-from varuna.execute.address import Contact
-from varuna.execute.link import DTYPES, Delay, Link
-from varuna.execute.pump import Network, connect
+from varuna.execute.comm import address, pump
+from varuna.execute.comm.address import Contact
+from varuna.execute.comm.link import DTYPES, Delay, Link
+from varuna.execute.comm.pump import Network, connect
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from varuna.execute.offload import chunks, keep_state_on_host
+from varuna.execute.update.offload import chunks, keep_state_on_host
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrannc import RaNNCModule
 from varuna import Varuna
 from varuna.errors import OutOfDeviceMemory
-from varuna.execute.groups import reduce_backend
-from varuna.execute.room import USABLE, Layout, Use, explain, propose
-from varuna.varuna import REMEDIES
-from varuna.wrapping import choose_gpu, find_device
+from varuna.execute.comm.groups import reduce_backend
+from varuna.execute.device.facts import choose_gpu, find_device
+from varuna.execute.device.out_of_memory import USABLE, Layout, Use, explain, propose
+from varuna.train.varuna import REMEDIES
 
 GIB = 1 << 30
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.execute.shares import Piece, divide, even_spans, pieces, size, spans, within
+from varuna.execute.step.spans import Piece, divide, even_spans, pieces, size, spans, within
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 

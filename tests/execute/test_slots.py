@@ -7,7 +7,7 @@ import pytest
 
 from tests.execute.card import CPU, Card, exchange_by_card, installed
 from tests.pool import Pool
-from varuna.execute import slots
+from varuna.execute.comm import slots
 
 
 @pytest.mark.parametrize("idle", [False, True])

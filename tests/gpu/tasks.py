@@ -18,10 +18,10 @@ from tests.tasks import logged, make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
-from varuna.execute.groups import reduce_backend
-from varuna.execute.lanes import GroupLane, Outlet, inlet_for, nccl_of
-from varuna.execute.link import dense
-from varuna.execute.reduce import Reducer
+from varuna.execute.comm.groups import reduce_backend
+from varuna.execute.comm.lanes import GroupLane, Outlet, inlet_for, nccl_of
+from varuna.execute.comm.link import dense
+from varuna.execute.update.reduce import Reducer
 
 DEVICE = "cuda:0"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.launch import planned_net
 from tests.measure.ladders import BRIEF, MESSAGES
-from varuna.profiler import Profiler
+from varuna.profile.profiler import Profiler
 
 
 @pytest.fixture(scope="session")

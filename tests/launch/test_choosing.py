@@ -7,22 +7,22 @@ import msgspec
 import pytest
 
 from tests.plan.profiles import GB, profile, segment
-from varuna.choosing import Wanted, choose
+from varuna.cli.launch import Job
+from varuna.cli.run import parse, tell_workers
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.launcher import Job
-from varuna.morph.placement import Layout, ranks_of_machine
-from varuna.plan.search import search
-from varuna.plan_file import PinnedPlan, write_plan
-from varuna.run_varuna import parse, tell_workers
-from varuna.types import Profile, Proposal, format_stage_map
+from varuna.morph.run.worker_env import ranks_of_machine
+from varuna.plan.plan_file import PinnedPlan, write_plan
+from varuna.plan.search.choose import Wanted, choose
+from varuna.plan.search.search import search
+from varuna.types import Layout, Profile, Proposal, format_stage_map
 
 EIGHT = profile([segment(1e-3, fixed=1e-4)], [0] * 8)
 TIGHT = profile([segment(1e-3, parameter_bytes=2 * GB)], [0] * 8, device_memory_bytes=20 * GB)
 
 
 def pinned(found: Profile = EIGHT, devices: int = 4, **asked: object) -> Proposal:
-    from varuna.auto_config import equal_machines
+    from varuna.plan.search.auto_config import equal_machines
 
     cluster = equal_machines(devices, 4, memory_bytes=found.device_memory_bytes)
     return search(found, cluster, batch_size=32, **asked).best  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure, describe, find_cause
-from varuna.morph.placement import lay_out
+from varuna.plan.search.choose import lay_out
 
 LAYOUT = lay_out(4, 2, batch_size=4, microbatch_size=1)
 QUOTE = ("varuna.errors.PeerLost", "varuna.errors.WorkerError", "builtins.RuntimeError")

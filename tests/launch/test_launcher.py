@@ -217,10 +217,16 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, pipe: Path) -> 
 
 def test_a_worker_whose_launcher_is_gone_already_does_not_start(tmp_path: Path) -> None:
     """V33: the launcher died between starting the worker and the worker's asking to die with it."""
-    import varuna.worker
+    import varuna.morph.run.worker
 
     (tmp_path / "script.py").write_text("print('started')")
     not_the_parent = "1" if os.getpid() != 1 else "2"
-    command = ["-P", varuna.worker.__file__, not_the_parent, str(tmp_path), str(tmp_path / "script.py")]
+    command = [
+        "-P",
+        varuna.morph.run.worker.__file__,
+        not_the_parent,
+        str(tmp_path),
+        str(tmp_path / "script.py"),
+    ]
     worker = subprocess.run([sys.executable, *command], capture_output=True)
     assert (worker.returncode, worker.stdout) == (-signal.SIGKILL, b"")

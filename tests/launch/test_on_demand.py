@@ -13,7 +13,7 @@ TRAIN = """
 import torch
 from torch import nn
 from varuna import CutPoint, Varuna
-from varuna.worker import early_signal
+from varuna.morph.run.worker import early_signal
 
 when = sys.argv[-2]
 os.environ["VARUNA_CHECKPOINT_STORE"] = "store"

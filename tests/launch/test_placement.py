@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.launcher import SWITCHES, choose_flags, split_command
-from varuna.morph.placement import (
+from varuna.cli.launch import SWITCHES, choose_flags, split_command
+from varuna.morph.run.worker_env import (
     WORKER_FLAGS,
     flags_taken,
-    lay_out,
     name_idle,
     ranks_of_machine,
     worker_environment,
     worker_flags,
 )
+from varuna.plan.search.choose import lay_out
 from varuna.types import format_stage_map, spread_evenly
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.launch import planned_net
 from tests.launch.jobs import environment, log
 from varuna.codec import decode
-from varuna.plan_file import read_plan, write_plan
+from varuna.plan.plan_file import read_plan, write_plan
 from varuna.types import StepReport
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import varuna.profiler
+import varuna.profile.profiler
 from tests.measure.ladders import BRIEF, MESSAGES, get_batch
-from varuna.neighbour import Findings, measure_with_neighbours
-from varuna.profiler import Profiler
+from varuna.profile.link_probe import Findings, measure_with_neighbours
+from varuna.profile.profiler import Profiler
 
 MakeProfiler = Callable[..., Profiler]
 
@@ -22,7 +22,7 @@ def findings() -> Findings:
 
 @pytest.fixture
 def make_profiler(tmp_path: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch) -> MakeProfiler:
-    monkeypatch.setattr(varuna.profiler, "measure_with_neighbours", lambda *_: findings)
+    monkeypatch.setattr(varuna.profile.profiler, "measure_with_neighbours", lambda *_: findings)
 
     def make(model: torch.nn.Module, get_batch: Any = get_batch, **options: Any) -> Profiler:
         given = {"device": "cpu", "out_folder": tmp_path, "effort": BRIEF, **options}

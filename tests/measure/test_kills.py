@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from tests.measure.ladders import BRIEF, MESSAGES, Ladder, get_batch
-from varuna.profile_file import NAME, UNFINISHED, read_profile
-from varuna.profiler import Profiler
+from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
+from varuna.profile.profiler import Profiler
 from varuna.types import LinkCost
 
 ROOT = Path(__file__).parents[2]

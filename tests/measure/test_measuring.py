@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
-from varuna.capture.alike import find_kinds
+from varuna.capture.cuts.kinds import find_kinds
 from varuna.measure.stopwatch import Effort
-from varuna.measuring import Bench
-from varuna.plan.blocks import partition
-from varuna.profiling import Parts
+from varuna.plan.cut.blocks import partition
+from varuna.profile.runnable import Parts
+from varuna.profile.timing import Bench
 
 QUICK = Effort(seconds=0.0, fewest=1, most=1, warmups=0)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.measure.ladders import WIDTH, Ladder
 from varuna import CutPoint
 from varuna.measure.memory import Bytes, CountingMeter, count_bytes
-from varuna.profiler import Profiler
+from varuna.profile.profiler import Profiler
 
 MakeProfiler = Callable[..., Profiler]
 CPU = torch.device("cpu")

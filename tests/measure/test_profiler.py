@@ -14,8 +14,8 @@ from tests.measure.ladders import MESSAGES, WIDTH, Ladder, get_batch
 from tests.toys import make_inputs, make_model
 from varuna.codec import decode, encode
 from varuna.errors import CaptureError
-from varuna.profile_file import NAME, UNFINISHED, read_profile
-from varuna.profiler import Profiler
+from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
+from varuna.profile.profiler import Profiler
 from varuna.types import Profile
 
 MakeProfiler = Callable[..., Profiler]

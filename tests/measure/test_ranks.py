@@ -9,9 +9,9 @@ from torch import Tensor
 from tests.measure.ladders import BRIEF, MESSAGES, Ladder, get_batch
 from tests.pool import Pool
 from varuna.measure.reductions import group_sizes
-from varuna.profile_file import read_profile
-from varuna.profiler import Profiler
-from varuna.team import Place, Places
+from varuna.plan.profile_file import read_profile
+from varuna.profile.profiler import Profiler
+from varuna.profile.ranks import Place, Places
 from varuna.types import Profile
 
 

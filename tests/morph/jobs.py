@@ -23,9 +23,9 @@ import pytest
 
 from tests.launch.jobs import environment
 from varuna.codec import decode
-from varuna.leading import Contact
-from varuna.managing import talk
-from varuna.morph.messages import Ask
+from varuna.morph.protocol.messages import Ask
+from varuna.morph.run.client import talk
+from varuna.morph.run.job_folder import Contact
 
 STEPS = 300
 

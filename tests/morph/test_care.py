@@ -101,7 +101,7 @@ def check_what_others_can_see(job: Job) -> None:
     (place,) = (job.folder / "home").glob("jobs/*/manager.json")
     assert place.stat().st_mode & 0o777 == 0o600 and place.parent.stat().st_mode & 0o777 == 0o700
     processes = job.processes()
-    assert any("varuna.agent" in line for line in processes.values())
+    assert any("varuna.morph.run.agent" in line for line in processes.values())
     for pid in processes:
         seen = b"".join(Path(f"/proc/{pid}/{listing}").read_bytes() for listing in ("cmdline", "environ"))
         assert contact.secret.encode() not in seen

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 from varuna.morph.decide import decide
 from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
-from varuna.morph.placement import lay_out
 from varuna.morph.state import (
     AgentJoined,
     AgentLeft,
@@ -42,6 +41,7 @@ from varuna.morph.state import (
     WorkerFailed,
     WorkersEnded,
 )
+from varuna.plan.search.choose import lay_out
 
 WELL = Outcome(None)
 SAVED = Outcome(None, on_demand=True)

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from varuna.cli.run import read_every
 from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
-from varuna.run_varuna import read_every
-from varuna.saving import OwnSaves, told_rhythm
+from varuna.train.autosave import OwnSaves, told_rhythm
 
 
 def share_lost(interval: float, cost: float, mean: float) -> float:

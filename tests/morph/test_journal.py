@@ -20,7 +20,6 @@ from varuna.morph.journal import (
     read,
     restore,
 )
-from varuna.morph.placement import lay_out
 from varuna.morph.state import (
     AgentJoined,
     Generation,
@@ -33,6 +32,7 @@ from varuna.morph.state import (
     WorkerFailed,
     WorkersEnded,
 )
+from varuna.plan.search.choose import lay_out
 
 LAYOUT = lay_out(2, 1, batch_size=4, microbatch_size=1)
 RECORDS: list[Record] = [

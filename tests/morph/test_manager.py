@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import ROOT
-from varuna.manager import ManagedJob, Manager
-from varuna.managing import talk
 from varuna.morph.clock import WakingClock
 from varuna.morph.journal import Journal
-from varuna.morph.messages import Answer, Ask, Hello, Welcome, read_to_agent, write
-from varuna.morph.start import AGENT_COMMAND, AgentOrders, StartedAgent
+from varuna.morph.protocol.messages import Answer, Ask, Hello, Welcome, read_to_agent, write
+from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
+from varuna.morph.protocol.wire import Wire
+from varuna.morph.run.client import talk
+from varuna.morph.run.manager import ManagedJob, Manager
 from varuna.morph.state import JobState, Proposal
-from varuna.morph.wire import Wire
 
 SECRET = b"s" * 32
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.morph.hosts import clouds
-from varuna.listening import listen, tell_done
 from varuna.morph.notices import (
     Answer,
     Notice,
@@ -22,6 +21,7 @@ from varuna.morph.notices import (
     gcp_notice,
     service,
 )
+from varuna.morph.run.cloud_poll import listen, tell_done
 
 NOW = 5_000.0  # this machine's clock, which is far from the cloud's
 

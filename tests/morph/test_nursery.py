@@ -7,7 +7,9 @@ from pathlib import Path
 
 from tests.launch.jobs import environment
 
-NURSERY = "import varuna.nursery as n; n.LEASE_SECONDS = 1; n.preload = lambda *names: None; n.main()"
+NURSERY = (
+    "import varuna.morph.run.forkserver as n; n.LEASE_SECONDS = 1; n.preload = lambda *names: None; n.main()"
+)
 
 
 def test_workers_of_an_agent_that_stands_still_end(tmp_path: Path) -> None:

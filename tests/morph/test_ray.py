@@ -9,8 +9,8 @@ from tests.morph.hosts.lab import ROOT
 from tests.morph.hosts.manager import StandInManager
 from tests.morph.hosts.ray_cluster import RayClient, RayCluster
 from tests.morph.jobs import Job, check
-from varuna.morph.adapters.ray import RayStarter
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.starters.ray import RayStarter
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 
@@ -56,7 +56,9 @@ def test_a_job_trains_over_rays_nodes(cluster: RayCluster, tmp_path: Path, peace
     ) as job:
         job.wait_for("generation: 1: 2 stages x 1 replica")
         job.wait_for_steps(3)
-        assert {host.name for host in cluster.lab.hosts if "varuna.agent" in str(host.processes())} == {
+        assert {
+            host.name for host in cluster.lab.hosts if "varuna.morph.run.agent" in str(host.processes())
+        } == {
             "n1",
             "n2",
         }

@@ -14,7 +14,7 @@ import pytest
 from tests.morph.hosts.lab import ROOT
 from tests.morph.hosts.manager import StandInManager
 from tests.morph.hosts.slurm import SlurmCluster
-from varuna.morph.adapters.slurm import SlurmAgent, SlurmStarter, find_ended
+from varuna.morph.starters.slurm import SlurmAgent, SlurmStarter, find_ended
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.hosts.manager import StandInManager
-from varuna.morph.adapters.ssh import SshAgent, SshStarter, explain
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.starters.ssh import SshAgent, SshStarter, explain
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 
@@ -84,8 +84,8 @@ def test_an_agent_outlives_the_client_and_the_manager_that_started_it(
 ) -> None:
     """V45: kill -9 of the manager closes all pipes that it held; its agents go on and wait for the next."""
     starting = (
-        "import sys, pathlib, msgspec; from varuna.morph.adapters.ssh import SshStarter; "
-        "from varuna.morph.start import AgentOrders; "
+        "import sys, pathlib, msgspec; from varuna.morph.starters.ssh import SshStarter; "
+        "from varuna.morph.protocol.orders import AgentOrders; "
         f"logs = pathlib.Path({str(tmp_path)!r}); "
         f"starter = SshStarter(log_folder=logs, ssh={lab.ssh!r}, agent=({STUB!r},)); "
         "agent = starter.start(msgspec.json.decode(sys.stdin.readline(), type=AgentOrders)); "

@@ -5,9 +5,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.morph.placement import Layout
 from varuna.morph.stragglers import Rule, Watch, look, median_without
-from varuna.types import StageMap
+from varuna.types import Layout, StageMap
 
 RULE = Rule(factor=1.25, steps=3)
 

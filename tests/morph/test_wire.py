@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from varuna.morph.wire import GREETING_BYTES, MAGIC, MAX_BYTES, MAX_FIRST_BYTES, Refused, Wire
+from varuna.morph.protocol.wire import GREETING_BYTES, MAGIC, MAX_BYTES, MAX_FIRST_BYTES, Refused, Wire
 
 SECRET = b"s" * 32
 

@@ -10,7 +10,7 @@ from tests.plan.profiles import GB, MB, machines, profile, segment
 from varuna import AutoConfig
 from varuna.codec import encode
 from varuna.errors import PlanError
-from varuna.plan.search import search
+from varuna.plan.search.search import search
 from varuna.types import Duration, Profile, SegmentCost
 
 

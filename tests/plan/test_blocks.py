@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.plan.blocks import FEWEST, MOST, partition
-from varuna.plan.order import best_order, crossings, early, late
-from varuna.plan.partition import balance
+from varuna.plan.cut.blocks import FEWEST, MOST, partition
+from varuna.plan.cut.order import best_order, crossings, early, late
+from varuna.plan.cut.partition import balance
 from varuna.types import Operation, OperationGraph, Value
 
 

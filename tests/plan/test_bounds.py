@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.plan.bounds import least_seconds
-from varuna.plan.simulate import Orders, Pipeline, StageTimes, Tie, Way, name_orders, simulate
+from varuna.plan.cost.bounds import least_seconds
+from varuna.plan.cost.simulate import Orders, Pipeline, StageTimes, Tie, Way, name_orders, simulate
 from varuna.schedule import NAMES, splits
 
 seconds = st.floats(0.01, 4.0)

@@ -5,9 +5,9 @@ import pytest
 
 from tests.plan.profiles import ADAM, GB, MB, link, profile, reductions, segment
 from varuna.errors import PlanError
-from varuna.execute import reduce
-from varuna.plan import costs as costs_module
-from varuna.plan.costs import Costs, with_network
+from varuna.execute.update import reduce
+from varuna.plan.cost import costs as costs_module
+from varuna.plan.cost.costs import Costs, with_network
 from varuna.types import Duration, LinkCost, MessageCost, Overheads, ReduceCost, TieCost
 
 

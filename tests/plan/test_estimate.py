@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tests.plan.profiles import profile
-from varuna.plan.calibrate import calibrate, extended, speed_of
-from varuna.plan.estimate import Speed, estimate
+from varuna.plan.cost.calibrate import calibrate, extended, speed_of
+from varuna.plan.cost.estimate import Speed, estimate
 from varuna.types import Dim, Duration, Segment, SegmentCost
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.profiles import MB, profile, segment
-from varuna.plan.costs import Costs
-from varuna.plan.memory import Kept, Needs, Room, keeps, stage_memory
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.memory import Kept, Needs, Room, keeps, stage_memory
 from varuna.schedule import NAMES, build
 from varuna.types import MemoryForecast, TieCost
 

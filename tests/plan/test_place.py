@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, machines
-from varuna.plan.place import WAYS, Ground, ReplicaKind
+from varuna.plan.cut.place import WAYS, Ground, ReplicaKind
 from varuna.types import Cluster, Machine
 
 

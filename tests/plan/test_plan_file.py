@@ -8,8 +8,8 @@ import pytest
 from tests.plan.profiles import machines, profile, segment
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.plan.search import search
-from varuna.plan_file import PinnedPlan, read_plan, write_plan
+from varuna.plan.plan_file import PinnedPlan, read_plan, write_plan
+from varuna.plan.search.search import search
 from varuna.types import Plan, Proposal, StagePlan
 
 PROPOSAL = search(profile([segment(1e-3)], [0] * 4), machines(1, 4), batch_size=16, depths=[2]).best

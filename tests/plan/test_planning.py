@@ -11,12 +11,12 @@ import pytest
 from tests.plan.profiles import GB, MB, profile, reductions, segment, transformer
 from tests.test_cli import Cli
 from tests.without_torch import run_without_torch
-from varuna.cluster_file import read_cluster
+from varuna.cli.plan import other_depths
 from varuna.codec import encode
-from varuna.plan.search import search
-from varuna.plan_file import read_plan
-from varuna.planning import other_depths
-from varuna.tables import gains, spans
+from varuna.plan.cluster_file import read_cluster
+from varuna.plan.plan_file import read_plan
+from varuna.plan.search.search import search
+from varuna.plan.tables import gains, spans
 from varuna.types import Duration, Profile
 
 

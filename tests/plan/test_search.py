@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, MB, link, machines, profile, reductions, segment, transformer
 from varuna.errors import PlanError
-from varuna.plan.asked import PREFERENCE
-from varuna.plan.costs import Costs
-from varuna.plan.forecast import Draft, forecast_plan, memories, orders_of, pipelines
-from varuna.plan.partition import all_cuts, uniform_cuts
-from varuna.plan.place import Ground
-from varuna.plan.search import search
-from varuna.plan.simulate import simulate
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.forecast import Draft, forecast_plan, memories, orders_of, pipelines
+from varuna.plan.cost.simulate import simulate
+from varuna.plan.cut.partition import all_cuts, uniform_cuts
+from varuna.plan.cut.place import Ground
+from varuna.plan.search.request import PREFERENCE
+from varuna.plan.search.search import search
 from varuna.types import (
     Cluster,
     CutCost,

@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import varuna.plan.simulate as simulator
+import varuna.plan.cost.simulate as simulator
 from varuna.errors import ScheduleError
 from varuna.observe import bubble
-from varuna.plan import kernel
-from varuna.plan.simulate import Orders, Pipeline, StageTimes, Tie, Way, name_orders, read_orders, simulate
+from varuna.plan.cost import kernel
+from varuna.plan.cost.simulate import (
+    Orders,
+    Pipeline,
+    StageTimes,
+    Tie,
+    Way,
+    name_orders,
+    read_orders,
+    simulate,
+)
 from varuna.schedule import NAMES, Cursor, build
 from varuna.types import Instruction, Schedule
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.plan.profiles import GB, MB, machines, profile, segment
 from varuna.errors import PlanError
-from varuna.plan.costs import Costs
-from varuna.plan.place import Ground
-from varuna.plan.stages import NOTHING, Share, Table, stage
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cut.place import Ground
+from varuna.plan.search.stages import NOTHING, Share, Table, stage
 from varuna.types import Cluster, CutCost, Dim, Profile
 
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tests.plan.profiles import GB, MB, machines, profile, segment, transformer
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.plan.climb import best_uneven
-from varuna.plan.costs import Costs
-from varuna.plan.forecast import forecast_plan
-from varuna.plan.partition import all_cuts, balance_over
-from varuna.plan.place import Ground
-from varuna.plan.search import cut_layout, search
-from varuna.plan.stages import Terms
-from varuna.plan.uneven import forecast_uneven
-from varuna.plan_file import check_plan
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.plan.cut.partition import all_cuts, balance_over
+from varuna.plan.cut.place import Ground
+from varuna.plan.plan_file import check_plan
+from varuna.plan.search.climb import best_uneven
+from varuna.plan.search.search import cut_layout, search
+from varuna.plan.search.stages import Terms
+from varuna.plan.search.uneven import forecast_uneven
 from varuna.types import Plan, StagePlan, format_widths, parse_stage_map
 
 SIZES = (1, 2, 4, 8, 16, 32)

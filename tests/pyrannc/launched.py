@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import pyrannc
-from pyrannc.joining import join
+from pyrannc.process import join
 from tests.pyrannc.jobs import batch_of, make, train
 
 COUNTS = [[3, 2, 2, 1], [2, 2, 2, 2], [0, 4, 1, 2]]

@@ -14,8 +14,8 @@ from pyrannc import RaNNCModule, deployment
 from tests.pool import Pool
 from tests.pyrannc.jobs import make
 from tests.pyrannc.models import WIDTH
-from varuna.cli import app
-from varuna.plan_file import PinnedPlan, read_plan
+from varuna.cli.main import app
+from varuna.plan.plan_file import PinnedPlan, read_plan
 
 
 def wrapped(model: nn.Module, **options: Any) -> RaNNCModule:

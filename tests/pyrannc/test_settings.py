@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pyrannc.configuration import KINDS, Configuration, read_configuration
-from pyrannc.joining import find_place
 from pyrannc.logs import configure_logging
+from pyrannc.process import find_place
 
 
 def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> None:

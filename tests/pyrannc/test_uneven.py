@@ -22,17 +22,17 @@ from tests.pyrannc.models import WIDTH
 from tests.pyrannc.test_training import CLOSE, batches, check, plain
 from varuna import plain_randomness
 from varuna.capture import Source
-from varuna.capture.calling import Structured
+from varuna.capture.model.calling import Structured
 from varuna.errors import PlanError
-from varuna.execute.division import divide_batch
-from varuna.plan.blocks import partition
-from varuna.plan.climb import best_uneven
-from varuna.plan.costs import Costs
-from varuna.plan.forecast import forecast_plan
-from varuna.plan.partition import all_cuts
-from varuna.plan.place import Ground
-from varuna.plan.stages import Terms
-from varuna.plan_file import read_plan
+from varuna.execute.step.division import divide_batch
+from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.forecast import forecast_plan
+from varuna.plan.cut.blocks import partition
+from varuna.plan.cut.partition import all_cuts
+from varuna.plan.cut.place import Ground
+from varuna.plan.plan_file import read_plan
+from varuna.plan.search.climb import best_uneven
+from varuna.plan.search.stages import Terms
 from varuna.types import Cluster, Plan, Profile, StagePlan, Work, spread_evenly
 
 Layout = tuple[str | tuple[int, ...], int]

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import varuna.varuna
+import varuna.train.varuna
 from tests.pool import Pool
 from tests.tasks import RememberingSource, logged, make_optimizer, stage_map
 from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
 from varuna.errors import CheckpointError
-from varuna.on_demand import NO_STORE, NOT_EVERYWHERE, STORE_VARIABLE, Verdict, Word, decide
+from varuna.train.save_requests import NO_STORE, NOT_EVERYWHERE, STORE_VARIABLE, Verdict, Word, decide
 from varuna.types import Op
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -42,7 +42,7 @@ class Job:
         self.losses: list[float] = []
         self.moments: list[str] = []
         if model is None:
-            varuna.varuna.Source = RememberingSource  # type: ignore[misc]
+            varuna.train.varuna.Source = RememberingSource  # type: ignore[misc]
         RememberingSource.toy = ("Plain", torch.float32, "None")
         self.model = Varuna(
             model or make_model("Plain"),
@@ -55,7 +55,7 @@ class Job:
             timeout_seconds=30,
             compute_delay=self._delay,
         )
-        varuna.varuna.Source = Source  # type: ignore[misc]
+        varuna.train.varuna.Source = Source  # type: ignore[misc]
         self.optimizer = make_optimizer("sgd", self.model.parameters())
         self.model.set_optimizer(self.optimizer)
         self.model._checkpoints.save = lambda store, **_: self._save(store)

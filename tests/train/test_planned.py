@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import varuna.profiler
+import varuna.profile.profiler
 from tests.launch.planned_net import get_batch
 from tests.measure.ladders import BRIEF
 from tests.plan.profiles import link, reductions
@@ -18,9 +18,9 @@ from tests.pool import Pool
 from varuna import CutPoint, Varuna
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.neighbour import Findings
-from varuna.profile_file import NAME, read_profile
-from varuna.profiler import Profiler
+from varuna.plan.profile_file import NAME, read_profile
+from varuna.profile.link_probe import Findings
+from varuna.profile.profiler import Profiler
 from varuna.types import Forecast, MemoryForecast, Plan, Proposal, StageForecast, StagePlan
 
 SECONDS = 0.01
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile")
     with pytest.MonkeyPatch.context() as patch:
         near = Findings(link(1e-5, 1e9), reductions(1e9, between=False, groups=(2,)), 0)
-        patch.setattr(varuna.profiler, "measure_with_neighbours", lambda *_: near)
+        patch.setattr(varuna.profile.profiler, "measure_with_neighbours", lambda *_: near)
         Profiler(Misleading(), get_batch, device="cpu", out_folder=folder, effort=BRIEF).profile_all([1])
     return folder
 

@@ -15,7 +15,7 @@ from tests.tasks import SEED, compare, global_batch, make_optimizer, take, train
 from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna, get_varuna_config
 from varuna.errors import CaptureError
-from varuna.execute.division import divide_batch
+from varuna.execute.step.division import divide_batch
 from varuna.schedule import NAMES
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}

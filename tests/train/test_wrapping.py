@@ -351,7 +351,7 @@ def test_the_partition_is_remembered_until_the_model_changes(
     """V8: by its graph's fingerprint; `from_cache=False` looks and checks anew."""
     monkeypatch.setenv("VARUNA_CACHE", str(tmp_path))
     checks = []
-    monkeypatch.setattr("varuna.wrapping.check_capture", lambda *_: checks.append(1))
+    monkeypatch.setattr("varuna.train.validate.check_capture", lambda *_: checks.append(1))
     wrap(Plain())
     wrap(Plain())
     assert len(checks) == 1 and len(list(tmp_path.iterdir())) == 1

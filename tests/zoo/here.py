@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from tests.zoo.trial import SEED, Case, batch_of, close, default_dtype, made, made_plain
 from varuna import plain_randomness
 from varuna.capture import Captured, Source, stage_state
-from varuna.capture.batch import Batch
-from varuna.capture.calling import Structured
-from varuna.plan.blocks import partition
+from varuna.capture.model.batch import Batch
+from varuna.capture.model.calling import Structured
+from varuna.plan.cut.blocks import partition
 from varuna.types import Work
 
 FINEST = 0

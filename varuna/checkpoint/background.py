@@ -26,7 +26,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.courier import (
+from varuna.checkpoint.format.manifest import Manifest, Part
+from varuna.checkpoint.format.part import Layout, Spec
+from varuna.checkpoint.format.tensors import check_dense
+from varuna.checkpoint.writer_process import (
     Committed,
     Failed,
     GiveUp,
@@ -39,9 +42,6 @@ from varuna.checkpoint.courier import (
     Trouble,
     Written,
 )
-from varuna.checkpoint.manifest import Manifest, Part
-from varuna.checkpoint.part import Layout, Spec
-from varuna.checkpoint.tensors import check_dense
 from varuna.errors import CheckpointError
 
 __all__ = ["Background", "Order"]
@@ -250,7 +250,14 @@ class Courier:
         )  # what is found here is found there
         with courier_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "varuna.checkpoint.courier", str(os.getpid()), str(memory)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "varuna.checkpoint.writer_process",
+                    str(os.getpid()),
+                    str(memory),
+                ],
                 stdin=courier_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 pass_fds=[memory],

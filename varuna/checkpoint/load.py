@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from varuna.checkpoint.manifest import (
+from varuna.checkpoint.format.manifest import (
     FOLDER,
     MANIFEST,
     PLAIN_NAME,
@@ -18,7 +18,7 @@ from varuna.checkpoint.manifest import (
     hash_of,
     merge,
 )
-from varuna.checkpoint.store import Store
+from varuna.checkpoint.store.store import Store
 from varuna.errors import CheckpointError
 
 BATCH_BYTES = 16 << 20

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
-from varuna.checkpoint.load import find
-from varuna.checkpoint.manifest import (
+from varuna.checkpoint.format.manifest import (
     MANIFEST,
     Facts,
     FileEntry,
@@ -23,8 +22,9 @@ from varuna.checkpoint.manifest import (
     hash_of,
     merge,
 )
-from varuna.checkpoint.part import Layout, Spec
-from varuna.checkpoint.store import Buffer, Store
+from varuna.checkpoint.format.part import Layout, Spec
+from varuna.checkpoint.load import find
+from varuna.checkpoint.store.store import Buffer, Store
 
 OWN_KEPT = 2
 CHUNK_BYTES = 1 << 20

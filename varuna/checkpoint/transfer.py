@@ -20,13 +20,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.format.manifest import PLAIN_NAME, Facts, Manifest, Part, TensorEntry
+from varuna.checkpoint.format.part import Spec, lay_out, read_header
+from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tensor_from
+from varuna.checkpoint.format.tree import tensors_in, unpack
 from varuna.checkpoint.load import Checkpoint, look
-from varuna.checkpoint.manifest import PLAIN_NAME, Facts, Manifest, Part, TensorEntry
-from varuna.checkpoint.part import Spec, lay_out, read_header
 from varuna.checkpoint.save import abandon, clean, commit, write_part
-from varuna.checkpoint.store import Owner, Store
-from varuna.checkpoint.tensors import as_plain, memory_of, spec_of, tensor_from
-from varuna.checkpoint.tree import tensors_in, unpack
+from varuna.checkpoint.store.store import Owner, Store
 from varuna.codec import decode, encode
 from varuna.errors import CheckpointError
 

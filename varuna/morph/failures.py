@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from varuna.morph.placement import Layout
+from varuna.types import Layout
 
 
 class ExtraInfo(msgspec.Struct, frozen=True):

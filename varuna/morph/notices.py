@@ -1,7 +1,7 @@
 """What clouds tell a machine that they are about to take away, and how each of them wants to be asked.
 
 Nothing here talks to anyone: a service says what to ask next, is handed the answer, and ends with the notice
-that stands, or with none. `varuna.listening` carries the questions.
+that stands, or with none. `varuna.morph.run.cloud_poll` carries the questions.
 """
 
 import email.utils

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from varuna.morph.failures import WorkerFailure
-from varuna.morph.placement import Layout
+from varuna.types import Layout
 
 Phase = Literal["gathering", "running", "saving", "ending", "over"]
 """

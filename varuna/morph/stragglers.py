@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from varuna.morph.placement import Layout
-from varuna.types import spread_evenly
+from varuna.types import Layout, spread_evenly
 
 
 class Rule(msgspec.Struct, frozen=True):

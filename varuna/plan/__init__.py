@@ -10,6 +10,6 @@ search           the best plan
 stages, uneven   the same where stages may differ in their number of replicas
 """
 
-from varuna.plan.partition import balance, balance_over
+from varuna.plan.cut.partition import balance, balance_over
 
 __all__ = ["balance", "balance_over"]

@@ -8,7 +8,7 @@ import socket
 from types import TracebackType
 from typing import Any, Self
 
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.orders import AgentOrders
 
 
 class DialledIn:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tests.environments import environment
 from tests.morph.hosts.lab import Host, Lab
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.orders import AgentOrders
 
 PINNED = Path(__file__).with_name("ray-constraints.txt")
 DRIVER = Path(__file__).with_name("ray_driver.py")

@@ -6,8 +6,8 @@ import threading
 
 import msgspec
 
-from varuna.morph.adapters.ray import RayAgent, RayStarter
-from varuna.morph.start import AgentOrders
+from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.starters.ray import RayAgent, RayStarter
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Finds cuts and carves segments out of a captured graph."""

@@ -1,0 +1,71 @@
+"""Which values need not be sent over a cut, for they are made again on its other side.
+
+A value is, where its memory is a parameter's, or where it follows cheaply from the inputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flow import Flow
+
+_MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
+
+
+class Again:
+    def __init__(self, whole: Whole, flow: Flow) -> None:
+        self._whole = whole
+        self._flow = flow
+        self._state = set(whole.state.values())
+        self._parameters = {whole.state[name] for name in whole.parameters}
+        self._changed = {root for root in flow.writers if root in self._state}
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The state that a node reads: itself, or by a view of it that is made again where it is used.
+
+        Such a view by itself reads nothing.
+        """
+        if self._is_view(node):
+            return []
+        return list(dict.fromkeys(state for arg in node.all_input_nodes for state in self.state_of(arg)))
+
+    def state_of(self, value: fx.Node) -> list[fx.Node]:
+        """The state that whoever uses a value must hold."""
+        if value in self._state:
+            return [value]
+        return [self._flow.root[value]] if self._is_view(value) else []
+
+    def _is_view(self, node: fx.Node) -> bool:
+        root = self._flow.root[node]
+        if node is root or root not in self._state or root in self._changed:
+            return False
+        return self.closure(node, len(self._flow.order)) is not None
+
+    def closure(self, value: fx.Node, limit: int) -> frozenset[fx.Node] | None:
+        """The nodes that make a value as it is at a position of the graph; None where it must be sent."""
+        flow, root = self._flow, self._flow.root[value]
+        of_state = root in self._state and root not in self._changed
+        closure: set[fx.Node] = set()
+        pending = [value, *flow.writers_before(root, limit)]
+        while pending:
+            node = pending.pop()
+            if node in closure:
+                continue
+            if node.op == "placeholder":
+                if (
+                    node is self._whole.work
+                    or node in self._changed
+                    or (node in self._parameters and not of_state)
+                ):
+                    return None
+                continue
+            if node.op == "call_module" or "random" in node.meta:
+                return None
+            closure.add(node)
+            if len(closure) > _MOST_MADE_AGAIN:
+                return None
+            if of_state and flow.root[node] is not root and isinstance(node.meta.get("val"), Tensor):
+                return None  # sizes may follow from the inputs' batch
+            pending.extend(flow.dependencies(node))
+        return frozenset(closure)

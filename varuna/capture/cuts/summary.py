@@ -1,0 +1,210 @@
+"""What a captured model is, in nouns: its segments, their cost, and a fingerprint that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.cuts.rematerialise import Again
+from varuna.capture.graph import randomness as random
+from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flow import Flow
+from varuna.capture.model.batch import dim_of
+from varuna.types import Dim, ModelGraph, Segment
+
+aten = torch.ops.aten
+_VIEWS = {
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "slice",
+    "select",
+    "detach",
+    "t",
+}
+
+
+def summarize(
+    whole: Whole, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
+) -> ModelGraph:
+    """State that nothing reads belongs to the first segment, so that none is lost."""
+    unused = [name for name, node in whole.state.items() if not node.users]
+    names = {node: name for name, node in whole.state.items()}
+    again = Again(whole, flow)
+    by_segment: list[list[fx.Node]] = [[] for _ in range(whole.num_segments)]
+    for node in whole.nodes:
+        if node.op != "get_attr":
+            by_segment[node.meta["segment"]].append(node)
+    segments = []
+    for index, nodes in enumerate(by_segment):
+        used = {names[state] for node in nodes for state in again.reads(node)}
+        if index == 0:
+            used.update(unused)
+        if index == whole.num_segments - 1:
+            used.update(names[state] for result in whole.results for state in again.state_of(result))
+        ordered = [name for name in whole.state if name in used]
+        parameters = tuple(name for name in ordered if name in whole.parameters)
+        segments.append(
+            Segment(
+                index=index,
+                parameters=parameters,
+                buffers=tuple(name for name in ordered if name not in whole.parameters),
+                num_operations=len(nodes),
+                flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
+                parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
+                moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
+                kept_bytes=_line(
+                    [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
+                ),
+            )
+        )
+    return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _line(at_one_and_two: Sequence[int]) -> Dim:
+    """The sum as a line in the batch, from what it is for one sample and for two."""
+    half = len(at_one_and_two) // 2
+    one, two = sum(at_one_and_two[:half]), sum(at_one_and_two[half:])
+    return Dim(two - one, 2 * one - two)
+
+
+def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[int]:
+    """The shape for so many samples."""
+    dims = [dim_of(size, symbol) for size in value.shape]
+    return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
+
+
+def num_bytes(value: Any, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
+    return sum(math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in tensors)
+
+
+def _kept_bytes(node: fx.Node, flow: Flow, symbol: sympy.Symbol | None, batch: int) -> int:
+    """What it makes may be wanted in a backward, where it takes part in one and its memory is its own."""
+    made = node in flow.needs_grad and flow.root[node] is node
+    return num_bytes(node.meta.get("val"), symbol, batch) if made else 0
+
+
+def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    """What an operation reads and writes; nothing where it only looks at it in another way."""
+    name = _name(node)
+    if name in _VIEWS or node.target is operator.getitem:
+        return 0
+    values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
+    if name == "embedding":  # of the table, only the rows that were asked for
+        values = values[:1] * 2
+    return sum(num_bytes(value, symbol, batch) for value in values)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    if target in (random.draw, random.draw_in_place):
+        target = node.args[0]
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
+    name = _name(node)
+    values = [
+        value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)
+    ]
+    elements = sum(math.prod(_sizes(value, symbol)) for value in values)
+    operands = [
+        _sizes(arg.meta["val"], symbol)
+        for arg in node.all_input_nodes
+        if isinstance(arg.meta.get("val"), Tensor)
+    ]
+    if name in _VIEWS:
+        return 0
+    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
+        inner = (
+            operands[1][-1]
+            if name == "linear"
+            else operands[-1][-2]
+            if len(operands[-1]) > 1
+            else operands[-1][-1]
+        )
+        return 2 * elements * inner
+    if name.startswith("conv") and len(operands) >= 2:
+        return 2 * elements * math.prod(operands[1][1:])
+    if name == "scaled_dot_product_attention" and len(operands) >= 1:
+        keys = operands[min(1, len(operands) - 1)][-2]
+        return 4 * elements * keys
+    return elements
+
+
+def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
+    """Who a model is: its operations, shapes, names, ties and cuts; not its values, nor the stages chosen."""
+    return hashlib.sha256("\n".join(listing(whole, ties, symbol)).encode()).hexdigest()
+
+
+def listing(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
+    """A model line by line, as far as it has to do with who it is."""
+    index = {node: i for i, node in enumerate(whole.graph.nodes)}
+
+    def shape(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{value.dtype}[{','.join(_size_text(size, symbol) for size in value.shape)}]"
+        if isinstance(value, tuple | list):
+            return f"({','.join(map(shape, value))})"
+        return _size_text(value, symbol)
+
+    def argument(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return f"%{index[arg]}"
+        if isinstance(arg, tuple | list):
+            return f"[{','.join(map(argument, arg))}]"
+        if isinstance(arg, dict):
+            return f"{{{','.join(f'{key}:{argument(value)}' for key, value in sorted(arg.items()))}}}"
+        if isinstance(arg, torch.device):
+            return "device"
+        return str(arg) if not callable(arg) else _callable_text(arg)
+
+    named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
+    lines = [f"ties {ties}", f"results {[index[node] for node in whole.results]}"]
+    for node in whole.graph.nodes:
+        if node.op == "output":
+            continue
+        what = named.get(node) or (
+            _constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target)
+        )
+        lines.append(
+            f"%{index[node]} @{node.meta['segment']} {node.op} {what} "
+            f"{argument(node.args)} {argument(node.kwargs)} {shape(node.meta.get('val'))}"
+        )
+    return lines
+
+
+def _size_text(size: Any, symbol: sympy.Symbol | None) -> str:
+    if isinstance(size, torch.SymInt):
+        dim = dim_of(size, symbol)
+        return "?" if dim is None else str(dim)
+    return str(size) if isinstance(size, int | float | bool | str) else ""
+
+
+def _constant_text(whole: Whole, node: fx.Node) -> str:
+    value = whole.attributes[str(node.target)]
+    if isinstance(value, Tensor):
+        return f"constant {value.dtype}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _callable_text(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", None) or str(target)

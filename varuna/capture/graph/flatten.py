@@ -1,0 +1,243 @@
+"""From what torch.export wrote to one flat list of operations on named state and inputs.
+
+Regions without gradient and regions with another precision come as nested graphs; here they are
+laid open, so that cuts, randomness and values can be followed through them:
+
+    wrap_with_set_grad_enabled(False, region, x)   →   the region's nodes, on x.detach()
+    wrap_with_autocast(..., region, x)             →   the region's nodes, each remembering its autocast
+
+Marks become segment numbers, assertions are dropped, names of one tensor become one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch.export.graph_signature import InputKind
+
+from varuna.capture.trace.custom_function import Applied, Applying
+from varuna.capture.trace.opaque import OPAQUE, Leaf, LeafCall
+from varuna.capture.trace.recorder import CHECKS, CUT
+from varuna.capture.trace.trace import Trace
+from varuna.errors import CaptureError
+
+aten = torch.ops.aten
+DETACH = aten.detach.default
+
+Autocast = tuple[str, Any, bool]  # device type, dtype, enabled
+
+
+@dataclass
+class Whole:
+    """The whole model as one graph. Every node's `meta` holds:
+
+    segment    how many cuts lie before it
+    val        a fake tensor (or number) that stands for its value
+    autocast   the autocast that it ran under, where the model changed it
+    """
+
+    graph: fx.Graph
+    attributes: dict[str, Any] = field(default_factory=dict)  # constants and nested graphs, by get_attr name
+    state: dict[str, fx.Node] = field(default_factory=dict)  # by canonical name
+    parameters: set[str] = field(default_factory=set)  # those of the state that are no buffers
+    gradients: frozenset[str] = frozenset()  # inputs that a gradient goes back to
+    inputs: dict[str, fx.Node] = field(default_factory=dict)
+    num_segments: int = 1
+    work: fx.Node | None = None  # stands for the Work that seeds what is drawn
+    batch: fx.Node | None = None  # stands for the batch size, where it is symbolic
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The loss, or whatever the model gives."""
+        results: tuple[fx.Node, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
+        return results
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
+    """`canonical` gives each name of a parameter or buffer the first name of the same tensor."""
+    exported = trace.exported
+    whole = Whole(fx.Graph(), gradients=trace.gradients)
+    flattener = _Flattener(whole, trace.leaf_calls, canonical)
+    values: dict[fx.Node, Any] = {}
+    specs = {
+        spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")
+    }
+    body = exported.graph_module
+    for node in body.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        spec = specs.get(node.name)
+        kind = spec.kind if spec is not None else InputKind.USER_INPUT
+        if spec is not None and kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
+            name = canonical.get(spec.target, spec.target)
+            if name not in whole.state:
+                whole.state[name] = flattener.placeholder(f"s_{name}", node)
+            values[node] = whole.state[name]
+            if kind == InputKind.PARAMETER:
+                whole.parameters.add(name)
+        elif spec is not None and kind == InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            values[node] = flattener.constant(exported.constants[spec.target], node)
+        elif isinstance(node.meta.get("val"), Tensor):
+            whole.inputs[node.target] = flattener.placeholder(f"i_{node.target}", node)
+            values[node] = whole.inputs[node.target]
+        else:
+            values[node] = node.meta.get("val")
+    results = flattener.inline(body, values, autocast=None, no_grad=False)
+    whole.graph.output(tuple(results)).meta = {"segment": flattener.segment}
+    whole.num_segments = flattener.segment + 1
+    if whole.num_segments != trace.num_cuts + 1:
+        raise CaptureError(
+            f"{trace.num_cuts} CutPoints were called but {flattener.segment} are in the graph "
+            "(a CutPoint inside a region that is traced apart, such as torch.cond, cannot be cut: "
+            "move it out)"
+        )
+    return whole
+
+
+class _Flattener:
+    def __init__(self, whole: Whole, leaf_calls: Sequence[LeafCall], canonical: Mapping[str, str]) -> None:
+        self.whole = whole
+        self.segment = 0
+        self._leaf_calls = leaf_calls
+        self._canonical = canonical
+
+    def placeholder(self, name: str, node: fx.Node) -> fx.Node:
+        new = self.whole.graph.placeholder(name.replace(".", "_"))
+        new.meta = {"val": node.meta["val"], "segment": 0}
+        return new
+
+    def attribute(self, prefix: str, value: Any) -> fx.Node:
+        name = f"{prefix}_{len(self.whole.attributes)}"
+        self.whole.attributes[name] = value
+        new = self.whole.graph.create_node("get_attr", name)
+        new.meta = {"segment": 0}
+        return new
+
+    def constant(self, value: Any, node: fx.Node) -> fx.Node:
+        if isinstance(value, Tensor) and value.device.type == "meta":
+            raise CaptureError(
+                f"the model holds a tensor of shape {list(value.shape)} on `meta` that is neither "
+                "a parameter nor "
+                "a buffer, so its values cannot be known (register it as a buffer, or make it in forward)"
+            )
+        new = self.attribute("constant", value)
+        new.meta = {"val": node.meta.get("val"), "segment": 0}
+        return new
+
+    def inline(
+        self, body: fx.GraphModule, values: dict[fx.Node, Any], *, autocast: Autocast | None, no_grad: bool
+    ) -> list[Any]:
+        def mapped(arg: Any) -> Any:
+            return fx.map_arg(arg, lambda node: values[node])
+
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                outputs = mapped(node.args[0])
+                return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+            if node.op == "get_attr":
+                owner: Any = body
+                for part in node.target.split("."):
+                    owner = getattr(owner, part)
+                # A nested graph is laid open where it is called; others (torch.cond) stay as they are.
+                values[node] = owner
+                if not isinstance(owner, fx.GraphModule):
+                    values[node] = self.constant(owner, node)
+                continue
+            if node.target is CUT:
+                values[node] = values[node.args[0]]
+                self.segment += 1
+                continue
+            if node.target in CHECKS:
+                continue
+            values[node] = self._call(node, mapped, autocast, no_grad)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: fx.Node, mapped: Any, autocast: Autocast | None, no_grad: bool) -> Any:
+        name = getattr(node.target, "__name__", str(node.target))
+        if name == "wrap_with_set_grad_enabled":
+            enabled, region, *operands = mapped(node.args)
+            if not enabled:
+                operands = [self._detached(operand) for operand in operands]
+            return self._region(region, operands, autocast, no_grad or not enabled)
+        if name == "wrap_with_autocast":
+            device_type, dtype, enabled, _cache, region, *operands = mapped(node.args)
+            return self._region(region, operands, (device_type, dtype, enabled), no_grad)
+        if name == "getitem" and not isinstance(values := mapped(node.args[0]), fx.Node):
+            return values[node.args[1]]
+        if node.target is OPAQUE:
+            call = self._leaf_calls[int(str(node.args[1]))]
+            if not isinstance(call.module, Applying):
+                return self._leaf(node, mapped(node.args[0]), call)
+            new = self.whole.graph.call_function(Applied(call), tuple(mapped(node.args[0])))
+            new.meta = self._facts(node, autocast, no_grad)
+            return new
+        nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
+        new = self.whole.graph.create_node(
+            node.op,
+            node.target,
+            nested(mapped(node.args)),
+            nested(mapped(node.kwargs)),
+            name=node.name,
+        )
+        new.meta = self._facts(node, autocast, no_grad)
+        return new
+
+    def _facts(self, node: fx.Node, autocast: Autocast | None, no_grad: bool) -> dict[str, Any]:
+        kept = ("val", "stack_trace", "nn_module_stack")
+        facts = {key: node.meta[key] for key in kept if key in node.meta}
+        facts.update(segment=self.segment, no_grad=no_grad)
+        if autocast is not None:
+            facts["autocast"] = autocast
+        return facts
+
+    def _leaf(self, node: fx.Node, tensors: list[Any], call: LeafCall) -> fx.Node:
+        """An opaque module, called with all of its state. Work and batch are filled in with the draws."""
+        leaf = Leaf(call, ordinal=0)
+        full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
+        state = [self.whole.state[self._canonical.get(name, name)] for name in full]
+        name = f"leaf_{len(self.whole.attributes)}"
+        self.whole.attributes[name] = leaf
+        new = self.whole.graph.call_module(name, (state, tensors))
+        buffers = dict(call.module.named_buffers(remove_duplicate=False))
+        writes = [node for own, node in zip(leaf.names, state, strict=True) if own in buffers]
+        new.meta = {"val": node.meta["val"], "segment": self.segment, "writes": writes, "leaf": leaf}
+        if "stack_trace" in node.meta:
+            new.meta["stack_trace"] = node.meta["stack_trace"]
+        return new
+
+    def _region(
+        self, region: fx.GraphModule, operands: list[Any], autocast: Autocast | None, no_grad: bool
+    ) -> Any:
+        inputs = [node for node in region.graph.nodes if node.op == "placeholder"]
+        return self.inline(
+            region, dict(zip(inputs, operands, strict=True)), autocast=autocast, no_grad=no_grad
+        )
+
+    def _detached(self, operand: Any) -> Any:
+        value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return operand
+        new = self.whole.graph.call_function(DETACH, (operand,))
+        new.meta = {"val": value, "segment": self.segment, "no_grad": True}
+        return new
+
+    def _nested(self, args: Any) -> Any:
+        """Nested graphs that stay nested become attributes of the flat one."""
+        return torch.utils._pytree.tree_map(
+            lambda arg: self.attribute("region", arg) if isinstance(arg, fx.GraphModule) else arg,
+            args,
+            is_leaf=lambda arg: isinstance(arg, fx.Node | fx.GraphModule),
+        )

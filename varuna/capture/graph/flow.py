@@ -1,0 +1,183 @@
+"""How values flow through the graph: who shares memory with whom, who changes it, what needs a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.graph.flatten import Whole
+
+aten = torch.ops.aten
+
+# Their schemas do not say that they advance the running statistics: which arguments, and by which flag.
+_STATISTICS: dict[Any, tuple[tuple[int, ...], int]] = {
+    aten.batch_norm.default: ((3, 4), 5),
+    aten.native_batch_norm.default: ((3, 4), 5),
+    aten.instance_norm.default: ((3, 4), 5),
+}
+_WITHOUT_GRADIENT = frozenset(
+    {"detach", "detach_", "bernoulli", "multinomial"}
+    | {f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")}
+    | {f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")}
+)
+
+
+class Flow:
+    """Facts about every node of a whole graph, found once."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
+        self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(whole.graph.nodes)}
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
+        self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
+        self.needs_grad: set[fx.Node] = set()
+        leaves = set(whole.state.values())
+        wanted = {whole.inputs[name] for name in whole.gradients if name in whole.inputs}
+        for node in whole.graph.nodes:
+            self.root[node] = self._root(node)
+            self.writes[node] = tuple(dict.fromkeys(self.root[arg] for arg in written(node)))
+            for root in self.writes[node]:
+                self.writers.setdefault(root, []).append(node)
+            if node in wanted or self._needs_grad(node, leaves):
+                self.needs_grad.add(node)
+                # x.add_(y) gives x a gradient too.
+                self.needs_grad.update(self.writes[node])
+
+    @cached_property
+    def gets_grad(self) -> set[fx.Node]:
+        """Of what needs a gradient, what one comes back to: some result is made of it, and not detached."""
+        return self.leading_to(self.whole.results)
+
+    def leading_to(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        """What gets a gradient where these results do."""
+        pending = list(results)
+        pending += [writer for result in results for writer in self.writers.get(self.root[result], ())]
+        reached: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in self.needs_grad and node not in reached:
+                reached.add(node)
+                pending.extend(self.dependencies(node))
+        return reached
+
+    def momentum(self, of_modules: Mapping[str, float | None]) -> dict[str, float]:
+        """What one run of the model gives to each of BatchNorm's statistics, which move at every use."""
+        found: dict[str, float] = {}
+        for name, root in self.whole.state.items():
+            uses: list[Any] = [
+                writer.args[6] if writer.target in _STATISTICS else of_modules.get(name)
+                for writer in self.writers.get(root, ())
+            ]
+            if uses and None not in uses:
+                found[name] = uses[0] if len(uses) == 1 else 1 - math.prod(1 - share for share in uses)
+        return found
+
+    def writers_before(self, root: fx.Node, position: int) -> Iterator[fx.Node]:
+        for writer in self.writers.get(root, ()):
+            if self.order[writer] < position:
+                yield writer
+
+    def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What must have run before a node: its arguments, and whatever changed their memory until then."""
+        for arg in node.all_input_nodes:
+            yield arg
+            yield from self.writers_before(self.root[arg], self.order[node])
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        source = aliased(node)
+        return node if source is None else self.root[source]
+
+    def _needs_grad(self, node: fx.Node, state: set[fx.Node]) -> bool:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            return node in state and isinstance(value, Tensor) and value.requires_grad
+        if node.op != "call_function" and node.op != "call_module":
+            return False
+        if node.meta.get("no_grad") or base_name(node) in _WITHOUT_GRADIENT:
+            return False
+        if not any(arg in self.needs_grad for arg in _made_of(node)):
+            return False
+        return any(
+            isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            for value in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        )
+
+
+def _made_of(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a gradient goes back to: of an item of broadcast tensors, its own tensor alone."""
+    source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    if isinstance(source, fx.Node) and source.target is aten.broadcast_tensors.default:
+        tensors: Any = source.args[0]
+        return [tensors[node.args[1]]]
+    return node.all_input_nodes
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node changes in place."""
+    if node.op == "call_module":
+        return list(node.meta.get("writes", ()))
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target in _STATISTICS:
+        which, flag = _STATISTICS[node.target]
+        changed = [node.args[i] for i in which] if node.args[flag] else []
+        return [arg for arg in changed if isinstance(arg, fx.Node)]
+    found: list[fx.Node] = []
+    for i, name in _written(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
+    return found
+
+
+@cache
+def _written(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operation changes."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's value may share."""
+    if node.op != "call_function":
+        return None
+    if getattr(node.target, "__name__", "") == "getitem":
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for i, name in _aliased(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            return value
+    return None
+
+
+@cache
+def _aliased(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments whose memory an operation's results may share."""
+    schema = target._schema
+    returned = {
+        name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
+    }
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        # `split(Tensor(a -> *) self) -> Tensor(a)[]` names the set on both sides.
+        if info is not None and (info.before_set & returned or (info.is_write and "*" in info.after_set)):
+            found.append((i, argument.name))
+    return found
+
+
+def base_name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", "")

@@ -1,0 +1,115 @@
+"""Attention masks that say no more than "causal", or nothing at all, become what attention calls them.
+
+Libraries build an explicit mask when they are traced, where they would pass a flag otherwise; and the
+fused kernels know the flag but not the mask. A mask that follows from sizes alone is the same at every
+step: it is computed here once, for two sizes of the batch, and looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flow import Flow
+from varuna.capture.graph.randomness import bound
+from varuna.capture.run.program import on_device
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+BATCHES = (2, 3)
+MOST_ELEMENTS = 1 << 26
+"""Of one sample's mask (8192 tokens): a larger one is left as it is, for a look at it takes gigabytes."""
+MOST_NODES = 256
+
+Meaning = Literal["causal", "nothing"]
+
+
+def name_masks(whole: Whole) -> None:
+    """Replaces every mask that has a name."""
+    calls = [node for node in whole.nodes if node.target is ATTENTION]
+    meanings: dict[fx.Node, Meaning | None] = {}
+    flow = Flow(whole) if calls else None
+    for node in calls:
+        given = bound(ATTENTION, node.args, node.kwargs)
+        mask = given["attn_mask"]
+        if flow is None or not isinstance(mask, fx.Node):
+            continue
+        if mask not in meanings:
+            meanings[mask] = _meaning(whole, flow, mask)
+        meaning = meanings[mask]
+        if meaning is not None:
+            query, key, value = (given.pop(name) for name in ("query", "key", "value"))
+            node.args = (query, key, value)
+            node.kwargs = {**given, "attn_mask": None, "is_causal": meaning == "causal"}
+
+
+def _meaning(whole: Whole, flow: Flow, mask: fx.Node) -> Meaning | None:
+    value = mask.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return None
+    rows, columns = value.shape[-2:]
+    if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MOST_ELEMENTS:
+        return None
+    nodes = _made_of_sizes(whole, flow, mask)
+    if nodes is None:
+        return None
+    found = {name_mask(_compute(whole, nodes, mask, batch)) for batch in BATCHES}
+    return found.pop() if len(found) == 1 else None
+
+
+def name_mask(mask: Tensor) -> Meaning | None:
+    """`mask` as attention takes it: bools that let through, or numbers that are added."""
+    visible = mask
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min  # -inf as well: after a softmax both are nothing
+        visible = mask == 0
+        if not bool((visible | hidden).all()):
+            return None
+    if bool(visible.all()):
+        return "nothing"
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    # Where rows and columns differ in number, the flag and a library may mean different corners.
+    if mask.shape[-2] == mask.shape[-1] and bool((visible == causal).all()):
+        return "causal"
+    return None
+
+
+def _made_of_sizes(whole: Whole, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
+    """The nodes that make a mask, in order; None where it depends on anything but sizes and constants."""
+    found: set[fx.Node] = set()
+    pending = [mask, *flow.writers_before(flow.root[mask], flow.order[mask])]
+    while pending:
+        node = pending.pop()
+        if node in found or node is whole.batch:
+            continue
+        if node.op not in ("call_function", "get_attr") or len(found) == MOST_NODES:
+            return None
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return None
+        found.add(node)
+        pending.extend(flow.dependencies(node))
+    return sorted(found, key=flow.order.__getitem__)
+
+
+@torch.no_grad()
+def _compute(whole: Whole, nodes: list[fx.Node], mask: fx.Node, batch: int) -> Tensor:
+    cpu = torch.device("cpu")
+    values: dict[fx.Node, Any] = {} if whole.batch is None else {whole.batch: batch}
+    last_use = {arg: node for node in nodes for arg in node.all_input_nodes}
+    for node in nodes:
+        if node.op == "get_attr":
+            constant = whole.attributes[str(node.target)]
+            values[node] = constant.to(cpu, copy=True) if isinstance(constant, Tensor) else constant
+            continue
+        args, kwargs = fx.map_arg(
+            (on_device(node.args, cpu), on_device(node.kwargs, cpu)), values.__getitem__
+        )
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        for arg in node.all_input_nodes:
+            if last_use[arg] is node and arg is not whole.batch and arg is not mask:
+                del values[arg]
+    found = values[mask]
+    assert isinstance(found, Tensor)
+    return found

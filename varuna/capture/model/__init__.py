@@ -1,0 +1,1 @@
+"""Reads a user's model: names, calls, batches, state."""

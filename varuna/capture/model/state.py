@@ -1,0 +1,186 @@
+"""The parameters and buffers of one stage: its own copies, under the names that they have in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.capture.model.init import initialized, is_poisoned, poisoned
+from varuna.capture.model.source import Source
+from varuna.capture.run.captured import Captured
+from varuna.errors import CaptureError
+
+Initialize = Mapping[str, Tensor] | Callable[[str, Tensor], object]
+
+
+class StageState(nn.Module):
+    """Holds state and nothing else: modules nested as in the model, so that `state_dict()` has its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._transient: set[str] = set()
+
+    def hold(self, names: tuple[str, ...], tensor: Tensor, *, persistent: bool) -> None:
+        """Registers one tensor under all of its names, the canonical one first."""
+        for name in names:
+            owner: nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
+            else:
+                owner.register_buffer(leaf, tensor, persistent=persistent)
+            if name == names[0]:
+                self._places[name] = (owner, leaf)
+        if not persistent:
+            self._transient.add(names[0])
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a canonical name, as it is registered now (`to()` may have replaced it)."""
+        owner, leaf = self._places[name]
+        found: Tensor | None = owner._parameters.get(leaf)
+        found = found if found is not None else owner._buffers[leaf]
+        assert found is not None
+        return found
+
+    def is_persistent(self, name: str) -> bool:
+        """Whether a canonical name is in `state_dict()`."""
+        return name not in self._transient
+
+    @property
+    def canonical(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
+
+def stage_state(
+    source: Source,
+    captured: Captured,
+    first: int,
+    stop: int,
+    *,
+    device: torch.device | str,
+    initialize: Initialize | None = None,
+    seed: int = 0,
+) -> StageState:
+    """The state of the segments `first..stop-1`, copied from the model, or made where that is on `meta`."""
+    shells = _shells(source, captured, first, stop)
+    values = _values(source, list(shells), torch.device(device), initialize, seed)
+    return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
+
+
+def adopted_state(
+    source: Source,
+    captured: Captured,
+    first: int,
+    stop: int,
+    *,
+    model: nn.Module,
+    device: torch.device | str,
+    seed: int = 0,
+) -> StageState:
+    """The same, but the model's own tensors, which stay registered there.
+
+    All others of the model become shells on `meta`. What was on `meta` itself is replaced by what has values.
+    """
+    device = torch.device(device)
+    shells = _shells(source, captured, first, stop)
+    made = _values(source, [name for name in shells if source.on_meta(name)], device, None, seed)
+    values: dict[str, Tensor] = {}
+    for name, shell in shells.items():
+        if name in made:
+            values[name] = _like(shell, made[name])
+        else:
+            values[name] = source.value(name)
+            values[name].data = values[name].data.to(device)
+    canonical = source.canonical
+    every: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
+    every.update(source.hollow.named_buffers(remove_duplicate=False))
+    for name, shell in every.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        places: dict[str, Any] = owner._parameters if isinstance(shell, nn.Parameter) else owner._buffers
+        places[leaf] = values.get(canonical.get(name, name), shell)
+    return _held(source, values)
+
+
+def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[str, Tensor]:
+    """What the segments `first..stop-1` hold, by canonical name, without values."""
+    segments = captured.graph.segments[first:stop]
+    wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
+    # Values that are made again after a cut read buffers of segments before it.
+    wanted.update(captured.carve(first, stop).state)
+    shells: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
+    shells.update(source.hollow.named_buffers(remove_duplicate=False))
+    return {name: shell for name, shell in shells.items() if name in wanted}
+
+
+def _like(shell: Tensor, value: Tensor) -> Tensor:
+    return nn.Parameter(value, shell.requires_grad) if isinstance(shell, nn.Parameter) else value
+
+
+def _held(source: Source, values: Mapping[str, Tensor]) -> StageState:
+    aliases = {group[0]: group for group in source.ties}
+    state = StageState()
+    for name, tensor in values.items():
+        state.hold(aliases.get(name, (name,)), tensor, persistent=_is_persistent(source.hollow, name))
+    return state
+
+
+def _values(
+    source: Source, names: list[str], device: torch.device, initialize: Initialize | None, seed: int
+) -> dict[str, Tensor]:
+    given = initialize if isinstance(initialize, Mapping) else {}
+    fill = initialize if callable(initialize) and not isinstance(initialize, Mapping) else None
+    aliases = {group[0]: group for group in source.ties}
+    values: dict[str, Tensor] = {}
+    missing: list[str] = []
+    for name in names:
+        found = next((given[alias] for alias in aliases.get(name, (name,)) if alias in given), None)
+        if found is None and not source.on_meta(name):
+            found = source.value(name)
+        if found is None:
+            missing.append(name)
+            continue
+        shape = source.shape(name)
+        if tuple(found.shape) != shape:
+            raise CaptureError(
+                f"initialize gives {name!r} the shape {tuple(found.shape)}, the model has {shape} "
+                "(give the values of this very model)"
+            )
+        values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=True)
+    if fill is not None:
+        values.update(_computed(source, missing, device, seed))
+        for name in missing:
+            if name not in values:
+                tensor = poisoned(source.shape(name), source.dtype(name), device)
+                with torch.no_grad():
+                    fill(name, tensor)
+                if not is_poisoned(tensor):
+                    values[name] = tensor
+    left = [name for name in missing if name not in values]
+    values.update(initialized(source.hollow, left, device=device, seed=seed))
+    return values
+
+
+def _computed(source: Source, names: list[str], device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Buffers outside the state_dict that the model itself makes: they follow from its sizes."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if not _is_persistent(source.hollow, name):
+            with suppress(CaptureError):
+                found.update(initialized(source.hollow, [name], device=device, seed=seed))
+    return found
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf not in model.get_submodule(path)._non_persistent_buffers_set

@@ -1,0 +1,1 @@
+"""Runs captured programs and verifies them against the model."""

@@ -1,0 +1,193 @@
+"""A span of segments as a pure function of tensors: what one stage runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from traceback import walk_tb
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from varuna.capture.trace.trace import autocast
+from varuna.types import PrecisionName, TensorSpec, Work
+
+OPERATION = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
+
+
+@dataclass(frozen=True)
+class Program:
+    """state + received + inputs → what is sent on, or the loss."""
+
+    # Its placeholders: the state, then what is received, the inputs, and last the work, where it draws.
+    graph_module: fx.GraphModule
+    state: tuple[str, ...]  # canonical names of the parameters and buffers that it reads, in call order
+    received: tuple[TensorSpec, ...]  # what comes in over the cut before it
+    sent: tuple[TensorSpec, ...]  # what goes out over the cut after it; () where it ends in the loss
+    mutated: tuple[str, ...]  # buffers that it changes in place
+    inputs: tuple[str, ...]  # inputs of the model that it reads
+    random: bool
+    leaves: Mapping[str, nn.Module]  # opaque modules by their original names
+    precision: PrecisionName
+    device: torch.device
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it does the same operations whatever the values and the work."""
+        return not self.random and not self.leaves
+
+    def __call__(
+        self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
+    ) -> tuple[Tensor, ...]:
+        arguments = [*state, *received, *(inputs[name] for name in self.inputs)]
+        if self.random:
+            arguments.append(work)
+        if self.precision == "fp32":
+            return self._forward(*arguments)
+        with autocast(self.precision, self.device):
+            return self._forward(*arguments)
+
+    @cached_property
+    def _forward(self) -> Callable[..., tuple[Tensor, ...]]:
+        compiled = not isinstance(self.graph_module, fx.GraphModule)
+        return self.graph_module if compiled else bind(self.graph_module)
+
+    def compiled(self) -> Program:
+        """The same program, compiled when it first runs; draws stay as they are."""
+        return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Program:
+        """The same program with what it makes by itself on another device."""
+        device = torch.device(device)
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph_module.graph, values)
+        graph.output(output)
+        constants = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in attributes(self.graph_module).items()
+        }
+        for node in graph.nodes:
+            node.args = on_device(node.args, device)
+            node.kwargs = on_device(node.kwargs, device)
+            if node.target is under_autocast:
+                operation, _device_type, *rest = node.args
+                node.args = (operation, device.type, *rest)
+        return replace(self, graph_module=build(graph, constants), device=device)
+
+
+def start_compiler(device: torch.device) -> None:
+    """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
+    if device.type == "cuda":
+        with suppress(ImportError):  # nothing but time is lost where another torch has it elsewhere
+            from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
+
+            maybe_warm_pool()
+
+
+def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
+    """A graph with its constants, nested graphs and opaque leaves."""
+    root = nn.Module()
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            root.add_module(name, value)
+        elif isinstance(value, Tensor):
+            root.register_buffer(name, value, persistent=False)
+        else:
+            setattr(root, name, value)
+    module = fx.GraphModule(root, graph, class_name="Program")
+    module.recompile()
+    return module
+
+
+def bind(module: fx.GraphModule) -> Callable[..., Any]:
+    """The module's forward with its operations looked up once.
+
+    As fx writes it, each operation is found again through four attributes and called through Python:
+    a seventh of the forward of a small model.
+    """
+    code = module.graph.python_code("self")
+    space = dict(code.globals)
+    names: dict[str, str] = {}
+
+    def bound(match: re.Match[str]) -> str:
+        if match[0] not in names:
+            names[match[0]] = f"operation_{len(names)}"
+            operation = attrgetter(match[1])(torch.ops)
+            space[names[match[0]]] = getattr(operation, "_op", operation)
+        return names[match[0]]
+
+    exec(compile(OPERATION.sub(bound, code.src), "<stage>", "exec"), space)
+    forward: FunctionType = space["forward"]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return forward(module, *arguments)
+        except Exception as error:
+            number = _line_number(error, forward)
+            if number is not None:
+                line = _line_of_the_model(module.graph, code.src.splitlines()[number - 1])
+                error.add_note(f"in the model: {line}")
+            raise
+
+    return run
+
+
+def _line_number(error: BaseException, function: FunctionType) -> int | None:
+    steps = walk_tb(error.__traceback__)
+    return next((number for frame, number in steps if frame.f_code is function.__code__), None)
+
+
+def _line_of_the_model(graph: fx.Graph, statement: str) -> str:
+    """Where the model does what a statement of the written forward does, which assigns to its node's name."""
+    name = statement.partition("=")[0].strip()
+    lines = (node.meta.get("stack_trace") for node in graph.nodes if node.name == name)
+    return next(lines, None) or statement.strip()
+
+
+def attributes(module: fx.GraphModule) -> dict[str, Any]:
+    names = {str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")}
+    return {name: getattr(module, name) for name in names}
+
+
+def on_device(args: Any, device: torch.device) -> Any:
+    return torch.fx.node.map_aggregate(args, lambda arg: device if isinstance(arg, torch.device) else arg)
+
+
+def under_autocast(
+    operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """One operation in a precision of its own, where the model changes it for a few of its lines."""
+    with torch.autocast(device_type, dtype, enabled=enabled):
+        return operation(*args, **kwargs)
+
+
+def _hint(size: Any) -> Any:
+    """A size of the example; asking the symbol itself would fix it for good."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def layout_of(value: Tensor) -> list[int] | None:
+    """The order of a tensor's dimensions in memory, None where it is the usual one (or none at all)."""
+    sizes, strides = [_hint(size) for size in value.shape], [_hint(stride) for stride in value.stride()]
+    if None in sizes or None in strides:
+        return None
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    dense = 1
+    for dim in reversed(order):
+        if strides[dim] != dense:
+            return None
+        dense *= sizes[dim]
+    return None if order == list(range(value.dim())) else order
+
+
+def laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
+    """What arrived, in memory as the model had it: sums run in the same order, to the last bit."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return x.permute(*order).contiguous().permute(*back)

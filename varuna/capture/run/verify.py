@@ -1,0 +1,169 @@
+"""Trust, after checking: the captured model against the model itself, before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.capture.model.calling import find_loss
+from varuna.capture.model.names import canonical_names
+from varuna.capture.run.captured import Captured
+from varuna.capture.run.program import Program
+from varuna.capture.trace.plain import plain_randomness
+from varuna.capture.trace.trace import autocast
+from varuna.errors import CaptureError
+from varuna.types import Work
+
+_WORK = Work(seed=0, step=0, first_sample=0)
+
+
+def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, object]) -> None:
+    """Loss and gradients of the carved programs equal the model's; the model is left as it was found."""
+    tensors = _state(model)
+    names = canonical_names(captured.graph.ties)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    rng = torch.get_rng_state()
+    try:
+        if not model.training:
+            model.train()
+        expected = _eager(model, captured, inputs, names)
+        n = captured.num_segments
+        for cuts in ([0, n], list(range(n + 1))):
+            _restore(model, buffers)
+            _compare(expected, _carved(tensors, captured, inputs, cuts), captured, cuts)
+    finally:
+        _restore(model, buffers)
+        for name, module in model.named_modules():
+            module.training = modes[name]
+        torch.set_rng_state(rng)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+Results = tuple[Tensor, dict[str, Tensor]]
+
+
+def _eager(
+    model: nn.Module, captured: Captured, inputs: Mapping[str, Any], names: Mapping[str, str]
+) -> Results:
+    name, dim = next(iter(captured.batch_dims.items()))
+    batch = inputs[name].shape[dim]
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache is not None:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        with (
+            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch).knowing(
+                captured.shared_draws
+            ),
+            autocast(captured.precision, captured.device),
+        ):
+            loss = find_loss(model(**copy.copy(dict(inputs))))
+    finally:
+        if use_cache is not None:
+            config.use_cache = use_cache  # type: ignore[union-attr]
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
+    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
+    found: dict[str, Tensor] = {}
+    for name, grad in zip(trained, grads, strict=True):
+        canonical = names.get(name, name)
+        if grad is None:
+            continue
+        # Two names of one Parameter give its gradient twice; two tied by declaration give two halves.
+        same = canonical in found and trained[name] is trained[canonical]
+        found[canonical] = grad if canonical not in found or same else found[canonical] + grad
+    return loss.detach(), found
+
+
+def _carved(
+    tensors: Mapping[str, Tensor], captured: Captured, inputs: Mapping[str, object], cuts: Sequence[int]
+) -> Results:
+    stages: list[tuple[Program, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
+    sent: tuple[Tensor, ...] = ()
+    for first, stop in pairwise(cuts):
+        program = captured.carve(first, stop).to(next(iter(tensors.values())).device if tensors else "cpu")
+        received = [
+            value.detach().contiguous().requires_grad_(spec.needs_grad)
+            for value, spec in zip(sent, program.received, strict=True)
+        ]
+        state = [tensors[name] for name in program.state]
+        sent = program(state, received, inputs, _WORK)
+        stages.append((program, state, received, sent))
+    loss = sent[0].detach()
+    grads: list[Tensor | None] = [torch.ones_like(loss)]
+    found: dict[str, Tensor] = {}
+    for program, state, received, sent in reversed(stages):
+        outputs = [(value, grad) for value, grad in zip(sent, grads, strict=True) if grad is not None]
+        wanted = [t for t in (*state, *received) if t.requires_grad]
+        outputs = [(value, grad) for value, grad in outputs if value.requires_grad]
+        if not wanted or not outputs:  # a segment that nothing is learned in
+            grads = [None] * len(received)
+            continue
+        given = torch.autograd.grad(
+            [value for value, _ in outputs], wanted, [grad for _, grad in outputs], allow_unused=True
+        )
+        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, given, strict=True)}
+        grads = [by_tensor.get(id(value)) for value in received]
+        for name, tensor in zip(program.state, state, strict=True):
+            grad = by_tensor.get(id(tensor))
+            if grad is not None:
+                found[name] = found[name] + grad if name in found else grad
+    return loss, found
+
+
+def _compare(expected: Results, found: Results, captured: Captured, cuts: Sequence[int]) -> None:
+    loss, grads = expected
+    tolerance = 1e-5 if captured.precision == "fp32" else 2e-2
+    largest = max((float(grad.detach().abs().max()) for grad in grads.values() if grad.numel()), default=0.0)
+    differences = {"the loss": (_difference(found[0], loss), abs(float(loss)))}
+    for name, grad in grads.items():
+        other = found[1].get(name)
+        difference = float(grad.abs().max()) if other is None else _difference(other, grad)
+        # Gradients that cancel to nearly nothing are held to what is usual in this model.
+        differences[name] = (
+            difference,
+            max(float(grad.detach().abs().max()) if grad.numel() else 0.0, 0.01 * largest),
+        )
+    for name in found[1].keys() - grads.keys():  # of what has no gradient in the model itself
+        differences[name] = (
+            float(found[1][name].abs().max()) if found[1][name].numel() else 0.0,
+            0.01 * largest,
+        )
+    worst = max(differences, key=lambda name: differences[name][0] / (differences[name][1] + 1e-12))
+    difference, scale = differences[worst]
+    if not difference <= tolerance * scale + 1e-9:
+        raise CaptureError(
+            f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model "
+            f"itself: {worst} by "
+            f"{difference:.3g} where its largest value is {scale:.3g} (expected at most "
+            f"{tolerance:g} of it; does the "
+            "forward depend on anything but its inputs and parameters, such as a Python counter or "
+            "numpy's randomness?)"
+        )
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    difference = (a.detach() - b.detach()).abs()
+    both_overflowed = a.isnan() & b.isnan()
+    difference = torch.where(both_overflowed, torch.zeros_like(difference), difference)
+    return float(difference.nan_to_num(nan=float("inf")).max())

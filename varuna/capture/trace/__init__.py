@@ -1,0 +1,1 @@
+"""Traces a model with torch.export."""

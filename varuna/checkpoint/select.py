@@ -1,0 +1,168 @@
+"""Decides what one rank takes from a checkpoint, whatever layout wrote it; refuses what does not fit.
+
+Nothing is read and nothing changed here: only the manifest is looked at.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.format.manifest import Json, Manifest, TensorEntry
+from varuna.checkpoint.format.optimizer import foreign_options, match_groups
+from varuna.checkpoint.format.tensors import spec_of
+from varuna.checkpoint.format.tree import tensors_in
+from varuna.errors import CheckpointError, some
+
+log = logging.getLogger("varuna")
+
+
+class State(Protocol):
+    """A stage's parameters and buffers by canonical name."""
+
+    @property
+    def canonical(self) -> Sequence[str]: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def is_persistent(self, name: str) -> bool: ...
+
+
+class Wanted(msgspec.Struct):
+    """What a rank takes from a checkpoint."""
+
+    tensors: dict[str, str] = {}  # name: key
+    gradients: dict[str, str] = {}
+    optimizer_keys: dict[Tensor, str] = {}
+    optimizer: dict[Tensor, Json] = {}
+    registered: dict[str, Json] = {}
+    groups: list[dict[str, object]] | None = None  # hyper-parameters of the optimizer's groups
+
+    @property
+    def keys(self) -> list[str]:
+        """All tensors that are to be read, each once."""
+        trees = [tree["state"] for tree in self.optimizer.values()] + list(self.registered.values())
+        in_trees = [key for tree in trees for key in tensors_in(tree)]
+        return list(dict.fromkeys([*self.tensors.values(), *self.gradients.values(), *in_trees]))
+
+
+def want(
+    manifest: Manifest,
+    state: State,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    ties: Sequence[tuple[str, ...]],
+    names: frozenset[str],
+    strict: bool,
+    complete: bool,
+    cast: bool,
+) -> Wanted:
+    """`names` are all that the whole model knows; `complete` says that nothing may be missing."""
+    if strict:
+        _refuse_unknown(manifest, names)
+    aliases = {group[0]: group for group in ties}
+    names_of = {name: aliases.get(name, (name,)) for name in state.canonical}
+    wanted = Wanted()
+    _choose_tensors(manifest, state, names_of, wanted, required=strict and complete, cast=cast)
+    if optimizer is not None and "groups" in manifest.trees:
+        parameters = {state.tensor(name): names_of[name] for name in state.canonical}
+        _choose_optimizer(manifest, optimizer, parameters, wanted, required=strict and complete)
+    wanted.registered = {
+        key.removeprefix("registered/"): tree
+        for key, tree in manifest.trees.items()
+        if key.startswith("registered/") and all(name in manifest.tensors for name in tensors_in(tree))
+    }
+    return wanted
+
+
+def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
+    saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
+    if unknown := sorted(saved - names):
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} is of another model: this one has no {some(unknown)} "
+            "(strict=False leaves them out)"
+        )
+
+
+def _choose_tensors(
+    manifest: Manifest,
+    state: State,
+    names_of: Mapping[str, tuple[str, ...]],
+    wanted: Wanted,
+    *,
+    required: bool,
+    cast: bool,
+) -> None:
+    saved, missing = manifest.tensors, []
+    for name, names in names_of.items():
+        key = _first(saved, [f"{kind}/{alias}" for kind in ("model", "transient") for alias in names])
+        gradient = _first(saved, [f"gradient/{alias}" for alias in names])
+        if key is not None:
+            _check_fits(name, state.tensor(name), saved[key], cast=cast)
+            wanted.tensors[name] = key
+        elif state.is_persistent(name):
+            missing.append(name)
+        if gradient is not None:
+            wanted.gradients[name] = gradient
+    if missing and required:
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} has no {some(missing)} (is it of another model? "
+            "strict=False leaves what it lacks as it is)"
+        )
+    if missing:
+        log.warning("checkpoint %s has no %s: left as it is", manifest.facts.step, some(missing))
+
+
+def _choose_optimizer(
+    manifest: Manifest,
+    optimizer: torch.optim.Optimizer,
+    names_of: Mapping[Tensor, tuple[str, ...]],
+    wanted: Wanted,
+    *,
+    required: bool,
+) -> None:
+    foreign = foreign_options(optimizer, manifest.trees["groups"])
+    if foreign and required:
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} is of another kind of optimizer, with {', '.join(foreign)}, "
+            f"not {type(optimizer).__name__} (use the one that saved it; load_checkpoint(..., strict=False) "
+            "leaves the new one as it is)"
+        )
+    if foreign:
+        log.warning("checkpoint %s is of another kind of optimizer: left as it is", manifest.facts.step)
+        return
+    missing = []
+    for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in names_of]:
+        key = _first(manifest.trees, [f"optimizer/{name}" for name in names_of[parameter]])
+        tensors = [] if key is None else tensors_in(manifest.trees[key]["state"])
+        if key is not None and all(name in manifest.tensors for name in tensors):
+            wanted.optimizer_keys[parameter] = key
+            wanted.optimizer[parameter] = manifest.trees[key]
+        else:
+            missing.append(names_of[parameter][0])
+    if missing and required:
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} has no optimizer state of {some(missing)} "
+            "(strict=False leaves theirs as it is)"
+        )
+    first_names = {parameter: names[0] for parameter, names in names_of.items()}
+    wanted.groups = match_groups(optimizer, wanted.optimizer, manifest.trees["groups"], name_of=first_names)
+
+
+def _first(there: Mapping[str, object], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if key in there), None)
+
+
+def _check_fits(name: str, own: Tensor, saved: TensorEntry, *, cast: bool) -> None:
+    spec = spec_of(name, own)
+    if saved.shape != spec.shape:
+        raise CheckpointError(
+            f"{name} has the shape {list(saved.shape)} in the checkpoint and {list(spec.shape)} in the model "
+            "(build the model that was saved)"
+        )
+    if saved.dtype != spec.dtype and not cast:
+        raise CheckpointError(
+            f"{name} is {saved.dtype} in the checkpoint and {spec.dtype} in the model "
+            "(build the model in that precision, or say cast=True)"
+        )

@@ -1,0 +1,237 @@
+"""A store in a local folder: plain system calls, as fast as they are, and durable when they return.
+
+write     new file ─► its bytes ─► fsync ─► fsync of every folder up to the store's
+replace   the same under a name of our own ─► rename over the old one
+read      a mapping of the file: the page cache itself, without a copy
+"""
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from varuna.checkpoint.store.claim import claim_folder, disown_folder
+from varuna.checkpoint.store.store import (
+    MANIFEST,
+    OWN_PREFIX,
+    Buffer,
+    Claim,
+    Entry,
+    Owner,
+    check_spans,
+    checked,
+)
+
+SMALL_BYTES = 256 << 10  # below this, copying a chunk costs less than a system call of its own
+BATCH_BYTES = 4 << 20
+SYNC_BYTES = 1 << 30
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that sync folders by themselves
+
+
+class LocalStore:
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.abspath(folder)
+
+    @property
+    def url(self) -> str:
+        return self._folder
+
+    def list(self, folder: str = "") -> list[Entry]:
+        place = self._place(folder) if folder else self._folder
+        entries = []
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(place) as found:
+            for item in found:
+                # Another process may remove what was just found.
+                with suppress(FileNotFoundError):
+                    is_folder = item.is_dir()
+                    size = 0 if is_folder else item.stat().st_size
+                    entries.append(Entry(name=item.name, is_folder=is_folder, size=size))
+        return sorted((e for e in entries if not e.name.startswith(OWN_PREFIX)), key=lambda e: e.name)
+
+    def size(self, path: str) -> int:
+        place = self._place(path)
+        return size_of_file(os.stat(place), place)
+
+    def read(self, path: str) -> bytes:
+        with open(self._place(path), "rb", buffering=0) as file:
+            return file.readall()
+
+    def read_spans(self, path: str, spans: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
+        """Views of the page cache, read-only, for as long as they are kept.
+
+        One mapping and one file descriptor serve all spans of a call.
+        """
+        place = self._place(path)
+        fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = size_of_file(os.fstat(fd), place)
+            check_spans(spans, size=size, place=place)
+            # An empty file cannot be mapped.
+            whole = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
+        finally:
+            os.close(fd)
+        if isinstance(whole, mmap.mmap):
+            for first, stop in spans:
+                read_ahead(whole, first, stop)
+        view = memoryview(whole)
+        return [view[first:stop] for first, stop in spans]
+
+    def write(self, path: str, chunks: Callable[[], Iterable[Buffer]]) -> None:
+        place = self._place(path)
+        make_folders(os.path.dirname(place))
+        # A new file, never one that another process has mapped.
+        with suppress(FileNotFoundError):
+            os.unlink(place)
+        create(place, chunks())
+        self._sync_folders(place)
+
+    def replace(self, path: str, data: bytes) -> None:
+        place = self._place(path)
+        folder = os.path.dirname(place)
+        make_folders(folder)
+        draft = os.path.join(folder, OWN_PREFIX + secrets.token_hex(8))
+        create(draft, [data])
+        try:
+            os.replace(draft, place)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft)
+            raise
+        self._sync_folders(place)
+
+    def remove(self, path: str) -> None:
+        remove(self._place(path))
+
+    def claim(self, owner: Owner) -> Claim:
+        make_folders(self._folder)
+        return claim_folder(self, self._folder, owner)
+
+    def disown(self) -> None:
+        disown_folder(self._folder)
+
+    def _place(self, path: str) -> str:
+        return os.path.join(self._folder, checked(path))
+
+    def _sync_folders(self, place: str) -> None:
+        """Every folder from the file's own up to the store's: another process may just have made them."""
+        folder = os.path.dirname(place)
+        sync_folder(folder)
+        while folder != self._folder:
+            folder = os.path.dirname(folder)
+            sync_folder(folder)
+
+
+def size_of_file(facts: os.stat_result, place: str) -> int:
+    if stat.S_ISDIR(facts.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
+    return facts.st_size
+
+
+def read_ahead(whole: mmap.mmap, first: int, stop: int) -> None:
+    """Asks for a span's pages all at once instead of one by one as they are touched."""
+    start = first - first % mmap.PAGESIZE
+    if stop > first:
+        with suppress(OSError):  # advice only
+            whole.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
+
+def create(place: str, chunks: Iterable[Buffer]) -> None:
+    """A new file that is durable, but for its name; nothing of it is left where that fails."""
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        pour(fd, chunks)
+        os.fsync(fd)
+    except BaseException as error:
+        told = explained(error, fd, place)
+        with suppress(OSError):
+            os.unlink(place)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        os.close(fd)
+
+
+def pour(fd: int, chunks: Iterable[Buffer]) -> None:
+    """Small chunks are gathered by copying, since whoever yields them may reuse their memory."""
+    gathered = bytearray()
+    unsynced = 0
+    for chunk in chunks:
+        view = memoryview(chunk)
+        unsynced += view.nbytes
+        if unsynced >= SYNC_BYTES:  # else a slow disk would seem to hang in one long sync at the end
+            os.fdatasync(fd)
+            unsynced = 0
+        if view.nbytes < SMALL_BYTES:
+            gathered += view.tobytes() if view.ndim != 1 or view.format != "B" else view
+            if len(gathered) < BATCH_BYTES:
+                continue
+            view = memoryview(b"")
+        write_all(fd, [memoryview(gathered), view.cast("B")])
+        gathered = bytearray()
+    write_all(fd, [memoryview(gathered)])
+
+
+def write_all(fd: int, views: list[memoryview]) -> None:
+    views = [view for view in views if len(view)]
+    while views:
+        done = os.writev(fd, views)
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if views:
+            views[0] = views[0][done:]
+
+
+def explained(error: BaseException, fd: int, place: str) -> BaseException:
+    """The error with the path in it; where space ran out, also with how much was written and is free."""
+    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
+        return error
+    message = os.strerror(error.errno)
+    if error.errno in OUT_OF_SPACE:
+        disk = os.fstatvfs(fd)
+        free = disk.f_bavail * disk.f_frsize
+        message += (
+            f" after {os.fstat(fd).st_size} bytes of this file, with {free} bytes free on its file system "
+            "(free some, keep fewer checkpoints, or save to another place)"
+        )
+    return OSError(error.errno, message, place)
+
+
+def make_folders(folder: str) -> None:
+    """Makes what is missing of a path, durably."""
+    if os.path.isdir(folder):
+        return
+    make_folders(os.path.dirname(folder))
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+    sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise OSError(error.errno, error.strerror, folder) from error
+    finally:
+        os.close(fd)
+
+
+def remove(place: str) -> None:
+    """What is left of a folder after a crash has lost its manifest: it does not look whole."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(place).st_mode):
+            os.unlink(place)
+            return
+        manifest = os.path.join(place, MANIFEST)
+        if os.path.lexists(manifest):
+            remove(manifest)
+            sync_folder(place)
+        for name in os.listdir(place):
+            remove(os.path.join(place, name))
+        os.rmdir(place)

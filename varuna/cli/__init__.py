@@ -1,0 +1,1 @@
+"""The commands: argv, terminal output and exit codes."""

@@ -1,0 +1,1 @@
+"""Device facts, memory errors and timing events."""

@@ -1,0 +1,90 @@
+"""Facts about the device that this rank computes on, and how it is chosen."""
+
+import os
+import platform
+
+import torch
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu ({_processor()}, {threads} thread{'s' if threads > 1 else ''})"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(physical, _allowed_bytes() or physical)
+
+
+def _allowed_bytes() -> int | None:
+    """What a container may use, where it is told so."""
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            text = file.read().strip()
+        return None if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """What can still be taken of a memory in which asking for too much is death, not an error."""
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
+    """Where this rank computes; a GPU that is not there is an error, never another one in its place."""
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        local_rank = local_rank if local_rank >= 0 else int(os.environ.get("LOCAL_RANK", -1))
+        return choose_gpu(device, local_rank, rank, count=torch.cuda.device_count())
+    found = torch.device(device)
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r} asks for a GPU, but torch {torch.__version__} sees none here "
+            "(look at nvidia-smi and CUDA_VISIBLE_DEVICES, or pass device='cpu')"
+        )
+    if found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return choose_gpu(found.index, -1, rank, count=torch.cuda.device_count())
+
+
+def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.device:
+    """The one that is named, else the one of this worker's place on its machine."""
+    if index >= count:
+        raise ValueError(
+            f"rank {rank} is to compute on GPU {index}, but this machine has {count}: 0 to {count - 1}"
+        )
+    if index < 0 and local_rank >= count:
+        raise ValueError(
+            f"rank {rank} is worker {local_rank} of its machine, which has {count} "
+            f"GPU{'s' if count > 1 else ''}: expected one for each worker (start {count} on it, or say which "
+            "one they share: device='cuda:0')"
+        )
+    return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)

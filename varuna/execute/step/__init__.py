@@ -1,0 +1,1 @@
+"""Runs one training step of one stage."""

@@ -1,0 +1,1 @@
+"""Reduces gradients and updates state."""

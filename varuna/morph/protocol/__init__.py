@@ -1,0 +1,1 @@
+"""Messages between manager, agents and commands."""

@@ -1,0 +1,99 @@
+"""Which device runs which stage, and what its worker is told: by flags, and by environment."""
+
+import ast
+from collections.abc import Collection
+
+from varuna.types import Layout, format_stage_map
+
+WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Of a worker's environment, unless they are set already: all that starts workers goes by these."""
+WORKER_FLAGS = (
+    "--rank",
+    "--local_rank",
+    "--stage_to_rank_map",
+    "--chunk_size",
+    "--batch-size",
+    "--resume_step",
+)
+"""What a worker's script may be told on its command line, in this order and before its own arguments."""
+
+
+def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:
+    """Ranks count the devices that are used, over all machines in order."""
+    first = machine * devices_per_machine
+    idle_before = sum(device < first for device in layout.idle)
+    idle_here = sum(first <= device < first + devices_per_machine for device in layout.idle)
+    rank = first - idle_before
+    return tuple(range(rank, min(rank + devices_per_machine - idle_here, layout.num_ranks)))
+
+
+def name_idle(layout: Layout, *, devices_per_machine: int) -> str:
+    """The devices that take no part, by machine: "machine 0: device 3"."""
+    machines: dict[int, list[int]] = {}
+    for device in layout.idle:
+        machines.setdefault(device // devices_per_machine, []).append(device % devices_per_machine)
+    return "; ".join(
+        f"machine {machine}: {'device' if len(devices) == 1 else 'devices'} {', '.join(map(str, devices))}"
+        for machine, devices in machines.items()
+    )
+
+
+# ---------------------------------------------------------------- what a worker is told
+
+
+def flags_taken(source: str) -> frozenset[str]:
+    """The launch flags that a script's own parser names, or none at all without `--stage_to_rank_map`.
+
+    That one is nobody else's; `--rank` or `--batch-size` alone may well mean something of the script's own.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return frozenset()  # the worker will say what is wrong with it
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return frozenset(texts & set(WORKER_FLAGS)) if "--stage_to_rank_map" in texts else frozenset()
+
+
+def worker_flags(
+    layout: Layout, rank: int, *, local_rank: int, resume_step: int | None, taken: Collection[str]
+) -> tuple[str, ...]:
+    values: dict[str, object] = {
+        "--rank": rank,
+        "--local_rank": local_rank,
+        "--stage_to_rank_map": format_stage_map(layout.stage_map),
+        "--chunk_size": layout.microbatch_size,
+        "--batch-size": layout.replica_batch(rank),
+        "--resume_step": resume_step,
+    }
+    return tuple(f"{flag}={value}" for flag, value in values.items() if flag in taken and value is not None)
+
+
+def worker_environment(
+    layout: Layout,
+    rank: int,
+    *,
+    local_rank: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    resume_step: int | None,
+) -> dict[str, str]:
+    """Torch's own names, so that `init_process_group()` needs nothing more, and ours."""
+    values: dict[str, object] = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "WORLD_SIZE": layout.num_ranks,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "VARUNA_STAGE_TO_RANK_MAP": format_stage_map(layout.stage_map),
+        "VARUNA_CHUNK_SIZE": layout.microbatch_size,
+        "VARUNA_BATCH_SIZE": layout.batch_size,
+        "VARUNA_REPLICA_BATCH_SIZE": layout.replica_batch(rank),
+        "VARUNA_RESUME_STEP": "" if resume_step is None else resume_step,
+    }
+    return {name: str(value) for name, value in values.items() if value != ""}

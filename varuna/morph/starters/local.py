@@ -1,0 +1,48 @@
+"""Agents as processes of this machine: every loopback address of a list is a machine of its own.
+
+So a morph can be tried on a laptop, by editing the list: 127.0.0.1, 127.0.0.2, and so on.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders
+
+
+class LocalAgent:
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        return None if code is None else f"exit status {code}"
+
+    def kill(self) -> None:
+        """Its workers go with it."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
+
+
+class LocalStarter:
+    def __init__(self, log_folder: Path, *, command: Sequence[str] = AGENT_COMMAND) -> None:
+        self._log_folder = log_folder
+        self._command = tuple(command)
+
+    def start(self, orders: AgentOrders) -> LocalAgent:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        with (self._log_folder / f"agent_{orders.machine}.log").open("ab") as log:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is the manager's business
+            )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(orders.line())
+        return LocalAgent(process)

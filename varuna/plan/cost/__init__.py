@@ -1,0 +1,1 @@
+"""Predicts step time and memory of a layout."""

@@ -1,0 +1,166 @@
+"""What was measured of some segments tells what others cost: a device's speed, found in their times.
+
+With it the rest of a model is estimated, or sizes at which it did not run, or a model on `meta`.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import fmean, median
+
+import msgspec
+
+from varuna.plan.cost.estimate import Speed, amounts
+from varuna.types import Duration, Profile, Segment, SizeCost
+
+UNBOUNDED = 1e30
+"""A rate that has no part in the times. JSON knows no infinity."""
+LEAST_BACKWARD = 0.1
+"""Of a forward: what is measured of very little is not measured well."""
+
+
+def calibrate(profile: Profile, segments: Sequence[Segment]) -> Speed:
+    """The speed of the device on which these segments were measured."""
+    return speed_of(
+        (
+            (segments[profile.segments.index(kind)], size)
+            for kind, cost in enumerate(profile.kinds)
+            for size in cost.sizes
+        ),
+        memory_bytes=profile.device_memory_bytes,
+        device=profile.device,
+    )
+
+
+def speed_of(measured: Iterable[tuple[Segment, SizeCost]], *, memory_bytes: int, device: str) -> Speed:
+    """The speed by which segments would take what they were measured to take, as nearly as may be.
+
+    Least squares over all ways to leave out some of the three parts of a forward: what would come out
+    negative has no part in it. An error counts by its share of a segment's time, and of the mean one's where
+    that is longer: the many that take next to nothing should not decide.
+    """
+    pairs = list(measured)
+    mean = fmean(size.forward.seconds for _, size in pairs)
+    weights = [1 / (size.forward.seconds + mean) for _, size in pairs]
+    targets = [weight * size.forward.seconds for weight, (_, size) in zip(weights, pairs, strict=True)]
+    rows = [
+        [weight * amount for amount in amounts(segment, size.microbatch_size)]
+        for weight, (segment, size) in zip(weights, pairs, strict=True)
+    ]
+    found = []
+    for count in (1, 2, 3):
+        for parts in combinations(range(3), count):
+            chosen = [[row[part] for part in parts] for row in rows]
+            rates = _least_squares(chosen, targets)
+            if rates is not None and min(rates) > 0:
+                errors = (
+                    sum(rate * amount for rate, amount in zip(rates, row, strict=True)) - target
+                    for row, target in zip(chosen, targets, strict=True)
+                )
+                found.append((sum(error**2 for error in errors), parts, rates))
+    if not found:
+        raise ValueError("the profile tells nothing of the device's speed (its segments do no work)")
+    _, parts, rates = min(found)
+    of = dict(zip(parts, rates, strict=True))
+    speed = Speed(
+        seconds_per_operation=of.get(0, 0.0),
+        flops_per_second=1 / of[1] if 1 in of else UNBOUNDED,
+        bytes_per_second=1 / of[2] if 2 in of else UNBOUNDED,
+        memory_bytes=memory_bytes,
+        measured_on=device,
+    )
+    return _with_ratios(speed, pairs)
+
+
+def _with_ratios(speed: Speed, pairs: Sequence[tuple[Segment, SizeCost]]) -> Speed:
+    """With what backwards take of all segments together, and what is held by most of them.
+
+    Never less than the shapes tell: who has too little memory is told by its absence.
+    """
+    forwards = sum(size.forward.seconds for _, size in pairs)
+    backwards = sum(size.backward.seconds - speed.weight_seconds(segment) for segment, size in pairs)
+    held = [
+        size.activation_bytes / shapes
+        for segment, size in pairs
+        if (shapes := segment.kept_bytes.size(size.microbatch_size))
+    ]
+    return msgspec.structs.replace(
+        speed,
+        backward=max(LEAST_BACKWARD, backwards / forwards),
+        activations=max(1.0, median(held)) if held else 1.0,
+    )
+
+
+def extended(
+    profile: Profile, segments: Sequence[Segment], speed: Speed, microbatch_sizes: Iterable[int]
+) -> Profile:
+    """With sizes smaller and larger than any that was measured: by what the speed tells of the difference."""
+    wanted = set(microbatch_sizes)
+    kinds = []
+    added: set[int] = set()
+    for kind, cost in enumerate(profile.kinds):
+        segment = segments[profile.segments.index(kind)]
+        smallest, largest = cost.sizes[0], cost.sizes[-1]
+        outside = {
+            size: smallest if size < smallest.microbatch_size else largest
+            for size in wanted
+            if not smallest.microbatch_size <= size <= largest.microbatch_size
+        }
+        known = {size.microbatch_size: size for size in cost.sizes}
+        known.update({size: resized(near, segment, speed, size) for size, near in outside.items()})
+        added.update(outside)
+        sizes = tuple(known[size] for size in sorted(known))
+        kinds.append(msgspec.structs.replace(cost, sizes=sizes))
+    if not added:
+        return profile
+    note = f"micro-batches of {_in_few(sorted(added))} are estimated from those that were measured"
+    return msgspec.structs.replace(profile, kinds=tuple(kinds), notes=(*profile.notes, note))
+
+
+def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCost:
+    """A segment's cost at another size than it was measured with."""
+    slower = speed.seconds(segment, size) / speed.seconds(segment, near.microbatch_size)
+    larger = size / near.microbatch_size
+    fixed = min(near.working_bytes, segment.parameter_bytes)  # a new gradient, before it is added to the old
+
+    def scaled(duration: Duration) -> Duration:
+        return Duration(duration.seconds * slower, duration.spread * slower)
+
+    return SizeCost(
+        microbatch_size=size,
+        forward=scaled(near.forward),
+        forward_only=scaled(near.forward_only),
+        backward=scaled(near.backward),
+        backward_inputs=scaled(near.backward_inputs),
+        backward_weights=scaled(near.backward_weights),
+        activation_bytes=round(near.activation_bytes * larger),
+        working_bytes=fixed + round((near.working_bytes - fixed) * larger),
+        split_bytes=round(near.split_bytes * larger),
+        entry_seconds=near.entry_seconds * slower,
+    )
+
+
+def _in_few(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[float, ...] | None:
+    """x for which all row · x are nearest to their targets; None where the rows do not tell it."""
+    count = len(rows[0])
+    scales = [max(abs(row[i]) for row in rows) for i in range(count)]
+    if not all(scales):
+        return None
+    matrix = [
+        [sum(row[i] / scales[i] * row[j] / scales[j] for row in rows) for j in range(count)]
+        + [sum(row[i] / scales[i] * target for row, target in zip(rows, targets, strict=True))]
+        for i in range(count)
+    ]
+    for i in range(count):
+        pivot = max(range(i, count), key=lambda row: abs(matrix[row][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        if abs(matrix[i][i]) < 1e-9:
+            return None
+        for other in range(count):
+            if other != i:
+                factor = matrix[other][i] / matrix[i][i]
+                matrix[other] = [a - factor * b for a, b in zip(matrix[other], matrix[i], strict=True)]
+    return tuple(matrix[i][count] / matrix[i][i] / scales[i] for i in range(count))

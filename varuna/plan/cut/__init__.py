@@ -1,0 +1,1 @@
+"""Divides a model into stages and places them on devices."""

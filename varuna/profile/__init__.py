@@ -1,0 +1,1 @@
+"""Profiling: the class `Profiler` and what it is built from."""

@@ -1,0 +1,145 @@
+"""The door to planning without devices: what a model would cost, told from its shapes alone."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from varuna.capture import Captured, Source
+from varuna.measure.draft import Subject
+from varuna.observe.progress_bar import watch
+from varuna.plan.cost.calibrate import calibrate
+from varuna.plan.cost.costs import assumed_link
+from varuna.plan.cost.estimate import Speed, estimate
+from varuna.plan.cut.blocks import partition
+from varuna.profile.runnable import Batches, GetBatch, describe
+from varuna.types import (
+    Duration,
+    LinkCost,
+    OptimizerCost,
+    Overheads,
+    PrecisionName,
+    Profile,
+    ReduceCost,
+    Segment,
+    SegmentCost,
+)
+
+ADAM = OptimizerCost("AdamW", fixed_seconds=1e-4, seconds_per_element=2e-11, state_bytes_per_element=8.0)
+OVERHEADS = Overheads(instruction_seconds=5e-5, step_seconds=1e-3)
+
+
+def estimate_profile(
+    model: nn.Module,
+    get_batch: GetBatch,
+    microbatch_sizes: Sequence[int],
+    *,
+    speed: Speed,
+    within: LinkCost,
+    between: LinkCost | None = None,
+    precision: PrecisionName = "fp32",
+    batch_dims: Mapping[str, int | None] | None = None,
+    shared_weights: Sequence[tuple[str, str]] | None = None,
+    optimizer: OptimizerCost = ADAM,
+) -> Profile:
+    """A profile of a model, on `meta` if need be, for a device of which only the speed is known."""
+    source = Source(
+        model,
+        batch_dims=batch_dims,
+        shared_weights=shared_weights,
+        precision=precision,
+        partition=partition,
+        watch=watch(speaks=True),
+    )
+    batches = Batches(get_batch, source)
+    return estimate_captured(
+        source,
+        source.capture(batches.sample, training=True),
+        microbatch_sizes,
+        sample_bytes=batches.sample_bytes,
+        speed=speed,
+        within=within,
+        between=between,
+        optimizer=optimizer,
+    )
+
+
+def estimate_captured(
+    source: Source,
+    captured: Captured,
+    microbatch_sizes: Sequence[int],
+    *,
+    sample_bytes: int,
+    speed: Speed,
+    within: LinkCost,
+    between: LinkCost | None = None,
+    optimizer: OptimizerCost = ADAM,
+) -> Profile:
+    """The same, of a model that is captured already."""
+    return estimate_described(
+        describe(
+            source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
+        ),
+        captured.graph.segments,
+        microbatch_sizes,
+        speed=speed,
+        within=within,
+        between=between,
+        optimizer=optimizer,
+    )
+
+
+def estimate_described(
+    subject: Subject,
+    segments: Sequence[Segment],
+    microbatch_sizes: Sequence[int],
+    *,
+    speed: Speed,
+    within: LinkCost,
+    between: LinkCost | None,
+    optimizer: OptimizerCost,
+) -> Profile:
+    """The same, of a model that is described already."""
+    by_whom = f", by the speed of {speed.measured_on}" if speed.measured_on else ""
+    return Profile(
+        fingerprint=subject.fingerprint,
+        device="estimated",
+        device_memory_bytes=speed.memory_bytes,
+        precision=subject.precision,
+        kinds=tuple(
+            SegmentCost(
+                estimate(segments[subject.segments.index(index)], speed, microbatch_sizes),
+                kind.parameter_bytes,
+                kind.gradient_bytes,
+                kind.num_trained,
+            )
+            for index, kind in enumerate(subject.kinds)
+        ),
+        segments=subject.segments,
+        cuts=subject.cuts,
+        ties=subject.ties,
+        sample_bytes=subject.sample_bytes,
+        fixed_bytes=0,
+        optimizer=optimizer,
+        overheads=OVERHEADS,
+        within=within,
+        between=between,
+        reductions=tuple(
+            reduction
+            for link, far in ((within, False), (between, True))
+            if link is not None
+            for reduction in assumed_reductions(link, far)
+        ),
+        notes=(f"everything is estimated from the model's shapes{by_whom}",),
+    )
+
+
+def assumed_reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
+    """A ring of two over the same links: each sends half of the bytes, twice."""
+    return [
+        ReduceCost(2, message.num_bytes, between, Duration(message.one_way.seconds))
+        for message in link.messages
+    ]
+
+
+__all__ = ["Speed", "assumed_link", "calibrate", "estimate_captured", "estimate_profile"]

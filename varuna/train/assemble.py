@@ -1,0 +1,93 @@
+"""Puts one rank's stage together: its state, its links, its reductions, and the trainer that runs them."""
+
+from collections.abc import Callable
+
+import torch
+
+from varuna.capture import Captured, StageState
+from varuna.execute.comm.groups import have_equal_widths, stages_of_ties
+from varuna.execute.comm.session import Session, tie_groups
+from varuna.execute.step.cuda_graphs import GraphedStage, tapes_on
+from varuna.execute.step.engine import Engine
+from varuna.execute.step.scatter import WeightFunction
+from varuna.execute.step.stage import Stage
+from varuna.execute.step.trainer import Programs, Trainer
+from varuna.execute.update.reduce import Reducer, Tie
+from varuna.types import Op, Plan
+
+
+def assemble(
+    plan: Plan,
+    session: Session,
+    captured: Captured,
+    state: StageState,
+    programs: Programs,
+    *,
+    device: torch.device,
+    seed: int,
+    timeout_seconds: float,
+    split_backward: bool = True,
+    cuda_graphs: bool = False,
+    weigh: WeightFunction | None = None,
+    delay: Callable[[Op, int], float] | None = None,
+    asks: Callable[[], bool] = lambda: False,
+) -> Trainer:
+    own = plan.stages[session.stage]
+    tapes = tapes_on(device) if cuda_graphs else None
+    graphed = None if tapes is None else GraphedStage(state, tapes, device)
+    engine = Engine(
+        graphed or Stage(state, split_backward=split_backward),
+        index=session.stage,
+        stages=plan.depth,
+        upstream=session.neighbour(-1),
+        downstream=session.neighbour(+1),
+        waiter=session.waiter,
+        device=device,
+        poll=session.network.poll if session.network is not None else lambda: None,
+        delay=delay,
+    )
+    holders: dict[str, list[int]] = {}
+    for segment in captured.graph.segments:
+        for name in segment.parameters:
+            holders.setdefault(name, []).append(segment.index)
+    ties = stages_of_ties(plan, holders)
+    groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
+    program = captured.carve(own.first, own.stop)
+    # Nothing leads from them to the loss; or an opaque module alone knows whether it uses them.
+    doubtful = captured.untouched() | captured.held_by_leaves
+    # A weight that the model never uses has no gradient, here as in one process.
+    used = {state.tensor(name) for name in program.state}
+    reducer = Reducer(
+        parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
+        replicas=session.replicas,
+        everyone=session.everyone if plan.depth > 1 else None,
+        counts_norm=session.replica == 0,
+        waiter=session.waiter,
+        ties=[
+            Tie(
+                state.tensor(name),
+                groups[stages],
+                counts_here=session.stage == stages[0],
+                num_stages=len(stages),
+                is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
+                may_lack=name in doubtful,
+            )
+            for name, stages in ties.items()
+            if session.stage in stages and state.tensor(name).requires_grad
+        ],
+        watches=not program.leaves,
+        asks=asks,
+        placed=graphed.places if graphed is not None else frozenset(),
+    )
+    return Trainer(
+        plan=plan,
+        session=session,
+        engine=engine,
+        reducer=reducer,
+        state=state,
+        traits=captured,
+        programs=programs,
+        mutated=program.mutated,
+        seed=seed,
+        weigh=weigh,
+    )

@@ -1,0 +1,50 @@
+"""Tells the manager that a machine is about to be taken away, so that all is saved before it is."""
+
+import os
+import socket
+import time
+
+from varuna.environment import AGENT_SOCKET
+from varuna.morph.protocol.messages import Noticed, write
+
+ANSWER_SECONDS = 5.0
+
+
+def notify_manager_preempt(
+    not_before: float | None = None,
+    *,
+    seconds: float | None = None,
+    machine: str = "",
+    reason: str = "it will be preempted",
+    code_dir: str = ".",
+) -> None:
+    """The machine goes at `not_before` (seconds since 1970), or `seconds` from now; else some time.
+
+    Called in a worker, or in what a worker has started, it is about this machine unless another is named.
+    Elsewhere, on the manager's machine, the machine must be named, and the job found by its `code_dir`.
+    """
+    if not_before is not None and seconds is not None:
+        raise ValueError("not_before and seconds say the same thing (give one of them)")
+    if not_before is not None:
+        seconds = max(0.0, not_before - time.time())
+    agent = os.environ.get(AGENT_SOCKET)
+    if agent:
+        _tell_agent(agent, Noticed(seconds, reason, machine))
+        return
+    if not machine:
+        raise ValueError("which machine? (outside of a job's workers it must be named: machine='10.0.0.7')")
+    from varuna.morph.run.client import ask
+
+    answer = ask(code_dir, "preempt", machine=machine, seconds=seconds, why=reason)
+    if not answer.ok:
+        raise ValueError(answer.text)
+
+
+def _tell_agent(name: str, notice: Noticed) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect("\0" + name)
+        connection.sendall(write(notice) + b"\n")
+        answer = connection.makefile().readline().strip()
+    if answer != "ok":
+        raise ConnectionError(f"the notice was not passed on: {answer or 'no answer'}")
