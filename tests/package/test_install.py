@@ -62,9 +62,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The source distribution of this tree, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
-    build = (
-        "import hatchling.build as b, sys, os; os.chdir(sys.argv[1]); print(getattr(b, sys.argv[2])(sys.argv[3]))"
-    )
+    build = "import os, sys, hatchling.build as b; os.chdir(sys.argv[1]); getattr(b, sys.argv[2])(sys.argv[3])"
     run(sys.executable, "-c", build, ROOT, "build_sdist", folder, cwd=folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -101,7 +99,7 @@ def test_the_source_distribution_holds_what_the_tests_need(built: dict[str, Path
 
 
 def test_an_installed_wheel_runs_its_command_and_trains(built: dict[str, Path], tmp_path: Path) -> None:
-    """In a fresh environment, outside of the checkout; only torch and the other dependencies are lent to it."""
+    """In a fresh environment, outside of the checkout; torch and the other dependencies are lent to it."""
     home = tmp_path / "env"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
