@@ -62,7 +62,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The source distribution of this tree, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
-    build = "import os, sys, hatchling.build as b; os.chdir(sys.argv[1]); getattr(b, sys.argv[2])(sys.argv[3])"
+    build = "import os, sys; from hatchling import build; os.chdir(sys.argv[1]); "
+    build += "getattr(build, sys.argv[2])(sys.argv[3])"
     run(sys.executable, "-c", build, ROOT, "build_sdist", folder, cwd=folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
