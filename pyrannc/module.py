@@ -30,7 +30,7 @@ from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
-from varuna.execute.device.out_of_memory import Layout, Remedies, explained, telling
+from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.same_data import Hashes, given_alike, hash_batch
 from varuna.execute.update.shard import shard_optimizer as shard
 from varuna.files import write_whole
@@ -40,6 +40,7 @@ from varuna.observe.record import on_one_clock
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan
 from varuna.train.assemble import assemble
+from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.validate import check_model, refuse_inseparable
 from varuna.types import Plan, PrecisionName, Profile
 
@@ -643,38 +644,34 @@ class RaNNCModule(nn.Module):
 
     @contextmanager
     def _errors_reach_everyone(self, what: str) -> Iterator[None]:
-        try:
-            with telling(self._with_consumers):
-                yield
-        except Exception as error:
-            where = "" if self._pipeline is None else self._pipeline.trainer.engine.where
-            self._session.explain(error, where or what)
-            raise
+        with report_errors(
+            self._session,
+            what,
+            trainer=lambda: None if self._pipeline is None else self._pipeline.trainer,
+            explain_memory=self._explain_out_of_memory,
+        ):
+            yield
 
-    def _with_consumers(self, error: torch.OutOfMemoryError) -> Exception | None:
-        """An error that names who has the memory, once the model is spread."""
+    def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> Exception | None:
         pipeline = self._pipeline
         if pipeline is None:
             return None
         plan = pipeline.trainer.plan
-        own = plan.stages[self._session.stage]
-        share = -(-plan.batch_size // len(own.ranks))
+        share = -(-plan.batch_size // len(plan.stages[self._session.stage].ranks))
 
-        def number(size: int) -> int:
-            """Of micro-batches, which are all held at the end of a forward."""
+        def num_microbatches(size: int) -> int:  # all are held at the end of a forward
             return -(-share // size)
 
-        return explained(
+        return explain_out_of_memory(
             error,
-            device=self.device,
-            parameters=self._state.parameters(),
-            buffers=self._state.buffers(),
+            trainer=pipeline.trainer,
+            state=self._state,
             optimizer=self._optimizer,
-            stage=pipeline.trainer.engine.stage,
-            layout=Layout(plan.depth, pipeline.microbatch_size(share), number, own.recompute),
+            microbatch_size=pipeline.microbatch_size(share),
+            held_microbatches=num_microbatches,
             remedies=Remedies(
                 recompute="checkpointing=True",
-                microbatches=lambda size: f"pipeline_num={number(size)}",
+                microbatches=lambda size: f"pipeline_num={num_microbatches(size)}",
                 stages=lambda count: f"partition_num={count} on as many devices or more",
             ),
         )

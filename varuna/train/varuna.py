@@ -22,7 +22,7 @@ from varuna.errors import CheckpointError, check_name
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import open_session
 from varuna.execute.device.facts import available_bytes, device_name, find_device
-from varuna.execute.device.out_of_memory import Layout, Remedies, explained, telling
+from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
@@ -36,6 +36,7 @@ from varuna.train.assemble import assemble
 from varuna.train.autosave import OwnSaves, told_rhythm
 from varuna.train.checkpoints import Checkpoints, Stateful
 from varuna.train.layout import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
+from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.save_requests import STORE_VARIABLE, Attention, usr1
 from varuna.train.validate import (
@@ -182,7 +183,7 @@ class Varuna(nn.Module):
         self._own_saves = OwnSaves(told_rhythm() if is_first else None)
         # Or where the script has saved, or goes on from.
         self._saves_to = os.environ.get(STORE_VARIABLE) or None
-        with self._errors_reach_everyone("wrapping the model"):
+        with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             self._sample = self._batch(inputs)
             self._source = Source(
@@ -288,7 +289,7 @@ class Varuna(nn.Module):
         min_loss_scale: float = 1.0,
     ) -> None:
         """Registers an optimizer made from this model's parameters; the scales matter to fp16 alone."""
-        with self._errors_reach_everyone("set_optimizer"):
+        with self._report_errors("set_optimizer"):
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(
                     f"set_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__} "
@@ -327,7 +328,7 @@ class Varuna(nn.Module):
         is clipped, and its norm before clipping is in `grad_norm` (infinity: only measured).
         """
         self._reporter.pace.enter(time.perf_counter())
-        with self._errors_reach_everyone("step"):
+        with self._report_errors("step"):
             self._see_to_requests()
             self._progress.enter()
             if self._optimizer is None:
@@ -361,7 +362,7 @@ class Varuna(nn.Module):
     def evaluate(self, inputs: Mapping[str, object]) -> float:
         """The loss on `inputs` (this replica's share) in evaluation mode; changes nothing."""
         self._reporter.pace.interrupt()
-        with self._errors_reach_everyone("evaluate"):
+        with self._report_errors("evaluate"):
             batch = self._batch(inputs)
             loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
         self._progress.alive()
@@ -597,38 +598,39 @@ class Varuna(nn.Module):
     # ------------------------------------------------------------ inside
 
     @contextmanager
-    def _errors_reach_everyone(self, what: str) -> Iterator[None]:
+    def _report_errors(self, activity: str) -> Iterator[None]:
+        """Report an error in this block to all ranks."""
         try:
-            with telling(self._with_consumers):
+            with report_errors(
+                self._session,
+                f"stage {self._session.stage}, {activity}",
+                trainer=lambda: self.__dict__.get("_trainer"),
+                explain_memory=self._explain_out_of_memory,
+            ):
                 yield
-        except Exception as error:
-            trainer = self.__dict__.get("_trainer")
-            where = trainer.engine.where if trainer is not None else ""
-            if trainer is not None and self._session.board is not None:
-                self._checkpoints.held.failed = True  # with all other ranks
-            if trainer is None:
-                usr1.release(self._attention)  # at once: the error may keep what there is of the model alive
-            self._session.explain(error, where or f"stage {self._session.stage}, {what}")
+        except Exception:
+            if "_trainer" not in self.__dict__:
+                usr1.release(self._attention)  # now: the error may keep this unfinished model alive
+            elif self._session.board is not None:
+                self._checkpoints.held.failed = True  # on the other ranks, too
             raise
 
-    def _with_consumers(self, error: torch.OutOfMemoryError) -> Exception | None:
-        """An error that names who has the memory, once the model has a stage."""
+    def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> Exception | None:
         if "_trainer" not in self.__dict__:
             return None
         plan, stage = self.plan, self._session.stage
 
-        def most_held(size: int) -> int:
+        def held_microbatches(size: int) -> int:
             count = -(-self.batch_size // size)
             return held(plan.schedule, stage=stage, stages=plan.depth, microbatches=count)
 
-        return explained(
+        return explain_out_of_memory(
             error,
-            device=self.device,
-            parameters=self._weights,
-            buffers=self._state.buffers(),
+            trainer=self._trainer,
+            state=self._state,
             optimizer=self._optimizer,
-            stage=self._trainer.engine.stage,
-            layout=Layout(plan.depth, plan.microbatch_size, most_held, plan.stages[stage].recompute),
+            microbatch_size=plan.microbatch_size,
+            held_microbatches=held_microbatches,
             remedies=REMEDIES,
         )
 
