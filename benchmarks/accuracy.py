@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.models import SEED, Size, make_batch, make_model
 from varuna import CutPoint, Profiler, Varuna, cut_after
 from varuna.capture import Source
-from varuna.capture.cuts.kinds import find_kinds
+from varuna.capture.cuts.segment_kinds import find_kinds
 from varuna.capture.model.batch import Batch
 from varuna.measure.segments import Link, run_once
 from varuna.measure.stopwatch import Effort, Stopwatch

@@ -20,7 +20,7 @@ from pyrannc.configuration import Configuration
 from pyrannc.deployment import FAR, LINKS, assumed_speed
 from pyrannc.profile import Measuring, Samples, Wish
 from varuna.capture import Source
-from varuna.capture.model.calling import Structured
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.execute.comm.session import Session
 from varuna.plan.cost.calibrate import speed_of
 from varuna.plan.cost.estimate import Speed
@@ -127,9 +127,9 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
     model = subject.make().train()
     source = Source(model, device_type=device.type, partition=partition)
     inputs = subject.inputs(max(sizes))
-    calling, leaves = Structured.of(model, (), inputs, keeps=True)
+    calling, leaves = StructuredCall.of(model, (), inputs, grad_enabled=True)
     captured = source.capture(
-        {name: leaf[:2] for name, leaf in leaves.items()}, training=True, calling=calling
+        {name: leaf[:2] for name, leaf in leaves.items()}, training=True, convention=calling
     )
     described = describe(source, captured, sample_bytes=1, device=device, devices_per_machine=1)
     wish = Wish(

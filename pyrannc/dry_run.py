@@ -12,7 +12,7 @@ from pyrannc import deployment
 from pyrannc.calls import agree, look_at, sample_of
 from pyrannc.configuration import read_configuration
 from varuna.capture import Source
-from varuna.capture.model.calling import Structured
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.observe.progress_bar import watch
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
@@ -52,7 +52,7 @@ def dry_run(
         raise ValueError(
             "nothing says how much memory a device has (give memory_gb, or the speed of a deployment)"
         )
-    calling, leaves = Structured.of(model, args, kwargs or {}, keeps=True)
+    calling, leaves = StructuredCall.of(model, args, kwargs or {}, grad_enabled=True)
     dims = dict(batch_dims or {})
     draft, sizes = look_at(
         leaves,
@@ -71,7 +71,7 @@ def dry_run(
     )
     inputs, batch = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 2)
     ordered = {name: inputs[name] for name in calling.names}
-    captured = source.capture(ordered, training=True, batch=batch, calling=calling)
+    captured = source.capture(ordered, training=True, batch=batch, convention=calling)
     memory = speed.memory_bytes if speed is not None else 0
     memory = measured.device_memory_bytes if measured is not None else memory
     subject = deployment.Subject(

@@ -22,8 +22,8 @@ from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
 from pyrannc.process import join, switches
 from pyrannc.profile import Measuring, some_samples
-from varuna.capture import Captured, Program, Source
-from varuna.capture.model.calling import Structured
+from varuna.capture import Captured, Source, SpanProgram
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.capture.model.state import StageState, adopted_state
 from varuna.capture.trace.trace import LOW_PRECISION
 from varuna.errors import WorkerError, check_name
@@ -119,9 +119,9 @@ class RaNNCModule(nn.Module):
         self._optimizer = optimizer
         self._patched = None if optimizer is None else Patched(optimizer, _names(model))
         self._agreed: list[Agreed] = []
-        self._callings: list[Structured] = []
+        self._callings: list[StructuredCall] = []
         self._ways: dict[int, Way] = {}
-        self._programs: dict[object, Program] = {}
+        self._programs: dict[object, SpanProgram] = {}
         self._number = 0  # of the call that is being run
         self._pipeline: Pipeline | None = None
         self._pinned: PinnedPlan | None = None
@@ -177,11 +177,11 @@ class RaNNCModule(nn.Module):
         draft: Draft | None = None
         sizes: dict[str, int] = {}
         leaves: dict[str, Any] = {}
-        calling: Structured | None = None
+        calling: StructuredCall | None = None
         number, count = -1, 0
         if not silent:
             keeps = torch.is_grad_enabled()
-            calling, leaves = Structured.of(self._model, args, kwargs, keeps=keeps)
+            calling, leaves = StructuredCall.of(self._model, args, kwargs, grad_enabled=keeps)
             draft, sizes = look_at(
                 leaves,
                 str(calling.key),
@@ -280,7 +280,7 @@ class RaNNCModule(nn.Module):
             ordered,
             training=mode,
             batch=batch,
-            calling=self._callings[number],
+            convention=self._callings[number],
             precision=agreed.draft.precision,
         )
 
@@ -457,7 +457,7 @@ class RaNNCModule(nn.Module):
 
     def _program(
         self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
-    ) -> Program:
+    ) -> SpanProgram:
         """The program of this stage for micro-batches of a size, captured when first met."""
         number = self._number
         key = number, size == 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import Agreed, Leaf
-from varuna.capture.model.calling import Structure
+from varuna.capture.model.call_convention import OutputStructure
 from varuna.errors import CaptureError, some
 from varuna.execute.comm.exchange import Cargo, Form, redistribute
 from varuna.execute.comm.session import Session
@@ -90,7 +90,7 @@ class Way:
     agreed: Agreed
     results: tuple[Result, ...]
     disordered: Sequence[str]  # of the results those that cannot be put together from parts, in words
-    structure: Structure
+    structure: OutputStructure
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
     # This rank's parameters that get no gradient where only these of the results get one.
     untouched: Callable[[tuple[bool, ...]], Sequence[Tensor]]

@@ -14,7 +14,7 @@ from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, get_varuna_config, plain_randomness
 from varuna.capture import Captured, Source
 from varuna.capture.model.batch import Batch
-from varuna.capture.model.calling import Calling
+from varuna.capture.model.call_convention import CallConvention
 from varuna.types import PrecisionName, format_stage_map
 
 SEED = 11
@@ -58,14 +58,14 @@ class RememberingSource(Source):
         *,
         training: bool,
         batch: Batch | None = None,
-        calling: Calling | None = None,
+        convention: CallConvention | None = None,
         precision: PrecisionName | None = None,
     ) -> Captured:
-        calling, precision = calling or Calling(), precision or self.precision
-        key = self.toy, self.signature(inputs, batch), training, calling.key, precision, self.device
+        convention, precision = convention or CallConvention(), precision or self.precision
+        key = self.toy, self.signature(inputs, batch), training, convention.key, precision, self.device
         if key not in self.remembered:
             self.remembered[key] = super().capture(
-                inputs, training=training, batch=batch, calling=calling, precision=precision
+                inputs, training=training, batch=batch, convention=convention, precision=precision
             )
         if training and self._partition is not None:
             self._first = self._first or self.remembered[key]  # as other captures are to be cut

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from varuna.capture import CutPoint, cut_after, plain_randomness
-    from varuna.capture.trace import opaque
+    from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
     from varuna.plan.search.auto_config import AutoConfig
     from varuna.profile.profiler import Profiler
     from varuna.train.checkpoints import newest_checkpoint

@@ -17,7 +17,7 @@ from tests.capture.proof import assert_same
 from tests.capture.test_hugging_face import MODELS
 from tests.toys import make_inputs, make_model, without_cutpoints
 from varuna.capture import CutPoint, Source
-from varuna.capture.cuts.kinds import find_kinds
+from varuna.capture.cuts.segment_kinds import find_kinds
 from varuna.errors import CaptureError
 from varuna.plan.cut.blocks import partition
 from varuna.types import OperationGraph
@@ -125,7 +125,7 @@ def test_any_graph_is_cut_between_any_two_operations_that_depend_on_its_inputs(s
     assert len(constants) == 2 * model.num_constants
     assert len(graph.operations) - len(constants) == 1 + len(model.steps) + model.num_constants + 4
     assert all(not value.num_bytes for value in graph.values if value.made_by in constants)
-    for node in captured._whole.nodes:
+    for node in captured._flat.nodes:
         for arg in node.all_input_nodes:
             assert arg.meta["segment"] <= node.meta["segment"]
     layouts = [[*range(captured.num_segments + 1)]]

@@ -9,14 +9,16 @@ from torch import Tensor, fx
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source, StageState, stage_state
-from varuna.capture.run.chain import Chain, chain_of
-from varuna.capture.run.program import Program, start_compiler
+from varuna.capture.run.chain import ProgramChain, chain_of
+from varuna.capture.run.program import SpanProgram, start_compiler
 from varuna.types import Work
 
 WORK = Work(seed=5, step=1, first_sample=2)
 
 
-def run(program: Program | Chain, state: StageState, inputs: dict[str, object]) -> dict[str, Tensor]:
+def run(
+    program: SpanProgram | ProgramChain, state: StageState, inputs: dict[str, object]
+) -> dict[str, Tensor]:
     """The loss, and the gradients by name."""
     tensors = {name: state.tensor(name) for name in program.state}
     (loss,) = program(list(tensors.values()), [], inputs, WORK)

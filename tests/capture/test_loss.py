@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from varuna.capture import Program, Source
+from varuna.capture import Source, SpanProgram
 from varuna.capture.graph import fused_loss as loss
-from varuna.capture.graph.fused_loss import join_losses, loss_over_words, parts, with_joint_loss
+from varuna.capture.graph.fused_loss import fuse_losses, fused_cross_entropy, parts, with_fused_loss
 from varuna.execute.step.split import backward_inputs, backward_weights
 from varuna.types import PrecisionName, Work
 
@@ -48,12 +48,12 @@ def used_twice(scores: Tensor, labels: Tensor) -> Tensor:
     return as_hugging_face(scores, labels) + scores.mean()
 
 
-def captured(model: nn.Module, precision: PrecisionName = "fp32") -> tuple[Program, dict[str, Tensor]]:
+def captured(model: nn.Module, precision: PrecisionName = "fp32") -> tuple[SpanProgram, dict[str, Tensor]]:
     inputs = {"tokens": torch.randint(9, (3, TOKENS))}
     return Source(model, precision=precision).capture(inputs, training=True).carve(0, 1), inputs
 
 
-def run(model: nn.Module, program: Program, inputs: Any) -> list[Tensor]:
+def run(model: nn.Module, program: SpanProgram, inputs: Any) -> list[Tensor]:
     """The loss, and the gradients of twice the loss."""
     state = dict(model.named_parameters())
     (found,) = program([state[name] for name in program.state], [], inputs, Work(0, 0, 0))
@@ -71,7 +71,7 @@ def test_a_joint_loss_has_the_value_and_the_gradients_of_the_plain_one(
     if finish is of_all_but_the_last:
         model = model.double()
     program, inputs = captured(model)
-    joint = join_losses(program)
+    joint = fuse_losses(program)
     assert joint is not program
     torch.testing.assert_close(run(model, joint, inputs), run(model, program, inputs))
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_in_bf16_it_is_as_near_to_the_exact_one_as_the_plain_one_is() -> None:
     program, inputs = captured(model, "bf16")
     exact = run(model, captured(model)[0], inputs)
     for plain, joint, right in zip(
-        run(model, program, inputs), run(model, join_losses(program), inputs), exact, strict=True
+        run(model, program, inputs), run(model, fuse_losses(program), inputs), exact, strict=True
     ):
         assert (joint - right).norm() <= 1.5 * (plain - right).norm() + 1e-4 * right.norm()
 
@@ -96,7 +96,7 @@ def test_its_backward_can_be_taken_in_two_parts() -> None:
     x, inner = torch.rand(3, WIDTH, requires_grad=True), torch.rand(WIDTH, WIDTH, requires_grad=True)
     weight, labels = torch.rand(WORDS, WIDTH, requires_grad=True), torch.tensor([1, -100, 7])
     hidden = (x @ inner).tanh()
-    found = loss_over_words(hidden, weight, None, labels, -100, True)
+    found = fused_cross_entropy(hidden, weight, None, labels, -100, True)
     (of_x,), pending = backward_inputs([get_gradient_edge(1 * found)], [torch.tensor(2.0)], [x])
     del found, hidden
     assert inner.grad is None  # that of the words was there with the loss
@@ -111,7 +111,7 @@ def test_what_nobody_knows_the_shape_of_is_left_alone() -> None:
     program, _ = captured(Language(as_hugging_face, bias=True))
     for node in program.graph_module.graph.nodes:
         node.meta.pop("val", None)
-    assert join_losses(program) is program
+    assert fuse_losses(program) is program
 
 
 def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:
@@ -123,17 +123,17 @@ def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:
     ]
     for model in models:
         program, _ = captured(model)
-        assert join_losses(program) is program
+        assert fuse_losses(program) is program
 
 
 def test_a_processor_keeps_the_plain_loss() -> None:
     program, _ = captured(Language(as_hugging_face, bias=True))
-    assert with_joint_loss(program) is program
+    assert with_fused_loss(program) is program
 
 
 def test_labels_of_which_none_counts_give_what_torch_gives() -> None:
     hidden, weight = torch.rand(2, WIDTH, requires_grad=True), torch.rand(WORDS, WIDTH)
-    found = loss_over_words(hidden, weight, None, torch.tensor([-100, -100]), -100, True)
+    found = fused_cross_entropy(hidden, weight, None, torch.tensor([-100, -100]), -100, True)
     assert found.isnan() and F.cross_entropy(hidden @ weight.t(), torch.tensor([-100, -100])).isnan()
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from varuna.capture import Source
-from varuna.capture.graph.masks import ATTENTION, name_mask
+from varuna.capture.graph.attention_masks import ATTENTION, name_mask
 from varuna.types import Work
 
 Mask = Callable[[Tensor], Tensor]

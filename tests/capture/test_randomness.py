@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from tests.capture.proof import assert_same, chained, eager
-from varuna.capture import CutPoint, Source, plain_randomness
-from varuna.capture.graph.attention import attention
-from varuna.capture.trace import opaque
+from varuna.capture import CutPoint, Source, opaque, plain_randomness
+from varuna.capture.graph.dropout_attention import attention
 from varuna.types import Work
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tests.capture.models import batch_of
 from tests.capture.proof import assert_same
-from varuna.capture import CutPoint, Source
-from varuna.capture.trace import opaque
+from varuna.capture import CutPoint, Source, opaque
 from varuna.errors import CaptureError
 
 

@@ -10,8 +10,7 @@ import torch.fx.proxy
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from varuna.capture import Captured, Source
-from varuna.capture.trace import opaque
+from varuna.capture import Captured, Source, opaque
 from varuna.capture.trace import trace as tracing
 from varuna.plan.cut.blocks import partition
 from varuna.types import PrecisionName

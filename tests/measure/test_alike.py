@@ -8,7 +8,7 @@ from tests.measure.ladders import Ladder, get_batch
 from tests.toys import make_inputs, make_model
 from varuna import CutPoint, opaque
 from varuna.capture import Source
-from varuna.capture.cuts.kinds import entry, find_kinds
+from varuna.capture.cuts.segment_kinds import entry, find_kinds
 
 
 def kinds_of(model: nn.Module, inputs: dict[str, object] | None = None, **options: object) -> list[int]:

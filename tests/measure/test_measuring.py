@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
-from varuna.capture.cuts.kinds import find_kinds
+from varuna.capture.cuts.segment_kinds import find_kinds
 from varuna.measure.stopwatch import Effort
 from varuna.plan.cut.blocks import partition
 from varuna.profile.runnable import Parts

@@ -22,7 +22,7 @@ from tests.pyrannc.models import WIDTH
 from tests.pyrannc.test_training import CLOSE, batches, check, plain
 from varuna import plain_randomness
 from varuna.capture import Source
-from varuna.capture.model.calling import Structured
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.errors import PlanError
 from varuna.execute.step.division import divide_batch
 from varuna.plan.cost.costs import Costs
@@ -167,8 +167,8 @@ class Summing(nn.Module):
 
 def subject_of(model: nn.Module, x: Tensor, world: int) -> deployment.Subject:
     source = Source(model, precision="fp32", device_type="cpu", partition=partition)
-    calling, inputs = Structured.of(model, (x,), {}, keeps=True)
-    captured = source.capture(inputs, training=True, calling=calling)
+    calling, inputs = StructuredCall.of(model, (x,), {}, grad_enabled=True)
+    captured = source.capture(inputs, training=True, convention=calling)
     return deployment.Subject(source, captured, 96, x[0].nbytes, ["here"] * world, torch.device("cpu"))
 
 

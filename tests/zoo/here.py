@@ -15,7 +15,7 @@ from tests.zoo.trial import SEED, Case, batch_of, close, default_dtype, made, ma
 from varuna import plain_randomness
 from varuna.capture import Captured, Source, stage_state
 from varuna.capture.model.batch import Batch
-from varuna.capture.model.calling import Structured
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.plan.cut.blocks import partition
 from varuna.types import Work
 
@@ -30,7 +30,7 @@ def run_here(case: Case, stages: Sequence[int] = (2, FINEST), sizes: Sequence[in
         segments = 0
         for size in sizes:
             args, kwargs = batch_of(case, size, size)
-            calling, leaves = Structured.of(model, args, kwargs, keeps=True)
+            calling, leaves = StructuredCall.of(model, args, kwargs, grad_enabled=True)
             dims = case.options.get("batch_dims", {})
             batched = {
                 name: dims.get(name, 0)
@@ -38,7 +38,7 @@ def run_here(case: Case, stages: Sequence[int] = (2, FINEST), sizes: Sequence[in
                 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[dims.get(name, 0) or 0] == size
             }
             batch = Batch(size, {name: dim for name, dim in batched.items() if dim is not None})
-            captured = source.capture(leaves, training=True, batch=batch, calling=calling)
+            captured = source.capture(leaves, training=True, batch=batch, convention=calling)
             segments = captured.num_segments
             for count in stages:
                 cuts = _cuts(segments, count)

@@ -3,17 +3,17 @@
 from varuna.capture.model.source import Source
 from varuna.capture.model.state import StageState, stage_state
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import Program
+from varuna.capture.run.plain_randomness import plain_randomness
+from varuna.capture.run.program import SpanProgram
 from varuna.capture.run.verify import check_capture
 from varuna.capture.trace.cutpoint import CutPoint, cut_after
-from varuna.capture.trace.opaque import opaque
-from varuna.capture.trace.plain import plain_randomness
+from varuna.capture.trace.opaque_module import opaque
 
 __all__ = [
     "Captured",
     "CutPoint",
-    "Program",
     "Source",
+    "SpanProgram",
     "StageState",
     "check_capture",
     "cut_after",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.capture import Captured, Program, Source, stage_state
-from varuna.capture.cuts.kinds import entry, find_kinds, relayed
-from varuna.capture.graph.fused_loss import with_joint_loss
+from varuna.capture import Captured, Source, SpanProgram, stage_state
+from varuna.capture.cuts.segment_kinds import entry, find_kinds, relayed
+from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.capture.model.batch import Batch
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import device_memory_bytes, device_name
@@ -126,7 +126,7 @@ def _kind(source: Source, captured: Captured, segment: int) -> Kind:
 
 def _trains(source: Source, name: str) -> bool:
     path, _, leaf = name.rpartition(".")
-    parameter = source.hollow.get_submodule(path)._parameters.get(leaf)
+    parameter = source.meta_model.get_submodule(path)._parameters.get(leaf)
     return parameter is not None and parameter.requires_grad
 
 
@@ -257,14 +257,16 @@ class Parts:
         program = captured.carve(first, first + 1)
         stage = self._stage(kind, captured)
         here = move_inputs(inputs, self._device)
-        runnable = with_joint_loss(program.to(self._device))
+        runnable = with_fused_loss(program.to(self._device))
         part = Part(stage, runnable, here, relayed(captured, first), len(captured.results))
         again = entry(program, first)
         if again is not None:
             part.enter = self._enter(again.to(self._device), stage, here)
         return part
 
-    def _enter(self, program: Program, stage: Stage, inputs: Mapping[str, object]) -> Callable[[], object]:
+    def _enter(
+        self, program: SpanProgram, stage: Stage, inputs: Mapping[str, object]
+    ) -> Callable[[], object]:
         state = [stage.state.tensor(name) for name in program.state]
         received: list[Any] = [None] * len(program.received)  # none of it is read
         return lambda: program(state, received, inputs, WORK)

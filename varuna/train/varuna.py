@@ -12,10 +12,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from varuna.capture import Program, Source, stage_state
-from varuna.capture.graph.fused_loss import with_joint_loss
+from varuna.capture import Source, SpanProgram, stage_state
+from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.capture.model.batch import Batch, find_batch
-from varuna.capture.run.chain import Chain, chain_of
+from varuna.capture.run.chain import ProgramChain, chain_of
 from varuna.capture.run.program import start_compiler
 from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError, check_name
@@ -162,7 +162,7 @@ class Varuna(nn.Module):
         self._offloads_optimizer = offload_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
-        self._programs: dict[object, Program | Chain] = {}
+        self._programs: dict[object, SpanProgram | ProgramChain] = {}
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
@@ -712,7 +712,7 @@ class Varuna(nn.Module):
 
     def _program(
         self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
-    ) -> Program | Chain:
+    ) -> SpanProgram | ProgramChain:
         """The program of this stage for inputs of this form, captured when first met."""
         batch = Batch(size, dims)
         key = training, self._source.signature(inputs, batch)
@@ -726,12 +726,12 @@ class Varuna(nn.Module):
             span = self._own.first, self._own.stop
             if training:
                 refuse_unforeseen(captured, self._sampled, self._state, self.plan, self.stage)
-            if self._compiles and not captured.cut_by_itself:
+            if self._compiles and not captured.cut_automatically:
                 self._programs[key] = chain_of(self._source, captured, *span, self.device).compiled()
             else:
                 # Segments that nobody marked are too short to be compiled each alone.
                 program = captured.carve(*span).to(self.device)
-                self._programs[key] = program.compiled() if self._compiles else with_joint_loss(program)
+                self._programs[key] = program.compiled() if self._compiles else with_fused_loss(program)
             if self._compiles and self._session.waiter is not None:
                 self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]

@@ -18,8 +18,8 @@ import sympy
 from torch import fx
 
 from varuna.capture.cuts.operations import describe
-from varuna.capture.cuts.rematerialise import Again
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.cuts.rematerialization import Rematerialization
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.types import Partition
 
@@ -37,21 +37,21 @@ FIRST_USED = (
 )
 
 
-def cut(whole: Whole, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
+def cut(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
     """Gives every node its segment, and puts each segment's nodes next to each other."""
-    operations = describe(whole, flow, symbol)
+    operations = describe(flat, flow, symbol)
     segments = partition(operations.graph)
     for nodes, segment in zip(operations.nodes, segments, strict=True):
         for node in nodes:
             node.meta["segment"] = segment
-    for place, node in _places(whole):
+    for place, node in _places(flat):
         node.meta["place"] = place
-    whole.num_segments = max(segments, default=0) + 1
-    _put_in_order(whole)
+    flat.num_segments = max(segments, default=0) + 1
+    _put_in_order(flat)
     log.info(
         "the model has no CutPoints: its %d operations are cut into %d segments",
         len(operations.nodes),
-        whole.num_segments,
+        flat.num_segments,
     )
 
 
@@ -70,7 +70,7 @@ class Stray:
 
 
 def cut_alike(
-    whole: Whole,
+    flat: FlatGraph,
     flow: Flow,
     model: Mapping[Place, int],
     holders: Mapping[str, set[int]],
@@ -80,10 +80,10 @@ def cut_alike(
 
     `unused` are the names that it has no use for. Gives what does not fit.
     """
-    names = {node: name for name, node in whole.state.items()}
-    again = Again(whole, flow)
+    names = {node: name for name, node in flat.state.items()}
+    again = Rematerialization(flat, flow)
     strays: list[Stray] = []
-    for place, node in _places(whole):
+    for place, node in _places(flat):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(model.get(place, 0), earliest)
         used = [names[state] for state in again.reads(node)]
@@ -96,21 +96,21 @@ def cut_alike(
             if segment not in held:
                 strays.append(Stray(name, segment, held, FIRST_USED if name in unused else DISORDERED))
         node.meta["segment"] = segment
-    whole.num_segments = max(model.values(), default=0) + 1
-    _put_in_order(whole)
+    flat.num_segments = max(model.values(), default=0) + 1
+    _put_in_order(flat)
     return strays
 
 
-def places(whole: Whole) -> dict[Place, int]:
+def places(flat: FlatGraph) -> dict[Place, int]:
     """Where the nodes of a graph that was cut are."""
-    return {node.meta["place"]: node.meta["segment"] for node in whole.nodes if "place" in node.meta}
+    return {node.meta["place"]: node.meta["segment"] for node in flat.nodes if "place" in node.meta}
 
 
-def _places(whole: Whole) -> list[tuple[Place, fx.Node]]:
+def _places(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
     """Before the graph is put into another order than the program's, for that is what captures share."""
     seen: dict[tuple[str, str], int] = {}
     found = []
-    for node in whole.nodes:
+    for node in flat.nodes:
         if node.op == "get_attr":
             continue
         stack: Any = node.meta.get("nn_module_stack") or {}
@@ -121,12 +121,12 @@ def _places(whole: Whole) -> list[tuple[Place, fx.Node]]:
     return found
 
 
-def _put_in_order(whole: Whole) -> None:
+def _put_in_order(flat: FlatGraph) -> None:
     """Each segment's nodes after those of the segments before it, else in the order that they had."""
-    nodes = whole.nodes
+    nodes = flat.nodes
     ordered = sorted(nodes, key=lambda node: node.meta["segment"])
     if ordered != nodes:
-        place = [node for node in whole.graph.nodes if node.op == "placeholder"][-1]
+        place = [node for node in flat.graph.nodes if node.op == "placeholder"][-1]
         for node in ordered:
             place.append(node)
             place = node

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import sympy
 from torch import Tensor, fx
 
-from varuna.capture.cuts.rematerialise import Again
+from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import flops_per_sample, moved_bytes, num_bytes
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
 from varuna.types import Operation, OperationGraph, Value
@@ -34,14 +34,14 @@ class Operations:
     nodes: Sequence[Sequence[fx.Node]]
 
 
-def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operations:
-    nodes = [node for node in whole.nodes if node.op != "get_attr"]
+def describe(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None) -> Operations:
+    nodes = [node for node in flat.nodes if node.op != "get_attr"]
     place = {node: i for i, node in enumerate(nodes)}
     last_use = {node: max((place[user] for user in node.users if user in place), default=0) for node in nodes}
-    again = Again(whole, flow)
+    again = Rematerialization(flat, flow)
     free = {node for node in nodes if again.closure(node, len(flow.order)) is not None}
     together = [False] * (len(nodes) + 1)  # each with the one before it
-    for first, last in _inseparable(whole, flow, place, last_use, free, symbol):
+    for first, last in _inseparable(flat, flow, place, last_use, free, symbol):
         for i in range(first + 1, last + 1):
             together[i] = True
     number: dict[fx.Node, int] = {}
@@ -55,7 +55,7 @@ def describe(whole: Whole, flow: Flow, symbol: sympy.Symbol | None) -> Operation
     values = []
     for node in nodes:
         users = {number[user] for user in node.users if user in number}
-        if node in whole.results:
+        if node in flat.results:
             users.add(len(groups) - 1)
         users.discard(number[node])
         if users:
@@ -88,7 +88,7 @@ def _afterwards(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
 
 
 def _inseparable(
-    whole: Whole,
+    flat: FlatGraph,
     flow: Flow,
     place: dict[fx.Node, int],
     last_use: dict[fx.Node, int],
@@ -103,7 +103,7 @@ def _inseparable(
             yield place.get(source, i), i
         elif node not in free and not _can_be_sent(node, symbol):
             yield i, last_use[node]
-    state = set(whole.state.values())
+    state = set(flat.state.values())
     uses: dict[fx.Node, list[int]] = {}
     for node, i in place.items():
         for arg in node.all_input_nodes:

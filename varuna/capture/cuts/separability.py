@@ -18,9 +18,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import base_name, written
-from varuna.capture.graph.tidy import where
+from varuna.capture.graph.passes import where
 from varuna.capture.model.batch import dim_of
 from varuna.types import Dim
 
@@ -33,18 +33,18 @@ _BACK_BY_INDEX = frozenset(
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"})
 
 
-class Apart:
+class Separability:
     """Facts about every value of a whole graph, found once."""
 
-    def __init__(self, whole: Whole, batched_inputs: Iterable[str], symbol: sympy.Symbol | None) -> None:
+    def __init__(self, flat: FlatGraph, batched_inputs: Iterable[str], symbol: sympy.Symbol | None) -> None:
         self._symbol = symbol
-        self._of_samples = {whole.inputs[name] for name in batched_inputs if name in whole.inputs}
+        self._of_samples = {flat.inputs[name] for name in batched_inputs if name in flat.inputs}
         # How often the samples come over again along their dimension: 1 in order, 0 where that is not known.
         self._rounds: dict[fx.Node, int] = {}
         self._disorder: dict[fx.Node, fx.Node] = {}  # where the order of what has none was lost
         # What lies in the order of a sort over all samples, and where that was sorted.
         self._sorted: dict[fx.Node, fx.Node] = {}
-        for node in whole.graph.nodes:
+        for node in flat.graph.nodes:
             if node.op == "placeholder":
                 continue
             # A size is no value of a sample, though it was read off one.

@@ -12,9 +12,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from varuna.capture.cuts.rematerialise import Again
+from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.graph import randomness as random
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
 from varuna.types import Dim, ModelGraph, Segment
@@ -36,14 +36,14 @@ _VIEWS = {
 
 
 def summarize(
-    whole: Whole, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
+    flat: FlatGraph, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
 ) -> ModelGraph:
     """State that nothing reads belongs to the first segment, so that none is lost."""
-    unused = [name for name, node in whole.state.items() if not node.users]
-    names = {node: name for name, node in whole.state.items()}
-    again = Again(whole, flow)
-    by_segment: list[list[fx.Node]] = [[] for _ in range(whole.num_segments)]
-    for node in whole.nodes:
+    unused = [name for name, node in flat.state.items() if not node.users]
+    names = {node: name for name, node in flat.state.items()}
+    again = Rematerialization(flat, flow)
+    by_segment: list[list[fx.Node]] = [[] for _ in range(flat.num_segments)]
+    for node in flat.nodes:
         if node.op != "get_attr":
             by_segment[node.meta["segment"]].append(node)
     segments = []
@@ -51,25 +51,25 @@ def summarize(
         used = {names[state] for node in nodes for state in again.reads(node)}
         if index == 0:
             used.update(unused)
-        if index == whole.num_segments - 1:
-            used.update(names[state] for result in whole.results for state in again.state_of(result))
-        ordered = [name for name in whole.state if name in used]
-        parameters = tuple(name for name in ordered if name in whole.parameters)
+        if index == flat.num_segments - 1:
+            used.update(names[state] for result in flat.results for state in again.state_of(result))
+        ordered = [name for name in flat.state if name in used]
+        parameters = tuple(name for name in ordered if name in flat.parameters)
         segments.append(
             Segment(
                 index=index,
                 parameters=parameters,
-                buffers=tuple(name for name in ordered if name not in whole.parameters),
+                buffers=tuple(name for name in ordered if name not in flat.parameters),
                 num_operations=len(nodes),
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
-                parameter_bytes=sum(_bytes(whole.state[name].meta["val"]) for name in parameters),
+                parameter_bytes=sum(_bytes(flat.state[name].meta["val"]) for name in parameters),
                 moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
                 kept_bytes=_line(
                     [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
                 ),
             )
         )
-    return ModelGraph(tuple(segments), tuple(ties), fingerprint(whole, ties, symbol))
+    return ModelGraph(tuple(segments), tuple(ties), fingerprint(flat, ties, symbol))
 
 
 def _bytes(value: Tensor) -> int:
@@ -148,14 +148,14 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     return elements
 
 
-def fingerprint(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
+def fingerprint(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
     """Who a model is: its operations, shapes, names, ties and cuts; not its values, nor the stages chosen."""
-    return hashlib.sha256("\n".join(listing(whole, ties, symbol)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(listing(flat, ties, symbol)).encode()).hexdigest()
 
 
-def listing(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
+def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
     """A model line by line, as far as it has to do with who it is."""
-    index = {node: i for i, node in enumerate(whole.graph.nodes)}
+    index = {node: i for i, node in enumerate(flat.graph.nodes)}
 
     def shape(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -175,13 +175,13 @@ def listing(whole: Whole, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol 
             return "device"
         return str(arg) if not callable(arg) else _callable_text(arg)
 
-    named = {node: name for name, node in (*whole.state.items(), *whole.inputs.items())}
-    lines = [f"ties {ties}", f"results {[index[node] for node in whole.results]}"]
-    for node in whole.graph.nodes:
+    named = {node: name for name, node in (*flat.state.items(), *flat.inputs.items())}
+    lines = [f"ties {ties}", f"results {[index[node] for node in flat.results]}"]
+    for node in flat.graph.nodes:
         if node.op == "output":
             continue
         what = named.get(node) or (
-            _constant_text(whole, node) if node.op == "get_attr" else _callable_text(node.target)
+            _constant_text(flat, node) if node.op == "get_attr" else _callable_text(node.target)
         )
         lines.append(
             f"%{index[node]} @{node.meta['segment']} {node.op} {what} "
@@ -197,8 +197,8 @@ def _size_text(size: Any, symbol: sympy.Symbol | None) -> str:
     return str(size) if isinstance(size, int | float | bool | str) else ""
 
 
-def _constant_text(whole: Whole, node: fx.Node) -> str:
-    value = whole.attributes[str(node.target)]
+def _constant_text(flat: FlatGraph, node: fx.Node) -> str:
+    value = flat.attributes[str(node.target)]
     if isinstance(value, Tensor):
         return f"constant {value.dtype}{list(value.shape)}"
     return type(value).__name__

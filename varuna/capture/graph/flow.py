@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 
 aten = torch.ops.aten
 
@@ -30,16 +30,16 @@ _WITHOUT_GRADIENT = frozenset(
 class Flow:
     """Facts about every node of a whole graph, found once."""
 
-    def __init__(self, whole: Whole) -> None:
-        self.whole = whole
-        self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(whole.graph.nodes)}
+    def __init__(self, flat: FlatGraph) -> None:
+        self.flat = flat
+        self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(flat.graph.nodes)}
         self.root: dict[fx.Node, fx.Node] = {}
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
         self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
         self.needs_grad: set[fx.Node] = set()
-        leaves = set(whole.state.values())
-        wanted = {whole.inputs[name] for name in whole.gradients if name in whole.inputs}
-        for node in whole.graph.nodes:
+        leaves = set(flat.state.values())
+        wanted = {flat.inputs[name] for name in flat.gradients if name in flat.inputs}
+        for node in flat.graph.nodes:
             self.root[node] = self._root(node)
             self.writes[node] = tuple(dict.fromkeys(self.root[arg] for arg in written(node)))
             for root in self.writes[node]:
@@ -52,7 +52,7 @@ class Flow:
     @cached_property
     def gets_grad(self) -> set[fx.Node]:
         """Of what needs a gradient, what one comes back to: some result is made of it, and not detached."""
-        return self.leading_to(self.whole.results)
+        return self.leading_to(self.flat.results)
 
     def leading_to(self, results: Sequence[fx.Node]) -> set[fx.Node]:
         """What gets a gradient where these results do."""
@@ -69,7 +69,7 @@ class Flow:
     def momentum(self, of_modules: Mapping[str, float | None]) -> dict[str, float]:
         """What one run of the model gives to each of BatchNorm's statistics, which move at every use."""
         found: dict[str, float] = {}
-        for name, root in self.whole.state.items():
+        for name, root in self.flat.state.items():
             uses: list[Any] = [
                 writer.args[6] if writer.target in _STATISTICS else of_modules.get(name)
                 for writer in self.writers.get(root, ())

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from varuna.capture.graph.randomness import bound
-from varuna.capture.run.program import Program, attributes, build
+from varuna.capture.run.program import SpanProgram, attributes, build
 
 aten = torch.ops.aten
 CROSS_ENTROPY = aten.cross_entropy_loss.default
@@ -38,15 +38,15 @@ PART_BYTES = 1 << 30
 MULTIPLE = 64
 
 
-def with_joint_loss(program: Program) -> Program:
+def with_fused_loss(program: SpanProgram) -> SpanProgram:
     """The same program, on a GPU, in a precision that allows it; else the very same. Not to be compiled:
     a compiler does as well by itself."""
     if program.device.type != "cuda" or program.precision == "fp16":
         return program
-    return join_losses(program)
+    return fuse_losses(program)
 
 
-def join_losses(program: Program) -> Program:
+def fuse_losses(program: SpanProgram) -> SpanProgram:
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph_module.graph, {}))
     losses = [node for node in graph.nodes if node.target is CROSS_ENTROPY]
@@ -78,7 +78,7 @@ def _join(graph: fx.Graph, loss: fx.Node) -> bool:
             hidden = _same_step(graph, step, hidden, width)
         options = (given["ignore_index"], given["reduction"] == MEAN)
         joint = graph.call_function(
-            loss_over_words, (hidden, weight, bias[0] if bias else None, labels, *options)
+            fused_cross_entropy, (hidden, weight, bias[0] if bias else None, labels, *options)
         )
     joint.meta = dict(loss.meta)
     loss.replace_all_uses_with(joint)
@@ -134,7 +134,7 @@ def _same_step(graph: fx.Graph, step: fx.Node, hidden: Any, width: int) -> Any:
     return hidden
 
 
-def loss_over_words(
+def fused_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int, mean: bool
 ) -> Tensor:
     """cross_entropy(linear(hidden, weight, bias), labels), in the precision of the autocast that is on."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from varuna.capture.graph.attention import attention
+from varuna.capture.graph.dropout_attention import attention
 from varuna.types import Work
 
 SHARED = -1

@@ -9,14 +9,14 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.graph.flatten import flatten
+from varuna.capture.graph.flat_graph import flatten
 from varuna.capture.model.batch import Batch, describe, find_batch
-from varuna.capture.model.calling import Calling
-from varuna.capture.model.hollow import hollow
-from varuna.capture.model.names import canonical_names, find_ties
+from varuna.capture.model.call_convention import CallConvention
+from varuna.capture.model.copies import meta_copy
+from varuna.capture.model.tied_weights import canonical_names, find_ties
 from varuna.capture.run.captured import Captured
 from varuna.capture.trace.cutpoint import cutpoints
-from varuna.capture.trace.opaque import is_opaque, opaque
+from varuna.capture.trace.opaque_module import is_opaque, opaque
 from varuna.capture.trace.refusals import DependsOnData
 from varuna.capture.trace.trace import Trace, trace
 from varuna.errors import CaptureError
@@ -47,7 +47,7 @@ class Source:
         self._watch = watch
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
-        self.hollow = hollow(model)
+        self.meta_model = meta_copy(model)
         # Weakly: its maker may let go of the model, and its values with it, once the stages have theirs.
         self._model = weakref.ref(model)
         self.precision: PrecisionName = precision
@@ -73,17 +73,17 @@ class Source:
         *,
         training: bool,
         batch: Batch | None = None,
-        calling: Calling | None = None,
+        convention: CallConvention | None = None,
         precision: PrecisionName | None = None,
     ) -> Captured:
         """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
-        calling = calling or Calling()
-        calling.check(self.hollow, inputs)
+        convention = convention or CallConvention()
+        convention.check(self.meta_model, inputs)
         batch = batch or self.batch(inputs)
         precision = precision or self.precision
-        key = (describe(inputs, batch), training, calling.key, precision)
+        key = (describe(inputs, batch), training, convention.key, precision)
         if key not in self._captured:
-            self._captured[key] = self._capture(inputs, batch, training, calling, precision)
+            self._captured[key] = self._capture(inputs, batch, training, convention, precision)
         return self._captured[key]
 
     def _capture(
@@ -91,7 +91,7 @@ class Source:
         inputs: Mapping[str, object],
         batch: Batch,
         training: bool,
-        calling: Calling,
+        convention: CallConvention,
         precision: PrecisionName,
     ) -> Captured:
         shared: frozenset[int] = frozenset()
@@ -101,22 +101,22 @@ class Source:
                 _doubled(inputs, batch),
                 training=True,
                 batch=Batch(2, batch.dims),
-                calling=calling,
+                convention=convention,
                 precision=precision,
             ).shared_draws
         elif self._partition is not None and self._first is None and not training:
             # Which is the one that is cut.
-            self.capture(inputs, training=True, batch=batch, calling=calling, precision=precision)
+            self.capture(inputs, training=True, batch=batch, convention=convention, precision=precision)
         self._set_mode(training)
-        traced = self._trace(inputs, batch, calling, precision)
-        whole = flatten(traced, self.canonical)
+        traced = self._trace(inputs, batch, convention, precision)
+        flat = flatten(traced, self.canonical)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
-            whole,
+            flat,
             batch,
             ties=self.ties,
             shared_draws=shared,
-            momentum=_momentum(self.hollow),
+            momentum=_momentum(self.meta_model),
             precision=precision,
             device=self.device,
             structure=traced.structure,
@@ -128,27 +128,29 @@ class Source:
         return captured
 
     def _trace(
-        self, inputs: Mapping[str, object], batch: Batch, calling: Calling, precision: PrecisionName
+        self, inputs: Mapping[str, object], batch: Batch, convention: CallConvention, precision: PrecisionName
     ) -> Trace:
         try:
             return trace(
-                self.hollow,
+                self.meta_model,
                 inputs,
                 batch,
                 precision=precision,
                 device=self.device,
-                calling=calling,
+                convention=convention,
                 watch=self._watch,
             )
         except DependsOnData as error:
             if not self._keep_experts_whole(error.module):
                 raise
-        return self._trace(inputs, batch, calling, precision)
+        return self._trace(inputs, batch, convention, precision)
 
     def _keep_experts_whole(self, path: str) -> bool:
         """Experts that loop over those that were chosen: each token is looked at alone, so they may."""
-        kind = type(self.hollow.get_submodule(path))
-        alike = [module for module in self.hollow.modules() if type(module) is kind and not is_opaque(module)]
+        kind = type(self.meta_model.get_submodule(path))
+        alike = [
+            module for module in self.meta_model.modules() if type(module) is kind and not is_opaque(module)
+        ]
         if not kind.__name__.endswith("Experts") or not alike:
             return False
         log.info("%s loops over data: each stays whole, and runs as it is", kind.__name__)
@@ -164,10 +166,10 @@ class Source:
         return self._tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(_look_up(self.hollow, name).shape)
+        return tuple(_look_up(self.meta_model, name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        return _look_up(self.hollow, name).dtype
+        return _look_up(self.meta_model, name).dtype
 
     def _tensor(self, name: str) -> Tensor:
         model = self._model()
@@ -180,7 +182,7 @@ class Source:
 
     def _set_mode(self, training: bool) -> None:
         """Trains what trained when the model came; a model that came in eval mode trains whole."""
-        for name, module in self.hollow.named_modules():
+        for name, module in self.meta_model.named_modules():
             module.training = training and (self._flags[name] or not self._flags[""])
 
 

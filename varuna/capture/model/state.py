@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.init import initialized, is_poisoned, poisoned
+from varuna.capture.model.initialization import initialized, is_poisoned, poisoned
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
 from varuna.errors import CaptureError
@@ -102,8 +102,8 @@ def adopted_state(
             values[name] = source.value(name)
             values[name].data = values[name].data.to(device)
     canonical = source.canonical
-    every: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
-    every.update(source.hollow.named_buffers(remove_duplicate=False))
+    every: dict[str, Tensor] = dict(source.meta_model.named_parameters(remove_duplicate=False))
+    every.update(source.meta_model.named_buffers(remove_duplicate=False))
     for name, shell in every.items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -118,8 +118,8 @@ def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[s
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
     # Values that are made again after a cut read buffers of segments before it.
     wanted.update(captured.carve(first, stop).state)
-    shells: dict[str, Tensor] = dict(source.hollow.named_parameters(remove_duplicate=False))
-    shells.update(source.hollow.named_buffers(remove_duplicate=False))
+    shells: dict[str, Tensor] = dict(source.meta_model.named_parameters(remove_duplicate=False))
+    shells.update(source.meta_model.named_buffers(remove_duplicate=False))
     return {name: shell for name, shell in shells.items() if name in wanted}
 
 
@@ -131,7 +131,7 @@ def _held(source: Source, values: Mapping[str, Tensor]) -> StageState:
     aliases = {group[0]: group for group in source.ties}
     state = StageState()
     for name, tensor in values.items():
-        state.hold(aliases.get(name, (name,)), tensor, persistent=_is_persistent(source.hollow, name))
+        state.hold(aliases.get(name, (name,)), tensor, persistent=_is_persistent(source.meta_model, name))
     return state
 
 
@@ -167,7 +167,7 @@ def _values(
                 if not is_poisoned(tensor):
                     values[name] = tensor
     left = [name for name in missing if name not in values]
-    values.update(initialized(source.hollow, left, device=device, seed=seed))
+    values.update(initialized(source.meta_model, left, device=device, seed=seed))
     return values
 
 
@@ -175,9 +175,9 @@ def _computed(source: Source, names: list[str], device: torch.device, seed: int)
     """Buffers outside the state_dict that the model itself makes: they follow from its sizes."""
     found: dict[str, Tensor] = {}
     for name in names:
-        if not _is_persistent(source.hollow, name):
+        if not _is_persistent(source.meta_model, name):
             with suppress(CaptureError):
-                found.update(initialized(source.hollow, [name], device=device, seed=seed))
+                found.update(initialized(source.meta_model, [name], device=device, seed=seed))
     return found
 
 

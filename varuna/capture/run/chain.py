@@ -16,27 +16,27 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from varuna.capture.cuts.kinds import find_kinds, ordinal_place
+from varuna.capture.cuts.segment_kinds import find_kinds, ordinal_place
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import Program
+from varuna.capture.run.program import SpanProgram
 from varuna.types import TensorSpec, Work
 
 TRIFLING = 0.05
 """Of a chain's operations."""
 
 
-class Segment(NamedTuple):
-    program: Program  # of the first segment of its kind in the chain
+class ChainLink(NamedTuple):
+    program: SpanProgram  # of the first segment of its kind in the chain
     places: tuple[int, ...]  # of its state in the chain's
     first_ordinal: int  # the number of its first random operation
 
 
 @dataclass(frozen=True)
-class Chain:
+class ProgramChain:
     """What a `Program` is, made of several."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ChainLink, ...]
     state: tuple[str, ...]
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
@@ -59,7 +59,7 @@ class Chain:
             values = program([state[place] for place in places], values, inputs, own)
         return values
 
-    def compiled(self) -> Chain:
+    def compiled(self) -> ProgramChain:
         """The same chain, its programs compiled when they first run, but for trifles."""
         known = {id(segment.program): segment.program for segment in self.segments}
         trifles = self._trifles()
@@ -81,19 +81,19 @@ class Chain:
         return found
 
 
-def chain_of(source: Source, captured: Captured, first: int, stop: int, device: torch.device) -> Chain:
+def chain_of(source: Source, captured: Captured, first: int, stop: int, device: torch.device) -> ProgramChain:
     kinds = find_kinds(source, captured)
     programs = [captured.carve(index, index + 1) for index in range(first, stop)]
     state = tuple(dict.fromkeys(chain.from_iterable(program.state for program in programs)))
     place_of = {name: place for place, name in enumerate(state)}
-    shared: dict[int, Program] = {}
+    shared: dict[int, SpanProgram] = {}
     segments = []
     for kind, program in zip(kinds[first:stop], programs, strict=True):
         start = _first_ordinal(program)
         if kind not in shared:
             shared[kind] = _counting_from_zero(program.to(device), start)
-        segments.append(Segment(shared[kind], tuple(place_of[name] for name in program.state), start))
-    return Chain(
+        segments.append(ChainLink(shared[kind], tuple(place_of[name] for name in program.state), start))
+    return ProgramChain(
         tuple(segments),
         state,
         programs[0].received,
@@ -102,23 +102,23 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
     )
 
 
-def _num_operations(program: Program) -> int:
+def _num_operations(program: SpanProgram) -> int:
     return sum(node.op == "call_function" for node in program.graph_module.graph.nodes)
 
 
-def _ordinals(program: Program) -> list[tuple[fx.Node, int]]:
+def _ordinals(program: SpanProgram) -> list[tuple[fx.Node, int]]:
     """The nodes that draw, and where among their arguments their number is."""
     places = ((node, ordinal_place(node)) for node in program.graph_module.graph.nodes)
     return [(node, place) for node, place in places if place is not None]
 
 
-def _first_ordinal(program: Program) -> int:
+def _first_ordinal(program: SpanProgram) -> int:
     if program.leaves:  # an opaque module numbers its draws by itself, and is like no other
         return 0
     return min((int(str(node.args[place])) for node, place in _ordinals(program)), default=0)
 
 
-def _counting_from_zero(program: Program, start: int) -> Program:
+def _counting_from_zero(program: SpanProgram, start: int) -> SpanProgram:
     """Changes a program that nobody else has."""
     for node, place in _ordinals(program) if start else ():
         args = list(node.args)

@@ -22,7 +22,7 @@ OPERATION = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
 @dataclass(frozen=True)
-class Program:
+class SpanProgram:
     """state + received + inputs → what is sent on, or the loss."""
 
     # Its placeholders: the state, then what is received, the inputs, and last the work, where it draws.
@@ -58,11 +58,11 @@ class Program:
         compiled = not isinstance(self.graph_module, fx.GraphModule)
         return self.graph_module if compiled else bind(self.graph_module)
 
-    def compiled(self) -> Program:
+    def compiled(self) -> SpanProgram:
         """The same program, compiled when it first runs; draws stay as they are."""
         return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]
 
-    def to(self, device: torch.device | str) -> Program:
+    def to(self, device: torch.device | str) -> SpanProgram:
         """The same program with what it makes by itself on another device."""
         device = torch.device(device)
         graph = fx.Graph()

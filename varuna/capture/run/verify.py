@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.calling import find_loss
-from varuna.capture.model.names import canonical_names
+from varuna.capture.model.call_convention import find_loss
+from varuna.capture.model.tied_weights import canonical_names
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import Program
-from varuna.capture.trace.plain import plain_randomness
+from varuna.capture.run.plain_randomness import plain_randomness
+from varuna.capture.run.program import SpanProgram
 from varuna.capture.trace.trace import autocast
 from varuna.errors import CaptureError
 from varuna.types import Work
@@ -70,7 +70,7 @@ def _eager(
         config.use_cache = False  # type: ignore[union-attr]
     try:
         with (
-            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch).knowing(
+            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch).with_shared_draws(
                 captured.shared_draws
             ),
             autocast(captured.precision, captured.device),
@@ -96,7 +96,7 @@ def _eager(
 def _carved(
     tensors: Mapping[str, Tensor], captured: Captured, inputs: Mapping[str, object], cuts: Sequence[int]
 ) -> Results:
-    stages: list[tuple[Program, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
+    stages: list[tuple[SpanProgram, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
     sent: tuple[Tensor, ...] = ()
     for first, stop in pairwise(cuts):
         program = captured.carve(first, stop).to(next(iter(tensors.values())).device if tensors else "cpu")

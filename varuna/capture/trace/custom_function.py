@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from varuna.capture.trace.opaque import LeafCall, open_to_gradients, record_call
+from varuna.capture.trace.opaque_module import RecordedCall, open_to_gradients, record_call
 from varuna.errors import CaptureError
 
 
-class Applying(nn.Module):
+class FunctionModule(nn.Module):
     """Stands for the Function while the model is traced."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
@@ -31,7 +31,7 @@ class Applying(nn.Module):
             return apply(*args, **kwargs)
 
 
-class NotOneOperation(CaptureError):
+class UnsupportedFunction(CaptureError):
     """The Function does something that an operation of the graph cannot."""
 
 
@@ -44,9 +44,9 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotOneOperation("draws random numbers")
+            raise UnsupportedFunction("draws random numbers")
         if func._schema.is_mutable and isinstance(args[0], Tensor) and _memory(args[0]) in self._given:
-            raise NotOneOperation("changes what it is given")
+            raise UnsupportedFunction("changes what it is given")
         return func(*args, **(kwargs or {}))
 
 
@@ -54,11 +54,11 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Applied:
+class FunctionCall:
     """One call of the Function: of its tensors, with its other arguments as they were."""
 
-    def __init__(self, call: LeafCall) -> None:
-        assert isinstance(call.module, Applying)
+    def __init__(self, call: RecordedCall) -> None:
+        assert isinstance(call.module, FunctionModule)
         self._call = call
         self._function: Any = call.module.function
         # By which graphs call it; and by which they are compared.
@@ -83,5 +83,5 @@ def record_function(
 ) -> Any:
     """In place of `function.apply` while a model is traced."""
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in pytree.tree_leaves((args, kwargs))):
-        raise NotOneOperation("is given a size that follows from the batch")
-    return record_call(function.__qualname__, Applying(function), args, kwargs)
+        raise UnsupportedFunction("is given a size that follows from the batch")
+    return record_call(function.__qualname__, FunctionModule(function), args, kwargs)

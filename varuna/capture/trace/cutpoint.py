@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from varuna.capture.trace.recorder import Recorder, active
+from varuna.capture.trace.recorder import TraceRecorder, active
 from varuna.errors import CaptureError
 
 
@@ -50,7 +50,7 @@ class _CutAfter:
             )
         return marked
 
-    def _mark(self, recorder: Recorder, module: nn.Module, x: Tensor) -> Tensor:
+    def _mark(self, recorder: TraceRecorder, module: nn.Module, x: Tensor) -> Tensor:
         marked: Tensor = recorder.mark(self.cutpoint, f"after {recorder.name_of(module)!r}", (x,))[0]
         return marked
 
@@ -143,7 +143,7 @@ def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
                     yield from new(f"{prefix}{attribute}[{key!r}]", item)
 
 
-def require_all_met(model: nn.Module, recorder: Recorder) -> None:
+def require_all_met(model: nn.Module, recorder: TraceRecorder) -> None:
     """A CutPoint that is there but was never called would be a cut that never happens."""
     missed = [path for path, cutpoint in cutpoints(model) if not recorder.has_met(cutpoint)]
     if missed:

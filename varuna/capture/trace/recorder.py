@@ -35,7 +35,7 @@ CHECKS = {
 """Of what torch.export writes down: a capture leaves them out."""
 
 
-class Recorder:
+class TraceRecorder:
     """What happened so far in the forward pass that is being traced."""
 
     def __init__(self, model: nn.Module, tell: Callable[[int], None] | None = None) -> None:
@@ -130,19 +130,19 @@ class Recorder:
             self._tell(len(self._done))
 
 
-_active: Recorder | None = None
+_active: TraceRecorder | None = None
 
 
-def active() -> Recorder | None:
+def active() -> TraceRecorder | None:
     return _active
 
 
 @contextmanager
-def recording(model: nn.Module, tell: Callable[[int], None] | None = None) -> Iterator[Recorder]:
+def recording(model: nn.Module, tell: Callable[[int], None] | None = None) -> Iterator[TraceRecorder]:
     global _active
     if _active is not None:
         raise RuntimeError("a capture is already under way in this process")
-    recorder = Recorder(model, tell)
+    recorder = TraceRecorder(model, tell)
     hooks = [
         register_module_forward_pre_hook(recorder._enter),
         register_module_forward_hook(recorder._leave),

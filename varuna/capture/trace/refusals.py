@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.functions import Min
 from torch.utils.checkpoint import CheckpointFunction
 
-from varuna.capture.trace.custom_function import NotOneOperation, record_function
-from varuna.capture.trace.plain import run_once
-from varuna.capture.trace.recorder import Recorder
+from varuna.capture.run.plain_randomness import run_once
+from varuna.capture.trace.custom_function import UnsupportedFunction, record_function
+from varuna.capture.trace.recorder import TraceRecorder
 from varuna.errors import CaptureError
 
 _OURS = str(Path(__file__).parents[1])
@@ -64,7 +64,7 @@ def model_line(frame: FrameType | None) -> str:
     return ""
 
 
-def way_out(path: str) -> str:
+def opaque_call(path: str) -> str:
     """The call that makes a module an opaque one, ready to be pasted."""
     if not path:
         return "varuna.opaque(a submodule)"
@@ -73,7 +73,7 @@ def way_out(path: str) -> str:
 
 
 @contextmanager
-def explained(recorder: Recorder, batch: int) -> Iterator[None]:
+def refusals_explained(recorder: TraceRecorder, batch: int) -> Iterator[None]:
     """Every failure to trace becomes a CaptureError that says where, why, and what can be done."""
     said = io.StringIO()
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -107,7 +107,7 @@ def _depends_on_data(error: Exception) -> bool:
     return "DataDependent" in type(error).__name__ or "data-dependent" in text or "data dependent" in text
 
 
-def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
+def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
     text, kind = str(error), type(error).__name__
     place = line_of(error) or f"in {recorder.running or 'the model'}"
     if _depends_on_data(error):
@@ -120,7 +120,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
             f"{place}: this line depends on the values of a tensor, which only a run can know; "
             "expected one path "
             f"for all data (rewrite it with torch.where{switch}, or keep the module whole and eager with "
-            f"{way_out(recorder.reading)})"
+            f"{opaque_call(recorder.reading)})"
         )
     if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
         return (
@@ -139,7 +139,7 @@ def _explanation(error: Exception, recorder: Recorder, batch: int) -> str:
         f"{place}: {kind}: {_short(text)} (raised when the forward ran on a batch of {batch} "
         "without values; if it "
         "runs as it is with that batch size, keep the module whole and eager with "
-        f"{way_out(recorder.running)}; if it does not, "
+        f"{opaque_call(recorder.running)}; if it does not, "
         "look for a batch size that is written into it)"
     )
 
@@ -172,7 +172,7 @@ def _short(text: str) -> str:
 
 
 @contextmanager
-def watched(recorder: Recorder) -> Iterator[None]:
+def watched(recorder: TraceRecorder) -> Iterator[None]:
     """Looks out for what torch.export would take silently, or refuse for no reason."""
     checks = Distribution._validate_args  # of the values that a distribution is made with
     Distribution.set_default_validate_args(False)
@@ -191,7 +191,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_functions(recorder: Recorder) -> Iterator[None]:
+def _whole_functions(recorder: TraceRecorder) -> Iterator[None]:
     """torch.export traces through a custom autograd.Function and loses its backward: keep it whole."""
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -204,11 +204,11 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
         place = current_line()
         try:
             return record_function(cls, args, kwargs)
-        except NotOneOperation as error:
+        except UnsupportedFunction as error:
             raise CaptureError(
                 f"{place}: the custom autograd.Function {cls.__qualname__} {error}, and would lose its own "
                 "backward in a captured graph; expected a function of its tensors (keep the module whole and "
-                f"eager with {way_out(recorder.running)})"
+                f"eager with {opaque_call(recorder.running)})"
             ) from error
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -219,7 +219,7 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _no_backwards(recorder: Recorder) -> Iterator[None]:
+def _no_backwards(recorder: TraceRecorder) -> Iterator[None]:
     """What a forward does to its own backward is in no graph: torch.export would leave it out."""
 
     def refusing(what: str, original: Any) -> Any:
@@ -228,7 +228,7 @@ def _no_backwards(recorder: Recorder) -> Iterator[None]:
                 return original(*args, **kwargs)
             raise CaptureError(
                 f"{current_line()}: the forward {what}, which a captured graph cannot hold (keep the module "
-                f"whole and eager with {way_out(recorder.running)})"
+                f"whole and eager with {opaque_call(recorder.running)})"
             )
 
         return refuse
@@ -306,7 +306,7 @@ class _Branches(TorchFunctionMode):
     the model itself would not run.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._drawn: list[Tensor] = []
@@ -321,7 +321,7 @@ class _Branches(TorchFunctionMode):
                 f"{current_line()}: a layer is skipped at random with probability {limit}: a "
                 "branch on data, which a "
                 "captured graph cannot hold (set layerdrop to 0, or keep the module whole and eager with "
-                f"{way_out(self._recorder.running)})"
+                f"{opaque_call(self._recorder.running)})"
             )
         if name in READS and not self._recorder.is_inside_leaf:
             source = current_line().partition(": ")[2]

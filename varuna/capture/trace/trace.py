@@ -21,14 +21,14 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.capture.model.batch import Batch, hint_size
-from varuna.capture.model.calling import Calling, Structure
-from varuna.capture.model.hollow import fake
+from varuna.capture.model.call_convention import CallConvention, OutputStructure
+from varuna.capture.model.copies import fake_copy
 from varuna.capture.trace.cutpoint import require_all_met
-from varuna.capture.trace.opaque import LeafCall, leaves_marked
-from varuna.capture.trace.quick import quick
+from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
+from varuna.capture.trace.operation_cache import OperationCache
+from varuna.capture.trace.patches import quick
 from varuna.capture.trace.recorder import recording
-from varuna.capture.trace.refusals import explained, model_line, watched
-from varuna.capture.trace.repeat import Repeats
+from varuna.capture.trace.refusals import model_line, refusals_explained, watched
 from varuna.observe.progress_bar import Watch
 from varuna.types import PrecisionName
 
@@ -46,9 +46,9 @@ class Trace:
     exported: ExportedProgram
     model: nn.Module
     num_cuts: int
-    leaf_calls: Sequence[LeafCall]
+    leaf_calls: Sequence[RecordedCall]
     batch: Batch
-    structure: Structure
+    structure: OutputStructure
     gradients: frozenset[str]  # inputs that a gradient goes back to
 
 
@@ -61,7 +61,7 @@ def trace(
     *,
     precision: PrecisionName,
     device: torch.device,
-    calling: Calling,
+    convention: CallConvention,
     watch: Watch | None = None,
 ) -> Trace:
     """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway.
@@ -70,7 +70,7 @@ def trace(
     show, and what is captured for an evaluation may be trained by the next call.
     """
     attempt = functools.partial(
-        _trace, model, inputs, batch, precision=precision, device=device, calling=calling, watch=watch
+        _trace, model, inputs, batch, precision=precision, device=device, convention=convention, watch=watch
     )
     try:
         return attempt(repeats=True)
@@ -86,12 +86,12 @@ def _trace(
     *,
     precision: PrecisionName,
     device: torch.device,
-    calling: Calling,
+    convention: CallConvention,
     watch: Watch | None,
     repeats: bool,
 ) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    faked = fake(model, mode, device)
+    faked = fake_copy(model, mode, device)
     size = 1 if batch.size == 1 else hint_size(inputs)
     example: dict[str, Any] = {}
     shapes: dict[str, dict[int, Any] | None] = {}
@@ -111,11 +111,11 @@ def _trace(
     with ExitStack() as stack:
         tell = stack.enter_context(watch(num_running(faked))) if watch is not None else None
         recorder = stack.enter_context(recording(faked, tell))
-        stack.enter_context(explained(recorder, size))
+        stack.enter_context(refusals_explained(recorder, size))
         stack.enter_context(leaves_marked(faked))
         stack.enter_context(_without_cache(faked))
-        stack.enter_context(calling.adapted(faked, inputs))
-        repeating: AbstractContextManager[Any] = Repeats(model_line) if repeats else nullcontext()
+        stack.enter_context(convention.adapted(faked, inputs))
+        repeating: AbstractContextManager[Any] = OperationCache(model_line) if repeats else nullcontext()
         stack.enter_context(_running_in([watched(recorder), repeating], faked))
         stack.enter_context(autocast(precision, device))
         stack.enter_context(warnings.catch_warnings())
@@ -130,8 +130,8 @@ def _trace(
         recorder.num_cuts,
         tuple(recorder.leaf_calls),
         batch,
-        calling.structure(),
-        calling.gradients,
+        convention.structure(),
+        convention.gradients,
     )
 
 

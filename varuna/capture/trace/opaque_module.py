@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from varuna.capture.model.hollow import emptied
+from varuna.capture.model.copies import uninitialized_copy
+from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.trace.cutpoint import modules_named
-from varuna.capture.trace.plain import plain_randomness
 from varuna.capture.trace.recorder import active, library
 from varuna.errors import CaptureError
 from varuna.types import Work
@@ -65,7 +65,7 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 @dataclass
-class LeafCall:
+class RecordedCall:
     """One call of an opaque module in a traced forward pass."""
 
     name: str
@@ -103,7 +103,7 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
     opaque_ones = {name: module for name, module in model.named_modules() if is_opaque(module)}
     for name, module in opaque_ones.items():
         if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
-            module.__dict__["forward"] = _Stand(name, module)
+            module.__dict__["forward"] = _OpaqueForward(name, module)
             marked.append(module)
     try:
         yield
@@ -112,7 +112,7 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
-class _Stand:
+class _OpaqueForward:
     """Stands in for an opaque module's forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -136,7 +136,7 @@ def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mappi
             "expected tensors and constants (let it read sizes off its tensors, or keep the module around "
             f'it whole: varuna.opaque(model, "{around}"))'
         )
-    call = LeafCall(name, module, structure, constants)
+    call = RecordedCall(name, module, structure, constants)
     recorder.leaf_calls.append(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     produced = iter(torch.ops.varuna.opaque(tensors, len(recorder.leaf_calls) - 1))
@@ -156,7 +156,7 @@ def _around(name: str) -> str:
 def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
     recorder = active()
     assert recorder is not None
-    leaf: LeafCall = recorder.leaf_calls[call]
+    leaf: RecordedCall = recorder.leaf_calls[call]
     forward = type(leaf.module).forward
     args, kwargs = leaf.arguments(tensors)
     mode = torch._guards.detect_fake_mode(tensors)
@@ -187,7 +187,7 @@ def _untraced() -> Iterator[None]:
         nn.Module.__call__ = traced  # type: ignore[method-assign]
 
 
-def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
+def _shapes_by_running(leaf: RecordedCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
     """Where fake values will not do (a branch on data): two real runs on zeros, at two batch sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     runs = []
@@ -196,7 +196,7 @@ def _shapes_by_running(leaf: LeafCall, tensors: list[Tensor], refused: Exception
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
     ):
-        module = emptied(leaf.module)
+        module = uninitialized_copy(leaf.module)
         module.__dict__.pop("forward", None)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
@@ -236,10 +236,10 @@ def _with_shape_of(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Ten
     return tensors[0].new_empty(shape, dtype=one.dtype)
 
 
-class Leaf(nn.Module):
+class OpaqueLeaf(nn.Module):
     """An opaque module inside a program: a pure function of its state and its tensors."""
 
-    def __init__(self, call: LeafCall, ordinal: int) -> None:
+    def __init__(self, call: RecordedCall, ordinal: int) -> None:
         super().__init__()
         self._call = call
         self.ordinal = ordinal

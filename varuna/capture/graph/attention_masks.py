@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.graph.randomness import bound
 from varuna.capture.run.program import on_device
@@ -26,18 +26,18 @@ MOST_NODES = 256
 Meaning = Literal["causal", "nothing"]
 
 
-def name_masks(whole: Whole) -> None:
+def name_masks(flat: FlatGraph) -> None:
     """Replaces every mask that has a name."""
-    calls = [node for node in whole.nodes if node.target is ATTENTION]
+    calls = [node for node in flat.nodes if node.target is ATTENTION]
     meanings: dict[fx.Node, Meaning | None] = {}
-    flow = Flow(whole) if calls else None
+    flow = Flow(flat) if calls else None
     for node in calls:
         given = bound(ATTENTION, node.args, node.kwargs)
         mask = given["attn_mask"]
         if flow is None or not isinstance(mask, fx.Node):
             continue
         if mask not in meanings:
-            meanings[mask] = _meaning(whole, flow, mask)
+            meanings[mask] = _meaning(flat, flow, mask)
         meaning = meanings[mask]
         if meaning is not None:
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
@@ -45,17 +45,17 @@ def name_masks(whole: Whole) -> None:
             node.kwargs = {**given, "attn_mask": None, "is_causal": meaning == "causal"}
 
 
-def _meaning(whole: Whole, flow: Flow, mask: fx.Node) -> Meaning | None:
+def _meaning(flat: FlatGraph, flow: Flow, mask: fx.Node) -> Meaning | None:
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return None
     rows, columns = value.shape[-2:]
     if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MOST_ELEMENTS:
         return None
-    nodes = _made_of_sizes(whole, flow, mask)
+    nodes = _made_of_sizes(flat, flow, mask)
     if nodes is None:
         return None
-    found = {name_mask(_compute(whole, nodes, mask, batch)) for batch in BATCHES}
+    found = {name_mask(_compute(flat, nodes, mask, batch)) for batch in BATCHES}
     return found.pop() if len(found) == 1 else None
 
 
@@ -76,13 +76,13 @@ def name_mask(mask: Tensor) -> Meaning | None:
     return None
 
 
-def _made_of_sizes(whole: Whole, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
+def _made_of_sizes(flat: FlatGraph, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that make a mask, in order; None where it depends on anything but sizes and constants."""
     found: set[fx.Node] = set()
     pending = [mask, *flow.writers_before(flow.root[mask], flow.order[mask])]
     while pending:
         node = pending.pop()
-        if node in found or node is whole.batch:
+        if node in found or node is flat.batch:
             continue
         if node.op not in ("call_function", "get_attr") or len(found) == MOST_NODES:
             return None
@@ -94,13 +94,13 @@ def _made_of_sizes(whole: Whole, flow: Flow, mask: fx.Node) -> list[fx.Node] | N
 
 
 @torch.no_grad()
-def _compute(whole: Whole, nodes: list[fx.Node], mask: fx.Node, batch: int) -> Tensor:
+def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int) -> Tensor:
     cpu = torch.device("cpu")
-    values: dict[fx.Node, Any] = {} if whole.batch is None else {whole.batch: batch}
+    values: dict[fx.Node, Any] = {} if flat.batch is None else {flat.batch: batch}
     last_use = {arg: node for node in nodes for arg in node.all_input_nodes}
     for node in nodes:
         if node.op == "get_attr":
-            constant = whole.attributes[str(node.target)]
+            constant = flat.attributes[str(node.target)]
             values[node] = constant.to(cpu, copy=True) if isinstance(constant, Tensor) else constant
             continue
         args, kwargs = fx.map_arg(
@@ -108,7 +108,7 @@ def _compute(whole: Whole, nodes: list[fx.Node], mask: fx.Node, batch: int) -> T
         )
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         for arg in node.all_input_nodes:
-            if last_use[arg] is node and arg is not whole.batch and arg is not mask:
+            if last_use[arg] is node and arg is not flat.batch and arg is not mask:
                 del values[arg]
     found = values[mask]
     assert isinstance(found, Tensor)

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.export.graph_signature import InputKind
 
-from varuna.capture.trace.custom_function import Applied, Applying
-from varuna.capture.trace.opaque import OPAQUE, Leaf, LeafCall
+from varuna.capture.trace.custom_function import FunctionCall, FunctionModule
+from varuna.capture.trace.opaque_module import OPAQUE, OpaqueLeaf, RecordedCall
 from varuna.capture.trace.recorder import CHECKS, CUT
 from varuna.capture.trace.trace import Trace
 from varuna.errors import CaptureError
@@ -33,7 +33,7 @@ Autocast = tuple[str, Any, bool]  # device type, dtype, enabled
 
 
 @dataclass
-class Whole:
+class FlatGraph:
     """The whole model as one graph. Every node's `meta` holds:
 
     segment    how many cuts lie before it
@@ -62,11 +62,11 @@ class Whole:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
+def flatten(trace: Trace, canonical: Mapping[str, str]) -> FlatGraph:
     """`canonical` gives each name of a parameter or buffer the first name of the same tensor."""
     exported = trace.exported
-    whole = Whole(fx.Graph(), gradients=trace.gradients)
-    flattener = _Flattener(whole, trace.leaf_calls, canonical)
+    flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
+    flattener = _Flattener(flat, trace.leaf_calls, canonical)
     values: dict[fx.Node, Any] = {}
     specs = {
         spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")
@@ -80,47 +80,49 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> Whole:
         if spec is not None and kind in (InputKind.PARAMETER, InputKind.BUFFER):
             assert spec.target is not None
             name = canonical.get(spec.target, spec.target)
-            if name not in whole.state:
-                whole.state[name] = flattener.placeholder(f"s_{name}", node)
-            values[node] = whole.state[name]
+            if name not in flat.state:
+                flat.state[name] = flattener.placeholder(f"s_{name}", node)
+            values[node] = flat.state[name]
             if kind == InputKind.PARAMETER:
-                whole.parameters.add(name)
+                flat.parameters.add(name)
         elif spec is not None and kind == InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             values[node] = flattener.constant(exported.constants[spec.target], node)
         elif isinstance(node.meta.get("val"), Tensor):
-            whole.inputs[node.target] = flattener.placeholder(f"i_{node.target}", node)
-            values[node] = whole.inputs[node.target]
+            flat.inputs[node.target] = flattener.placeholder(f"i_{node.target}", node)
+            values[node] = flat.inputs[node.target]
         else:
             values[node] = node.meta.get("val")
     results = flattener.inline(body, values, autocast=None, no_grad=False)
-    whole.graph.output(tuple(results)).meta = {"segment": flattener.segment}
-    whole.num_segments = flattener.segment + 1
-    if whole.num_segments != trace.num_cuts + 1:
+    flat.graph.output(tuple(results)).meta = {"segment": flattener.segment}
+    flat.num_segments = flattener.segment + 1
+    if flat.num_segments != trace.num_cuts + 1:
         raise CaptureError(
             f"{trace.num_cuts} CutPoints were called but {flattener.segment} are in the graph "
             "(a CutPoint inside a region that is traced apart, such as torch.cond, cannot be cut: "
             "move it out)"
         )
-    return whole
+    return flat
 
 
 class _Flattener:
-    def __init__(self, whole: Whole, leaf_calls: Sequence[LeafCall], canonical: Mapping[str, str]) -> None:
-        self.whole = whole
+    def __init__(
+        self, flat: FlatGraph, leaf_calls: Sequence[RecordedCall], canonical: Mapping[str, str]
+    ) -> None:
+        self.flat = flat
         self.segment = 0
         self._leaf_calls = leaf_calls
         self._canonical = canonical
 
     def placeholder(self, name: str, node: fx.Node) -> fx.Node:
-        new = self.whole.graph.placeholder(name.replace(".", "_"))
+        new = self.flat.graph.placeholder(name.replace(".", "_"))
         new.meta = {"val": node.meta["val"], "segment": 0}
         return new
 
     def attribute(self, prefix: str, value: Any) -> fx.Node:
-        name = f"{prefix}_{len(self.whole.attributes)}"
-        self.whole.attributes[name] = value
-        new = self.whole.graph.create_node("get_attr", name)
+        name = f"{prefix}_{len(self.flat.attributes)}"
+        self.flat.attributes[name] = value
+        new = self.flat.graph.create_node("get_attr", name)
         new.meta = {"segment": 0}
         return new
 
@@ -179,13 +181,13 @@ class _Flattener:
             return values[node.args[1]]
         if node.target is OPAQUE:
             call = self._leaf_calls[int(str(node.args[1]))]
-            if not isinstance(call.module, Applying):
+            if not isinstance(call.module, FunctionModule):
                 return self._leaf(node, mapped(node.args[0]), call)
-            new = self.whole.graph.call_function(Applied(call), tuple(mapped(node.args[0])))
+            new = self.flat.graph.call_function(FunctionCall(call), tuple(mapped(node.args[0])))
             new.meta = self._facts(node, autocast, no_grad)
             return new
         nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
-        new = self.whole.graph.create_node(
+        new = self.flat.graph.create_node(
             node.op,
             node.target,
             nested(mapped(node.args)),
@@ -203,14 +205,14 @@ class _Flattener:
             facts["autocast"] = autocast
         return facts
 
-    def _leaf(self, node: fx.Node, tensors: list[Any], call: LeafCall) -> fx.Node:
+    def _leaf(self, node: fx.Node, tensors: list[Any], call: RecordedCall) -> fx.Node:
         """An opaque module, called with all of its state. Work and batch are filled in with the draws."""
-        leaf = Leaf(call, ordinal=0)
+        leaf = OpaqueLeaf(call, ordinal=0)
         full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
-        state = [self.whole.state[self._canonical.get(name, name)] for name in full]
-        name = f"leaf_{len(self.whole.attributes)}"
-        self.whole.attributes[name] = leaf
-        new = self.whole.graph.call_module(name, (state, tensors))
+        state = [self.flat.state[self._canonical.get(name, name)] for name in full]
+        name = f"leaf_{len(self.flat.attributes)}"
+        self.flat.attributes[name] = leaf
+        new = self.flat.graph.call_module(name, (state, tensors))
         buffers = dict(call.module.named_buffers(remove_duplicate=False))
         writes = [node for own, node in zip(leaf.names, state, strict=True) if own in buffers]
         new.meta = {"val": node.meta["val"], "segment": self.segment, "writes": writes, "leaf": leaf}
@@ -230,7 +232,7 @@ class _Flattener:
         value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return operand
-        new = self.whole.graph.call_function(DETACH, (operand,))
+        new = self.flat.graph.call_function(DETACH, (operand,))
         new.meta = {"val": value, "segment": self.segment, "no_grad": True}
         return new
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from varuna.capture.graph import randomness as random
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import Program, build, under_autocast
+from varuna.capture.run.program import SpanProgram, build, under_autocast
 
 ORDINALS: dict[Any, int] = {random.dropout: 3, random.draw: 4, random.draw_in_place: 4}
 """Where the operations that draw have their number among their arguments."""
@@ -39,7 +39,7 @@ def relayed(captured: Captured, segment: int) -> tuple[bool, ...]:
     return tuple(spec.name in known for spec in captured.carve(segment, segment + 1).received)
 
 
-def entry(program: Program, first: int) -> Program | None:
+def entry(program: SpanProgram, first: int) -> SpanProgram | None:
     """The part of a span's program that makes earlier values again, for they were not sent; None without.
 
     A stage that begins with a segment runs it; one that begins earlier has the values already.
@@ -98,7 +98,7 @@ def _text(source: Source, captured: Captured, index: int) -> str:
 
 
 def _state(source: Source, name: str, changed: bool) -> str:
-    shell = source.hollow.get_submodule(name.rpartition(".")[0])._parameters.get(name.rpartition(".")[2])
+    shell = source.meta_model.get_submodule(name.rpartition(".")[0])._parameters.get(name.rpartition(".")[2])
     what = "buffer" if shell is None else "trained" if shell.requires_grad else "frozen"
     return f"{what} {source.dtype(name)} {source.shape(name)} {changed}"
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from varuna.capture.graph import randomness as random
-from varuna.capture.graph.flatten import DETACH, Whole
+from varuna.capture.graph.flat_graph import DETACH, FlatGraph
 from varuna.capture.graph.flow import Flow, base_name
 from varuna.capture.model.batch import dim_of
 from varuna.errors import CaptureError
@@ -27,11 +27,11 @@ _ALONG = frozenset(
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
-def symbol_of(whole: Whole, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
+def symbol_of(flat: FlatGraph, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
     """The symbol of the batch; None where the batch is fixed at one."""
     for name, dim in batch_dims.items():
-        if name in whole.inputs:
-            size = whole.inputs[name].meta["val"].shape[dim]
+        if name in flat.inputs:
+            size = flat.inputs[name].meta["val"].shape[dim]
             if isinstance(size, torch.SymInt):
                 symbol = size.node.expr
                 assert isinstance(symbol, sympy.Symbol)
@@ -39,12 +39,12 @@ def symbol_of(whole: Whole, batch_dims: Mapping[str, int]) -> sympy.Symbol | Non
     return None
 
 
-def sizes_from_the_batch(whole: Whole, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None) -> None:
+def sizes_from_the_batch(flat: FlatGraph, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None) -> None:
     """Every size that was read off some activation is computed from an input's batch instead."""
     if symbol is None:
         return
-    name, dim = next((name, dim) for name, dim in batch_dims.items() if name in whole.inputs)
-    graph = whole.graph
+    name, dim = next((name, dim) for name, dim in batch_dims.items() if name in flat.inputs)
+    graph = flat.graph
     made: dict[Dim, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
 
@@ -55,9 +55,9 @@ def sizes_from_the_batch(whole: Whole, batch_dims: Mapping[str, int], symbol: sy
         last.meta = {"val": value, "segment": 0}
         return last
 
-    batch = make(aten.sym_size.int, (whole.inputs[name], dim), whole.inputs[name].meta["val"].shape[dim])
-    whole.batch = batch
-    for node in whole.nodes:
+    batch = make(aten.sym_size.int, (flat.inputs[name], dim), flat.inputs[name].meta["val"].shape[dim])
+    flat.batch = batch
+    for node in flat.nodes:
         value = node.meta.get("val")
         if node is batch or node in made.values() or not isinstance(value, torch.SymInt):
             continue
@@ -75,11 +75,11 @@ def sizes_from_the_batch(whole: Whole, batch_dims: Mapping[str, int], symbol: sy
         graph.erase_node(node)
 
 
-def refuse_coupled_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
+def refuse_coupled_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
     """A matrix of every sample against every other means something else in each micro-batch."""
     if symbol is None:
         return
-    for node in whole.nodes:
+    for node in flat.nodes:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             continue
@@ -103,13 +103,13 @@ def _degree(sizes: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> int:
     return int(sympy.degree(count, symbol)) if symbol in count.free_symbols else 0
 
 
-def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
+def refuse_reordered_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
     """An operation along the batch sees other neighbours in each micro-batch.
 
     Sums are not among them: whoever takes a mean over the batch means one over the micro-batch, as
     BatchNorm does. Neither is sorting, by which experts gather their tokens, and bring them back.
     """
-    for node in whole.nodes:
+    for node in flat.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or base_name(node) not in _ALONG:
             continue
@@ -131,9 +131,9 @@ def refuse_reordered_samples(whole: Whole, symbol: sympy.Symbol | None) -> None:
                 )
 
 
-def refuse_sparse_gradients(whole: Whole) -> None:
+def refuse_sparse_gradients(flat: FlatGraph) -> None:
     """Gradients are summed over replicas and stages, and measured, as whole tensors."""
-    for node in whole.nodes:
+    for node in flat.nodes:
         embeds = isinstance(node.target, torch._ops.OpOverload) and "embedding" in base_name(node)
         if embeds and random.bound(node.target, node.args, node.kwargs).get("sparse"):
             raise CaptureError(
@@ -147,26 +147,24 @@ def where(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or node.name
 
 
-def bind_randomness(whole: Whole, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
+def bind_randomness(flat: FlatGraph, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
     """Every operation that draws is numbered and seeded by its work; gives the ordinals that samples share.
 
     `shared` brings those in from the capture with a symbolic batch, where the batch here is fixed at one.
     """
-    draws = [node for node in whole.nodes if _draws(node)]
-    for node in whole.nodes:
+    draws = [node for node in flat.nodes if _draws(node)]
+    for node in flat.nodes:
         if node.target in _DROPOUTS and not _draws(node):
             # Dropout that drops nothing gives its input back.
             node.replace_all_uses_with(node.all_input_nodes[0])
-            whole.graph.erase_node(node)
+            flat.graph.erase_node(node)
     if not draws:
         return frozenset()
-    with whole.graph.inserting_before(next(iter(whole.graph.nodes))):
-        whole.work = whole.graph.placeholder("work")
-    whole.work.meta = {"val": None, "segment": 0}
+    with flat.graph.inserting_before(next(iter(flat.graph.nodes))):
+        flat.work = flat.graph.placeholder("work")
+    flat.work.meta = {"val": None, "segment": 0}
     return frozenset(
-        ordinal
-        for ordinal, node in enumerate(draws)
-        if _bind(whole, node, ordinal, symbol, ordinal in shared)
+        ordinal for ordinal, node in enumerate(draws) if _bind(flat, node, ordinal, symbol, ordinal in shared)
     )
 
 
@@ -179,15 +177,15 @@ def _draws(node: fx.Node) -> bool:
     return random.draws(target, node.args, node.kwargs)
 
 
-def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
+def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
     """Replaces one node that draws; True where all samples share the draw."""
-    graph, work = whole.graph, whole.work
+    graph, work = flat.graph, flat.work
     target: Any = node.target
     if "leaf" in node.meta:
         # An opaque module may draw or not; it numbers its draws by itself.
         node.meta["leaf"].ordinal = ordinal
         node.meta["random"] = ordinal
-        node.args = (*node.args, work, 1 if whole.batch is None else whole.batch)
+        node.args = (*node.args, work, 1 if flat.batch is None else flat.batch)
         return False
     in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
@@ -207,7 +205,7 @@ def _bind(whole: Whole, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None
             apart = symbol is not None and all(part is not None for part in results)
             num_samples: Any = None
             if batched:
-                num_samples = 1 if symbol is None else whole.batch
+                num_samples = 1 if symbol is None else flat.batch
             new = graph.call_function(
                 random.draw_in_place if in_place else random.draw,
                 (target, list(node.args), dict(node.kwargs), work, ordinal),
@@ -235,16 +233,16 @@ def _part(value: Any, symbol: sympy.Symbol | None) -> random.Part | None:
     return None
 
 
-def drop_needless_detaches(whole: Whole, flow: Flow) -> None:
-    for node in whole.nodes:
+def drop_needless_detaches(flat: FlatGraph, flow: Flow) -> None:
+    for node in flat.nodes:
         if node.target is DETACH and node.args[0] not in flow.needs_grad:
             node.replace_all_uses_with(node.all_input_nodes[0])
-            whole.graph.erase_node(node)
+            flat.graph.erase_node(node)
 
 
-def parts_beside_their_whole(whole: Whole) -> None:
+def parts_beside_their_whole(flat: FlatGraph) -> None:
     """The items of a list belong to the segment that made the list: only tensors cross a cut."""
-    for node in whole.nodes:
+    for node in flat.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             source = node.args[0]
             if node.meta["segment"] != source.meta["segment"]:
@@ -252,16 +250,16 @@ def parts_beside_their_whole(whole: Whole) -> None:
                 source.append(node)
 
 
-def changes_where_their_values_are(whole: Whole) -> None:
+def changes_where_their_values_are(flat: FlatGraph) -> None:
     """`self.buffer = ...` is written down at the very end: it belongs to the segment that made the value."""
-    for name, buffer in whole.state.items():
-        if name in whole.parameters:
+    for name, buffer in flat.state.items():
+        if name in flat.parameters:
             continue
         for node in list(buffer.users):
             if node.target is not aten.copy_.default or node.args[0] is not buffer:
                 continue
             others = [user for user in buffer.users if user is not node] + node.all_input_nodes
-            order = {other: i for i, other in enumerate(whole.graph.nodes)}
+            order = {other: i for i, other in enumerate(flat.graph.nodes)}
             last = max(
                 (other for other in others if other.op != "placeholder"), key=order.__getitem__, default=None
             )
@@ -270,26 +268,26 @@ def changes_where_their_values_are(whole: Whole) -> None:
                 last.append(node)
 
 
-def drop_dead(whole: Whole, flow: Flow) -> None:
+def drop_dead(flat: FlatGraph, flow: Flow) -> None:
     """Keeps what the results need, and what changes a buffer."""
-    state = set(whole.state.values())
-    needed: set[fx.Node] = set(whole.results)
-    roots: set[fx.Node] = {flow.root[node] for node in whole.results}
-    for node in reversed(whole.nodes):
+    state = set(flat.state.values())
+    needed: set[fx.Node] = set(flat.results)
+    roots: set[fx.Node] = {flow.root[node] for node in flat.results}
+    for node in reversed(flat.nodes):
         changes = any(root in state or root in roots for root in flow.writes[node])
         if node in needed or changes:
             needed.update(node.all_input_nodes)
             roots.update(flow.root[arg] for arg in node.all_input_nodes)
         else:
-            whole.graph.erase_node(node)
+            flat.graph.erase_node(node)
 
 
-def refuse_torn_buffers(whole: Whole, flow: Flow) -> None:
+def refuse_torn_buffers(flat: FlatGraph, flow: Flow) -> None:
     """A buffer that one segment changes and another reads would need its change sent along."""
-    for name, root in whole.state.items():
+    for name, root in flat.state.items():
         if root not in flow.writers:
             continue
-        users = [node for node in whole.nodes if any(flow.root[arg] is root for arg in node.all_input_nodes)]
+        users = [node for node in flat.nodes if any(flow.root[arg] is root for arg in node.all_input_nodes)]
         segments = sorted({node.meta["segment"] for node in users})
         if len(segments) > 1:
             raise CaptureError(

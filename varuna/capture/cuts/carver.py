@@ -20,13 +20,13 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from varuna.capture.cuts.rematerialise import Again
+from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import num_bytes
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
-from varuna.capture.run.program import Program, build, laid_out, layout_of, under_autocast
-from varuna.capture.trace.opaque import Leaf
+from varuna.capture.run.program import SpanProgram, build, laid_out, layout_of, under_autocast
+from varuna.capture.trace.opaque_module import OpaqueLeaf
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
 
@@ -34,41 +34,41 @@ from varuna.types import PrecisionName, TensorSpec
 class Carver:
     def __init__(
         self,
-        whole: Whole,
+        flat: FlatGraph,
         flow: Flow,
         *,
         symbol: sympy.Symbol | None,
         precision: PrecisionName,
         device: torch.device,
     ) -> None:
-        self.whole = whole
+        self.flat = flat
         self.flow = flow
         self.symbol = symbol
         self.precision: PrecisionName = precision
         self.device = device
-        self._closures = Again(whole, flow)
+        self._closures = Rematerialization(flat, flow)
         self._again: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
-        self._state = set(whole.state.values())
+        self._state = set(flat.state.values())
 
     @cached_property
     def _by_segment(self) -> list[list[fx.Node]]:
-        segments: list[list[fx.Node]] = [[] for _ in range(self.whole.num_segments)]
-        for node in self.whole.nodes:
+        segments: list[list[fx.Node]] = [[] for _ in range(self.flat.num_segments)]
+        for node in self.flat.nodes:
             if node.op != "get_attr":
                 segments[node.meta["segment"]].append(node)
         return segments
 
     def crossing(self, cut: int) -> tuple[fx.Node, ...]:
         """The values that are sent over the cut before segment `cut`, in the order both sides agree on."""
-        return () if cut in (0, self.whole.num_segments) else self._crossings[cut]
+        return () if cut in (0, self.flat.num_segments) else self._crossings[cut]
 
     @cached_property
     def _crossings(self) -> list[tuple[fx.Node, ...]]:
         """For every cut: what is used behind it, made before it, and not made again."""
-        found: list[list[fx.Node]] = [[] for _ in range(self.whole.num_segments)]
-        last = self.whole.num_segments - 1
-        needed = dict.fromkeys(self.whole.results, last)  # up to which segment
-        for node in reversed(self.whole.nodes):
+        found: list[list[fx.Node]] = [[] for _ in range(self.flat.num_segments)]
+        last = self.flat.num_segments - 1
+        needed = dict.fromkeys(self.flat.results, last)  # up to which segment
+        for node in reversed(self.flat.nodes):
             first, until = node.meta["segment"], needed.get(node, -1)
             if node.op != "get_attr":
                 for arg in node.all_input_nodes:
@@ -117,17 +117,17 @@ class Carver:
             needs_grad=node in self.flow.gets_grad,
         )
 
-    def carve(self, first: int, stop: int) -> Program:
-        whole, flow = self.whole, self.flow
-        if not 0 <= first < stop <= whole.num_segments:
+    def carve(self, first: int, stop: int) -> SpanProgram:
+        flat, flow = self.flat, self.flow
+        if not 0 <= first < stop <= flat.num_segments:
             raise CaptureError(
-                f"segments {first}..{stop - 1} are asked for, the model has 0..{whole.num_segments - 1} "
+                f"segments {first}..{stop - 1} are asked for, the model has 0..{flat.num_segments - 1} "
                 "(put in more CutPoints, or use fewer stages)"
             )
-        last = stop == whole.num_segments
+        last = stop == flat.num_segments
         received = self.crossing(first)
         sent = self.crossing(stop)
-        outputs = list(whole.results) if last else list(sent)
+        outputs = list(flat.results) if last else list(sent)
         own = [node for segment in self._by_segment[first:stop] for node in segment]
         chosen = set(own)
         given = set(received)
@@ -176,19 +176,19 @@ class Carver:
 
     def _build(
         self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node], last: bool
-    ) -> Program:
-        whole, flow = self.whole, self.flow
+    ) -> SpanProgram:
+        flat, flow = self.flat, self.flow
         used = {arg for node in nodes for arg in node.all_input_nodes} | set(outputs)
-        state = [(name, node) for name, node in whole.state.items() if node in used]
-        inputs = [(name, node) for name, node in whole.inputs.items() if node in used]
+        state = [(name, node) for name, node in flat.state.items() if node in used]
+        inputs = [(name, node) for name, node in flat.inputs.items() if node in used]
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in [node for _, node in state] + list(received) + [node for _, node in inputs]:
             copies[node] = graph.placeholder(node.name)
-        random = whole.work is not None and whole.work in used
+        random = flat.work is not None and flat.work in used
         if random:
-            assert whole.work is not None
-            copies[whole.work] = graph.placeholder("work")
+            assert flat.work is not None
+            copies[flat.work] = graph.placeholder("work")
         changed = {root for node in nodes for root in flow.writes[node]}
         passed_on = {value: copies[value] for value in received if flow.root[value] not in changed}
         for value in received:
@@ -202,11 +202,11 @@ class Carver:
             self._in_its_precision(copies[node], node)
         graph.output(tuple(passed_on.get(value, copies[value]) for value in outputs))
         attributes = {
-            str(node.target): whole.attributes[str(node.target)]
+            str(node.target): flat.attributes[str(node.target)]
             for node in nodes
             if node.op in ("get_attr", "call_module")
         }
-        return Program(
+        return SpanProgram(
             graph_module=build(graph, attributes),
             state=tuple(name for name, _ in state),
             received=tuple(map(self.spec, received)),
@@ -236,4 +236,4 @@ class Carver:
 
 
 def _leaves(attributes: Mapping[str, Any]) -> dict[str, nn.Module]:
-    return {leaf.name: leaf.module for leaf in attributes.values() if isinstance(leaf, Leaf)}
+    return {leaf.name: leaf.module for leaf in attributes.values() if isinstance(leaf, OpaqueLeaf)}

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from varuna.errors import CaptureError
 
 
-class Calling:
+class CallConvention:
     """By keywords, for the loss."""
 
     key: Hashable = None  # equal where models are called alike
@@ -56,13 +56,13 @@ class Calling:
             hook.remove()
             model.forward = original
 
-    def structure(self) -> Structure:
+    def structure(self) -> OutputStructure:
         """Of what the model gave when it was last run adapted."""
-        return Structure(pytree.tree_structure(0), (0,), ())
+        return OutputStructure(pytree.tree_structure(0), (0,), ())
 
 
 @dataclass(frozen=True)
-class Structure:
+class OutputStructure:
     """How a model's results are nested, and what in them is no tensor."""
 
     spec: pytree.TreeSpec
@@ -75,7 +75,7 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-class Structured(Calling):
+class StructuredCall(CallConvention):
     """With any arguments, for all that it gives."""
 
     def __init__(self, names: Sequence[str], spec: pytree.TreeSpec, gradients: frozenset[str]) -> None:
@@ -83,7 +83,7 @@ class Structured(Calling):
         self.gradients = gradients
         self.key = (self.names, str(spec), tuple(sorted(gradients)))
         self._spec = spec
-        self._structure: Structure | None = None
+        self._structure: OutputStructure | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Nested as the arguments are: torch's own descriptions of nesting do not travel well.
@@ -91,8 +91,8 @@ class Structured(Calling):
 
     @classmethod
     def of(
-        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool
-    ) -> tuple[Structured, dict[str, Any]]:
+        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad_enabled: bool
+    ) -> tuple[StructuredCall, dict[str, Any]]:
         """How this call is made, and its leaves by name. `keeps`: whether there may be a backward."""
         try:
             bound = _signature(model).bind(*args, **kwargs)
@@ -109,7 +109,9 @@ class Structured(Calling):
                 name += "_"
             leaves[name] = leaf
         tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        back_to = {name for name, tensor in tensors.items() if tensor.requires_grad} if keeps else set()
+        back_to = (
+            {name for name, tensor in tensors.items() if tensor.requires_grad} if grad_enabled else set()
+        )
         return cls(tuple(leaves), spec, frozenset(back_to)), leaves
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
@@ -132,7 +134,7 @@ class Structured(Calling):
         finally:
             model.forward = original
 
-    def structure(self) -> Structure:
+    def structure(self) -> OutputStructure:
         assert self._structure is not None, "the model has not been run yet"
         return self._structure
 
@@ -157,7 +159,7 @@ class Structured(Calling):
                 )
         if not tensors:
             raise CaptureError(f"the model's forward returned no tensor, but {in_words(output)}")
-        self._structure = Structure(spec, tuple(places), tuple(constants))
+        self._structure = OutputStructure(spec, tuple(places), tuple(constants))
         return tuple(tensors)
 
 
@@ -184,8 +186,8 @@ def _signature(model: nn.Module) -> inspect.Signature:
     return _signatures[method]
 
 
-def _nested(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> Structured:
-    return Structured(names, pytree.tree_structure(nesting), gradients)
+def _nested(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> StructuredCall:
+    return StructuredCall(names, pytree.tree_structure(nesting), gradients)
 
 
 def _identifier(path: Sequence[Any]) -> str:

@@ -33,7 +33,7 @@ _PLAIN_TOO = (torch.layout, torch.memory_format)
 _FACTS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda"})
 
 
-class NotAsQuick(Exception):
+class CannotReuse(Exception):
     """The model does something that only torch's own results can answer for."""
 
 
@@ -76,7 +76,7 @@ class _Left(NamedTuple):
     changes: bool  # some of what it is given
 
 
-class _Stand(torch.autograd.Function):
+class _GradientAnchor(torch.autograd.Function):
     """A tensor that has come from others, as far as one can see."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Stand(torch.autograd.Function):
         return make()
 
 
-_stand: Any = super(torch.autograd.Function, _Stand).apply  # past the one that watches the model's functions
+_stand: Any = super(torch.autograd.Function, _GradientAnchor).apply  # past the patched one
 
 
 def _autocast() -> Any:
@@ -100,7 +100,7 @@ class _Other(Exception):
     """An argument that a key cannot hold."""
 
 
-class Repeats(TorchFunctionMode):
+class OperationCache(TorchFunctionMode):
     def __init__(self, line: Callable[[FrameType | None], str]) -> None:
         """`line` tells the model's line for a frame of the stack."""
         super().__init__()
@@ -117,7 +117,7 @@ class Repeats(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
-            raise NotAsQuick
+            raise CannotReuse
         proxies = get_proxy_mode()
         if proxies is None or torch._C._functorch.peek_interpreter_stack():
             return func(*args, **kwargs)
@@ -146,7 +146,7 @@ class Repeats(TorchFunctionMode):
             return self._new(func, args, kwargs, (key, tensors))
         if isinstance(earlier, _Left):
             if earlier.changes and any(getattr(tensor, "_repeated", False) for tensor in tensors):
-                raise NotAsQuick
+                raise CannotReuse
             return func(*args, **kwargs)
         with quiet():
             return self._again(earlier, tensors)
@@ -159,7 +159,7 @@ class Repeats(TorchFunctionMode):
             parameters = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
         known = [self._cast[id(parameter)] for parameter in parameters if id(parameter) in self._cast]
         if any(known):
-            raise NotAsQuick  # its cast was written down, but torch does not know it
+            raise CannotReuse  # its cast was written down, but torch does not know it
         for parameter in parameters:
             self._cast.setdefault(id(parameter), is_repeat)
         return bool(known)
@@ -215,7 +215,7 @@ class Repeats(TorchFunctionMode):
         if changes:
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
             if any(getattr(leaf, "_repeated", False) for leaf in leaves if isinstance(leaf, Tensor)):
-                raise NotAsQuick
+                raise CannotReuse
         if known is not None:
             key, tensors = known
             with torch._C.DisableTorchFunction():

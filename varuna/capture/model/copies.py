@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy that shares no storage with the model and holds none itself; ties are kept."""
     return _copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-def fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy on fake tensors of a device."""
 
     def make(tensor: Tensor) -> Tensor:
@@ -66,6 +66,6 @@ def _shared(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
     return shared
 
 
-def emptied(module: nn.Module) -> nn.Module:
+def uninitialized_copy(module: nn.Module) -> nn.Module:
     """A copy of one module with memory of its own on CPU, not yet written to."""
     return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))

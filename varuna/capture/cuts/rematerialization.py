@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from varuna.capture.graph.flatten import Whole
+from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 
 _MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
 
 
-class Again:
-    def __init__(self, whole: Whole, flow: Flow) -> None:
-        self._whole = whole
+class Rematerialization:
+    def __init__(self, flat: FlatGraph, flow: Flow) -> None:
+        self._flat = flat
         self._flow = flow
-        self._state = set(whole.state.values())
-        self._parameters = {whole.state[name] for name in whole.parameters}
+        self._state = set(flat.state.values())
+        self._parameters = {flat.state[name] for name in flat.parameters}
         self._changed = {root for root in flow.writers if root in self._state}
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
@@ -54,7 +54,7 @@ class Again:
                 continue
             if node.op == "placeholder":
                 if (
-                    node is self._whole.work
+                    node is self._flat.work
                     or node in self._changed
                     or (node in self._parameters and not of_state)
                 ):

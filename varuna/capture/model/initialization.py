@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.hollow import hollow
+from varuna.capture.model.copies import meta_copy
 from varuna.errors import CaptureError
 
 
@@ -28,7 +28,7 @@ def initialized(
         path, _, leaf = name.rpartition(".")
         by_owner.setdefault(path, []).append(leaf)
     values: dict[str, Tensor] = {}
-    working = hollow(model) if names else model
+    working = meta_copy(model) if names else model
     for path, leaves in by_owner.items():
         made = _make(working, path, leaves, seed)
         for leaf in leaves:

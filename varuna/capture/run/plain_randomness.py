@@ -61,7 +61,7 @@ class plain_randomness(TorchFunctionMode):
         mode._ordinals = [first_ordinal]
         return mode
 
-    def knowing(self, captured_shared: frozenset[int]) -> plain_randomness:
+    def with_shared_draws(self, captured_shared: frozenset[int]) -> plain_randomness:
         """The same, with what a capture knows of the model's draws, where a size alone might deceive."""
         self._shared = captured_shared
         return self
