@@ -22,7 +22,7 @@ from varuna.capture import Captured, Source
 from varuna.codec import encode
 from varuna.errors import PlanError
 from varuna.execute.device.facts import device_memory_bytes
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.measure.draft import Subject as Described
 from varuna.plan.cost.calibrate import calibrate, extended
 from varuna.plan.cost.costs import assumed_link
@@ -388,7 +388,7 @@ def known_costs(subject: Subject, configuration: Configuration, circumstances: s
 def keep_costs(measured: Profile, configuration: Configuration, circumstances: str) -> None:
     write_costs(measured, circumstances)
     if configuration.save_graph_profile:
-        write_whole(Path(configuration.graph_profile_file), encode(measured))
+        write_atomic(Path(configuration.graph_profile_file), encode(measured))
 
 
 def what_to_measure(subject: Subject, configuration: Configuration) -> Wish | None:

@@ -33,7 +33,7 @@ from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.same_data import Hashes, given_alike, hash_batch
 from varuna.execute.update.shard import shard_optimizer as shard
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
 from varuna.observe.progress_bar import watch
 from varuna.observe.record import on_one_clock
@@ -682,7 +682,7 @@ class RaNNCModule(nn.Module):
         machines = self._session.gather(machine_identity())
         whole = merge(on_one_clock(self._session.gather(own), machines))
         if self._session.rank == 0:
-            write_whole(Path(self._configuration.event_trace_file), to_perfetto({"last call": whole}))
+            write_atomic(Path(self._configuration.event_trace_file), to_perfetto({"last call": whole}))
 
 
 def _end(session: Session) -> None:

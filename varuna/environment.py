@@ -1,4 +1,63 @@
-"""The names of the environment variables that the library reads and writes."""
+"""Every VARUNA_* environment variable. No other file of the library names one."""
 
-AGENT_SOCKET = "VARUNA_AGENT_SOCKET"
-SAVES = "VARUNA_SAVES"
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+
+PREFIX = "VARUNA_"
+
+
+class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """The VARUNA_* variables of a process. The field `chunk_size` is the variable VARUNA_CHUNK_SIZE.
+
+    A variable that is not set, or set to the empty string, is None.
+    """
+
+    # Set for every worker by whatever starts it.
+    stage_to_rank_map: str | None = None  # "0,2;1,3;"
+    batch_size: int | None = None  # samples per step of the whole job
+    replica_batch_size: int | None = None  # samples per step of this worker
+    chunk_size: int | None = None  # samples per micro-batch
+    resume_step: int | None = None  # checkpoint to load
+    log_dir: str | None = None
+    plan: str | None = None  # a `varuna.types.Proposal` as JSON
+    profile: str | None = None  # folder of the profile
+    saves: str | None = None  # a `varuna.morph.interval.SaveRhythm` as JSON
+    manager_ip: str | None = None
+
+    # Set by an agent for the workers of a managed job.
+    job_id: str | None = None
+    generation: int | None = None
+    machine: str | None = None  # as the machine list names it
+    agent_socket: str | None = None  # abstract Unix socket that takes preemption notices
+    progress_file: str | None = None  # shared memory page that the agent reads
+
+    # Set by users.
+    checkpoint_store: str | None = None  # store of checkpoints on demand
+    home: str | None = None  # saved job options and manager addresses; default: ~/.varuna
+    cache: str | None = None  # cut positions and costs of models; default: ~/.cache/varuna
+    debug: str | None = None  # "1": commands print full tracebacks
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Self:
+        values = {field: environment.get(variable_name(field)) or None for field in cls.__struct_fields__}
+        for field in _WHOLE_NUMBERS:
+            text = values[field]
+            if text is not None and not text.isdecimal():
+                raise ValueError(f"{variable_name(field)} must be a whole number, not {text!r}")
+        return msgspec.convert(values, cls, strict=False)
+
+    def write(self) -> dict[str, str]:
+        """Return the variables that are set, as text."""
+        values = msgspec.structs.asdict(self)
+        return {variable_name(field): str(value) for field, value in values.items() if value is not None}
+
+
+def variable_name(field: str) -> str:
+    """Return the variable of a field of `VarunaEnvironment`, for messages."""
+    assert field in VarunaEnvironment.__struct_fields__, field
+    return PREFIX + field.upper()
+
+
+_WHOLE_NUMBERS = [name for name, kind in VarunaEnvironment.__annotations__.items() if kind == int | None]

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from varuna.environment import variable_name
 from varuna.units import count, duration
 
 # ---------------------------------------------------------------- the model
@@ -160,7 +161,7 @@ def parse_stage_map(text: str) -> StageMap:
     if not isinstance(text, str):
         raise TypeError(
             f"stage_to_rank_map must be a string, not {text!r} ({form}; the launcher sets it as "
-            "VARUNA_STAGE_TO_RANK_MAP)"
+            f"{variable_name('stage_to_rank_map')})"
         )
     rows = [row for row in text.strip().split(";") if row.strip()]
     if not rows:

@@ -57,9 +57,9 @@ def test_a_job_saves_at_once_when_it_does_not_know_what_that_costs_and_then_at_t
 
 
 def test_what_a_manager_tells_decides_how_often() -> None:
-    every = OwnSaves(told_rhythm({"VARUNA_SAVES": '{"every_seconds": 30}'}), clock=lambda: 0.0)
+    every = OwnSaves(told_rhythm('{"every_seconds": 30}'), clock=lambda: 0.0)
     assert every.every_seconds == 30 and not every.due
-    for nothing in ({}, {"VARUNA_SAVES": '{"every_seconds": 0}'}):
+    for nothing in (None, '{"every_seconds": 0}'):
         assert not OwnSaves(told_rhythm(nothing)).due
     calm = SaveRhythm(save_seconds=1.0)
     failing = SaveRhythm(save_seconds=1.0, failures=9, observed_seconds=3600.0)

@@ -16,7 +16,6 @@ import ctypes
 import mmap
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
@@ -35,12 +34,12 @@ from varuna.checkpoint.save import abandon, commit, part_name, tidy, write_part
 from varuna.checkpoint.store.claim import refuse_disowned
 from varuna.checkpoint.store.store import Store, local_folder, open_store, retrying
 from varuna.errors import CheckpointError, some
+from varuna.processes import die_with_parent
 
 REPORT_SECONDS = 0.5
 """Progress is told at most so often."""
 POLL_SECONDS, REMOTE_POLL_SECONDS = (0.05, 1.0), (0.2, 2.0)
 """How often to look for other writers' parts: at first, and in the long run."""
-PR_SET_PDEATHSIG = 1
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of a system call that libc has no name for
 IOPRIO_WHO_PROCESS, IOPRIO_IDLE = 1, 3 << 13
 
@@ -119,21 +118,13 @@ class GivenUp(Exception):
 
 def main() -> None:
     trainer, memory = (int(argument) for argument in sys.argv[1:])
-    die_with(trainer)
+    die_with_parent(trainer)  # a child that it forked may keep the socket open
     take_what_is_left_over()
     line = Line(socket.socket(fileno=sys.stdin.fileno()))
     orders: SimpleQueue[Go] = SimpleQueue()
     threading.Thread(target=line.listen, args=(orders.put,), daemon=True).start()
     while True:
         line.send(carry_out(orders.get(), memory, line))
-
-
-def die_with(trainer: int) -> None:
-    """With SIGKILL, however the trainer goes: a child that it forked may keep the socket open."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != trainer:  # it went before the kernel was asked
-        os._exit(1)
 
 
 def take_what_is_left_over() -> None:

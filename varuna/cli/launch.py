@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from varuna.environment import VarunaEnvironment
 from varuna.morph.failures import WorkerFailure, describe, find_cause
 from varuna.morph.run import orphan_guard, worker
 from varuna.morph.run.worker_env import (
@@ -151,7 +152,7 @@ def start_workers(job: Job) -> "SubprocessContext":
             master_port=job.master_port,
             resume_step=job.resume_step,
         )
-        where = {"VARUNA_LOG_DIR": job.log_dir}
+        where = VarunaEnvironment(log_dir=job.log_dir).write()
         environments[local_rank] = {**unset, **job.environment, **told, **where, **job.planned}
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     context = start_processes(

@@ -30,6 +30,7 @@ from varuna.checkpoint.store.store import Owner, Store, local_folder, open_store
 from varuna.cli import jobs as managing
 from varuna.cli import plan as planning
 from varuna.cli import profile as profile_script
+from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError, VarunaError
 
 RETRY_SECONDS = 60.0
@@ -68,11 +69,11 @@ managing.register(app)
 
 
 def main() -> None:
-    """What a user can mend is told in one line; VARUNA_DEBUG=1 shows where it arose."""
+    """What a user can mend is told in one line; the debug variable shows where it arose."""
     try:
         app(prog_name="varuna")
     except (VarunaError, ValueError, OSError, ImportError) as error:
-        if os.environ.get("VARUNA_DEBUG") == "1":
+        if VarunaEnvironment.read(os.environ).debug == "1":
             raise
         say(str(error))
         sys.exit(2 if isinstance(error, Refused) else 1)

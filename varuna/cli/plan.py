@@ -10,7 +10,7 @@ from rich.text import Text
 
 from varuna.codec import encode
 from varuna.errors import PlanError
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.observe import to_perfetto, to_svg, to_text
 from varuna.plan import tables
 from varuna.plan.cluster_file import read_cluster, read_machines, read_network
@@ -231,7 +231,7 @@ def simulate(
     if svg is not None:
         _draw(svg, simulation, pinned)
     if trace is not None:
-        write_whole(trace, to_perfetto(_timeline(simulation, pinned)))
+        write_atomic(trace, to_perfetto(_timeline(simulation, pinned)))
     if as_json:
         typer.echo(encode(forecast))
         return
@@ -454,7 +454,7 @@ def _timeline(simulation: Simulation, proposal: Proposal) -> Timeline:
 
 def _draw(file: Path, simulation: Simulation, proposal: Proposal) -> None:
     title = f"{tables.headline(proposal.plan)}: {duration(simulation.seconds)} a step"
-    write_whole(file, to_svg(_timeline(simulation, proposal), title))
+    write_atomic(file, to_svg(_timeline(simulation, proposal), title))
 
 
 def _explain_profile(profile: Profile, as_json: bool) -> None:

@@ -5,7 +5,6 @@ What a job was started with is kept, so that `--resume` needs no more than the f
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ from varuna.cli.launch import (
 )
 from varuna.cli.manage import StarterName, lead
 from varuna.codec import decode, encode
-from varuna.environment import SAVES
+from varuna.environment import VarunaEnvironment
+from varuna.files import write_atomic
 from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
@@ -82,10 +82,7 @@ def read_saved(path: Path, code_dir: Path) -> LaunchArguments:
 
 
 def save(path: Path, arguments: LaunchArguments) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(encode(arguments))
-    part.replace(path)
+    write_atomic(path, encode(arguments))
 
 
 def read_file(path: str, what: str) -> str:
@@ -100,7 +97,7 @@ def user_environment(arguments: LaunchArguments) -> dict[str, str]:
     named = arguments.env_file
     path = named or ("varuna.env" if Path("varuna.env").is_file() else None)
     found = parse_environment(read_file(path, "env file"), source=path) if path else {}
-    return found | ({"VARUNA_MANAGER_IP": arguments.manager_ip} if arguments.manager_ip else {})
+    return found | VarunaEnvironment(manager_ip=arguments.manager_ip).write()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -218,7 +215,8 @@ def parse(argv: Sequence[str], *, home: Path) -> Typed:
         parser.error(str(error))
     job = msgspec.structs.replace(
         job,
-        environment=environment | {SAVES: msgspec.json.encode(SaveRhythm(every_seconds=every)).decode()},
+        environment=environment
+        | VarunaEnvironment(saves=msgspec.json.encode(SaveRhythm(every_seconds=every)).decode()).write(),
         planned=tell_workers(choice, arguments.profile_folder),
         master_port=free_port(),
     )
@@ -253,12 +251,10 @@ def read_every(text: str | None) -> float | None:
 
 def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
     """The plan itself, for machines without a common disk; and the profile, for those that can read it."""
-    told = {}
-    if choice.proposal is not None:
-        told["VARUNA_PLAN"] = msgspec.json.encode(choice.proposal).decode()
-    if profile_folder is not None:
-        told["VARUNA_PROFILE"] = str(Path(profile_folder).absolute())
-    return told
+    return VarunaEnvironment(
+        plan=None if choice.proposal is None else msgspec.json.encode(choice.proposal).decode(),
+        profile=None if profile_folder is None else str(Path(profile_folder).absolute()),
+    ).write()
 
 
 def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from varuna.codec import decode, encode
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.measure.draft import Draft, Subject, new_draft, reopened, resumed
 from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
 
@@ -37,7 +37,7 @@ class Book:
             return
         profile = self.draft.profile()
         if profile is None:
-            write_whole(self.folder / UNFINISHED, encode(self.draft))
+            write_atomic(self.folder / UNFINISHED, encode(self.draft))
         else:
-            write_whole(self.folder / NAME, encode(profile))
+            write_atomic(self.folder / NAME, encode(profile))
             (self.folder / UNFINISHED).unlink(missing_ok=True)

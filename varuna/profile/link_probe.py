@@ -30,7 +30,7 @@ from varuna.execute.update.shard import share_values
 from varuna.measure.links import LINK_EFFORT, measure_link
 from varuna.measure.reductions import group_sizes, measure_reductions
 from varuna.measure.stopwatch import Effort, stopwatch_for
-from varuna.morph.run.worker import die_with
+from varuna.processes import die_with_parent
 from varuna.types import LinkCost, ReduceCost
 
 PATIENCE = timedelta(seconds=120)
@@ -110,7 +110,7 @@ def measure_with_neighbours(count: int, device: torch.device, sizes: Sequence[in
 
 def main() -> None:
     parent, port, rank, count, device = sys.argv[1:]
-    die_with(int(parent))
+    die_with_parent(int(parent))
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
     matrix = torch.ones(64, 64, device=device, requires_grad=True)
     torch.autograd.backward((matrix @ matrix).sum())  # all that the first computation brings along is there

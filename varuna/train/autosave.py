@@ -5,14 +5,13 @@ that all ranks save at the same step. How often follows from what a save costs, 
 something fails, which a job's manager knows (`varuna.morph.interval`).
 """
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from varuna.codec import decode
-from varuna.environment import SAVES
+from varuna.environment import variable_name
 from varuna.morph.interval import SaveRhythm
 
 AFTER_FAILURE_SECONDS = 60.0
@@ -61,7 +60,6 @@ class OwnSaves:
         self._due_at = NEVER if interval is None else now + interval
 
 
-def told_rhythm(environment: Mapping[str, str] = os.environ) -> SaveRhythm | None:
+def told_rhythm(text: str | None) -> SaveRhythm | None:
     """Where nobody has said anything, a script saves when it says so."""
-    text = environment.get(SAVES)
-    return decode(text.encode(), SaveRhythm, SAVES) if text else None
+    return decode(text, SaveRhythm, variable_name("saves")) if text else None

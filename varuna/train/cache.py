@@ -6,11 +6,14 @@ Keyed by the captured graph's fingerprint: a changed model has another, and so f
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from varuna.codec import decode, encode
+from varuna.environment import VarunaEnvironment
+from varuna.files import write_atomic
 from varuna.types import Profile
 
 
@@ -22,7 +25,7 @@ class Partition(msgspec.Struct, frozen=True):
 
 
 def _home() -> Path:
-    return Path(os.environ.get("VARUNA_CACHE") or Path.home() / ".cache" / "varuna")
+    return Path(VarunaEnvironment.read(os.environ).cache or Path.home() / ".cache" / "varuna")
 
 
 def _path(fingerprint: str, stages: int) -> Path:
@@ -62,10 +65,5 @@ def _path_of_costs(fingerprint: str, circumstances: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError:  # a read-only home costs a new search next time, nothing else
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # a read-only home costs a new search next time, nothing else
+        write_atomic(path, text, fsync=False)

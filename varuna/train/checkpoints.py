@@ -31,6 +31,7 @@ from varuna.checkpoint.load import Checkpoint, newest, open_checkpoint
 from varuna.checkpoint.save import abandon, commit, tidy, write_part
 from varuna.checkpoint.select import State, Wanted, want
 from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retrying
+from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.comm.session import Session
 from varuna.execute.step.trainer import Trainer
@@ -330,7 +331,7 @@ class Checkpoints:
 
     def _name_of_job(self) -> str:
         """That of the checkpoint it goes on from, else its launcher's, else one of its own."""
-        self._job = self._job or os.environ.get("VARUNA_JOB_ID") or uuid.uuid4().hex[:12]
+        self._job = self._job or VarunaEnvironment.read(os.environ).job_id or uuid.uuid4().hex[:12]
         return self._job
 
     def _claim(self, store: Store) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from varuna.codec import decode
+from varuna.environment import variable_name
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.profile_file import read_profile
@@ -69,12 +70,11 @@ class Outlook(NamedTuple):
 # ---------------------------------------------------------------- a plan
 
 
-def plan_told(environment: Mapping[str, str], subject: Subject) -> Proposal | None:
+def plan_told(text: str | None, subject: Subject) -> Proposal | None:
     """The plan that the launcher has handed to all workers, where it has; refused where it is another's."""
-    text = environment.get("VARUNA_PLAN")
-    if not text:
+    if text is None:
         return None
-    proposal = decode(text, Proposal, "VARUNA_PLAN")
+    proposal = decode(text, Proposal, variable_name("plan"))
     plan = proposal.plan
     if plan.fingerprint not in ("", subject.fingerprint):
         raise PlanError(
@@ -90,7 +90,7 @@ def plan_told(environment: Mapping[str, str], subject: Subject) -> Proposal | No
         raise PlanError(
             f"the plan places ranks as {format_stage_map(stage.ranks for stage in plan.stages)!r}, but the "
             f"model is wrapped with the map {format_stage_map(subject.stage_map)!r} (pass the launcher's own "
-            "map, VARUNA_STAGE_TO_RANK_MAP, or start without --plan and --profile_folder)"
+            f"map, {variable_name('stage_to_rank_map')}, or start without --plan and --profile_folder)"
         )
     return proposal
 

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 
-from varuna.environment import AGENT_SOCKET
+from varuna.environment import VarunaEnvironment
 from varuna.morph.protocol.messages import Noticed, write
 
 ANSWER_SECONDS = 5.0
@@ -27,7 +27,7 @@ def notify_manager_preempt(
         raise ValueError("not_before and seconds say the same thing (give one of them)")
     if not_before is not None:
         seconds = max(0.0, not_before - time.time())
-    agent = os.environ.get(AGENT_SOCKET)
+    agent = VarunaEnvironment.read(os.environ).agent_socket
     if agent:
         _tell_agent(agent, Noticed(seconds, reason, machine))
         return

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from varuna.codec import encode
 from varuna.execute.comm.session import Session
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto, to_svg
 from varuna.observe.pace import Pace, RankPace, summarise, typical_step
 from varuna.observe.record import on_one_clock, to_timeline
@@ -115,11 +115,11 @@ class Reporter:
         if measured is not None:
             panels["measured"] = measured
         try:
-            write_whole(folder / "report.json", encode(report))
+            write_atomic(folder / "report.json", encode(report))
             if measured is not None:
                 title = f"Step {report.step}, first replica"
-                write_whole(folder / "timeline.svg", to_svg(panels, title))
-                write_whole(folder / "timeline.perfetto.json", to_perfetto(panels))
+                write_atomic(folder / "timeline.svg", to_svg(panels, title))
+                write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels))
         except OSError as error:  # no reason to stop training
             log.warning("the report of step %d cannot be written: %s", report.step, error)
 

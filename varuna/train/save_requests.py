@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from varuna.environment import VarunaEnvironment, variable_name
 from varuna.errors import CheckpointError
 from varuna.morph.run.worker import early_signal
 
-STORE_VARIABLE = "VARUNA_CHECKPOINT_STORE"
+STORE_VARIABLE = variable_name("checkpoint_store")
 USR1: int | None = getattr(signal, "SIGUSR1", None)  # not every platform has it
 
 NO_STORE = (
@@ -130,7 +131,7 @@ class Attention:
             signalled=None in asks,
             has_handler=usr1.script_has_handler,
             store=_first(asks),
-            usual_store=usual_store or os.environ.get(STORE_VARIABLE) or None,
+            usual_store=usual_store or VarunaEnvironment.read(os.environ).checkpoint_store,
             due=due,
             has_room=has_room,
         )

@@ -18,6 +18,7 @@ from varuna.capture.model.batch import Batch, find_batch
 from varuna.capture.run.chain import ProgramChain, chain_of
 from varuna.capture.run.program import start_compiler
 from varuna.checkpoint.store.store import open_store
+from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError, check_name
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import open_session
@@ -38,7 +39,7 @@ from varuna.train.checkpoints import Checkpoints, Stateful
 from varuna.train.layout import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
-from varuna.train.save_requests import STORE_VARIABLE, Attention, usr1
+from varuna.train.save_requests import Attention, usr1
 from varuna.train.validate import (
     all_names,
     call_for_sample,
@@ -166,6 +167,7 @@ class Varuna(nn.Module):
         self._sample = Batch(1, {})
         self._attention = Attention()
         self._asked_for: list[Future[str]] = []  # checkpoints on demand, until they are there
+        environment = VarunaEnvironment.read(os.environ)
         self._progress = open_progress()
         usr1.tell(self._attention)  # first of all: no signal is lost, however long the rest takes
         weakref.finalize(self, usr1.release, self._attention).atexit = False
@@ -180,9 +182,9 @@ class Varuna(nn.Module):
         )
         weakref.finalize(self, self._session.close)  # at the latest when the script ends
         is_first = (self._session.stage, self._session.replica) == (0, 0)
-        self._own_saves = OwnSaves(told_rhythm() if is_first else None)
+        self._own_saves = OwnSaves(told_rhythm(environment.saves) if is_first else None)
         # Or where the script has saved, or goes on from.
-        self._saves_to = os.environ.get(STORE_VARIABLE) or None
+        self._saves_to = environment.checkpoint_store
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             self._sample = self._batch(inputs)
@@ -209,11 +211,11 @@ class Varuna(nn.Module):
                 shard_optimizer,
             )
             asked = Asked(batch_size, chunk_size, schedule, recompute, spans)
-            told = plan_told(os.environ, subject)
+            told = plan_told(environment.plan, subject)
             first = rank == min(map(min, stage_map))
             profile = None
             if first:  # it may be the only one that reaches the folder
-                folder = profile_folder or os.environ.get("VARUNA_PROFILE")
+                folder = profile_folder or environment.profile
                 profile = profile_at_hand(folder, subject, needed=told is None)
             cut = cut_by_time(profile, subject, asked) if profile is not None and told is None else None
             cut = self._session.gather(cut)[0]
@@ -274,7 +276,7 @@ class Varuna(nn.Module):
                 machines,
                 speaks=self._session.gather(outlook is not None)[0],  # no rank begins before all are there
                 outlook=outlook,
-                folder=os.environ.get("VARUNA_LOG_DIR"),
+                folder=environment.log_dir,
             )
         # A stage without weights still gets an optimizer, and torch refuses one without parameters.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna.codec import decode
-from varuna.environment import AGENT_SOCKET
+from varuna.environment import VarunaEnvironment
 from varuna.morph.failures import WorkerFailure
 from varuna.morph.notices import Notice, Service, service
 from varuna.morph.protocol.messages import (
@@ -50,7 +50,7 @@ from varuna.morph.protocol.messages import (
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.wire import Refused, Wire
 from varuna.morph.run.cloud_poll import listen, tell_done
-from varuna.morph.run.progress_page import VARIABLE, Reading
+from varuna.morph.run.progress_page import Reading
 from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_environment, worker_flags
 from varuna.morph.run.worker_logs import last_lines, read_error
 from varuna.morph.state import Outcome, Pulse
@@ -358,7 +358,7 @@ class Agent:
     # ------------------------------------------------------------ workers
 
     async def open_nursery(self, environment: dict[str, str]) -> None:
-        defaults = {**WORKER_DEFAULTS, "VARUNA_JOB_ID": self.orders.job}
+        defaults = {**WORKER_DEFAULTS, **VarunaEnvironment(job_id=self.orders.job).write()}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -440,19 +440,21 @@ class Agent:
                 master_port=start.master_port,
                 resume_step=start.resume_step,
             )
-            ours = {
+            ours = VarunaEnvironment(
+                generation=start.generation,
+                machine=self.orders.machine,
+                log_dir=start.log_dir,
+                agent_socket=self.socket_name,
+                progress_file=str(worker.reading.path),
+            )
+            elastic = {
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_ERROR_FILE": str(worker.error),
-                "VARUNA_GENERATION": str(start.generation),
-                "VARUNA_MACHINE": self.orders.machine,
-                "VARUNA_LOG_DIR": start.log_dir,
-                AGENT_SOCKET: self.socket_name,
-                VARIABLE: str(worker.reading.path),
             }
             self.nursery.ask(
                 "fork",
                 key=self.key_of(rank),
-                environment={**start.environment, **told, **ours},
+                environment={**start.environment, **told, **ours.write(), **elastic},
                 out=str(worker.out),
                 err=str(worker.err),
                 code_dir=start.code_dir,

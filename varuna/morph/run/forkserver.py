@@ -168,9 +168,9 @@ def preload(names: Sequence[str] = PRELOADED) -> None:
 def become_store(parent: int, listener: int, host: str, port: int) -> None:
     import torch.distributed as dist
 
-    from varuna.morph.run.worker import die_with
+    from varuna.processes import die_with_parent
 
-    die_with(parent)
+    die_with_parent(parent)
     kept = dist.TCPStore(  # type: ignore[attr-defined]  # torch declares it elsewhere
         host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False
     )
@@ -180,13 +180,14 @@ def become_store(parent: int, listener: int, host: str, port: int) -> None:
 
 def become_worker(parent: int, orders: dict[str, Any]) -> None:
     from varuna.morph.run import worker
+    from varuna.processes import die_with_parent
 
     os.environ.update(orders["environment"])
     for place, number in ((orders["out"], 1), (orders["err"], 2)):
         log = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, number)
         os.close(log)
-    worker.die_with(parent)
+    die_with_parent(parent)
     worker.keep_early_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it hangs, if it is asked
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from varuna.codec import decode, encode
+from varuna.environment import VarunaEnvironment
+from varuna.files import write_atomic
 
 
 class Contact(msgspec.Struct, frozen=True):
@@ -61,11 +63,7 @@ class JobFolder:
             return None
 
     def write_contact(self, contact: Contact) -> None:
-        part = self.contact.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(encode(contact))
-        part.replace(self.contact)
+        write_atomic(self.contact, encode(contact), mode=0o600)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -88,4 +86,4 @@ def saved_path(home: Path, code_dir: Path) -> Path:
 
 
 def home_folder() -> Path:
-    return Path(os.environ.get("VARUNA_HOME") or Path.home() / ".varuna")
+    return Path(VarunaEnvironment.read(os.environ).home or Path.home() / ".varuna")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from varuna.environment import SAVES
+from varuna.environment import VarunaEnvironment
 from varuna.morph.clock import WakingClock
 from varuna.morph.decide import decide
 from varuna.morph.interval import SaveRhythm
@@ -608,7 +608,8 @@ class Manager:
             observed_seconds=self.state.seconds_before + self.clock.now() - self.begun_at,
             save_seconds=self.state.save_seconds,
         )
-        environment = {**generation.environment, SAVES: msgspec.json.encode(rhythm).decode()}
+        saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
+        environment = {**generation.environment, **saves.write()}
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             start = Start(
                 generation=generation.number,

@@ -10,9 +10,9 @@ import struct
 import time
 from pathlib import Path
 
+from varuna.environment import VarunaEnvironment
 from varuna.morph.state import Pulse
 
-VARIABLE = "VARUNA_PROGRESS_FILE"
 PAGE = 4096
 _NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of Progress._write
 _TEXT = struct.Struct("<H")
@@ -122,7 +122,7 @@ class SharedProgress(Progress):
 
 def open_progress() -> Progress:
     """This worker's own, where an agent has started it."""
-    path = os.environ.get(VARIABLE)
+    path = VarunaEnvironment.read(os.environ).progress_file
     if not path:
         return Progress()
     try:

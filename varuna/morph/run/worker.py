@@ -6,7 +6,6 @@ nothing that it does not use itself.
 """
 
 import atexit
-import ctypes
 import json
 import os
 import signal
@@ -18,7 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 
-PR_SET_PDEATHSIG = 1
+if __name__ == "__main__":  # started by file name: the library may not be on the path
+    sys.path.append(str(Path(__file__).parents[3]))
+from varuna.files import write_atomic
+from varuna.processes import die_with_parent
+
+if __name__ == "__main__":
+    sys.path.pop()  # the script's imports stay its own
 
 
 class EarlySignal:
@@ -35,7 +40,7 @@ early_signal = EarlySignal()
 
 def main() -> None:
     launcher, code_dir, script, *arguments = sys.argv[1:]
-    die_with(int(launcher))
+    die_with_parent(int(launcher))
     keep_early_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher held signals while it started its workers
     run_script(code_dir, script, arguments)
@@ -52,14 +57,6 @@ def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
         leave_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
-
-
-def die_with(launcher: int) -> None:
-    """Asks the kernel for SIGKILL when the launcher goes, however it goes; Linux alone offers that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it went before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep_early_signals() -> None:
@@ -100,8 +97,7 @@ def leave_error(error: Exception) -> None:
     }
     text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
     with suppress(OSError):  # a full disk must not hide the error itself
-        Path(f"{place}.part").write_text(text)
-        os.replace(f"{place}.part", place)
+        write_atomic(Path(place), text, fsync=False)
 
 
 if __name__ == "__main__":

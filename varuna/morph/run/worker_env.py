@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Collection
 
+from varuna.environment import VarunaEnvironment
 from varuna.types import Layout, format_stage_map
 
 WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -83,17 +84,19 @@ def worker_environment(
     resume_step: int | None,
 ) -> dict[str, str]:
     """Torch's own names, so that `init_process_group()` needs nothing more, and ours."""
-    values: dict[str, object] = {
+    torch_values: dict[str, object] = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": master_port,
         "WORLD_SIZE": layout.num_ranks,
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world_size,
-        "VARUNA_STAGE_TO_RANK_MAP": format_stage_map(layout.stage_map),
-        "VARUNA_CHUNK_SIZE": layout.microbatch_size,
-        "VARUNA_BATCH_SIZE": layout.batch_size,
-        "VARUNA_REPLICA_BATCH_SIZE": layout.replica_batch(rank),
-        "VARUNA_RESUME_STEP": "" if resume_step is None else resume_step,
     }
-    return {name: str(value) for name, value in values.items() if value != ""}
+    ours = VarunaEnvironment(
+        stage_to_rank_map=format_stage_map(layout.stage_map),
+        batch_size=layout.batch_size,
+        replica_batch_size=layout.replica_batch(rank),
+        chunk_size=layout.microbatch_size,
+        resume_step=resume_step,
+    )
+    return {**{name: str(value) for name, value in torch_values.items()}, **ours.write()}

@@ -1,0 +1,19 @@
+"""Processes that must not outlive the process that started them."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Kill this process when its parent, the process `parent`, ends in any way. Works on Linux only.
+
+    Elsewhere it only ends this process if the parent is gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the prctl call
+        os.kill(os.getpid(), signal.SIGKILL)
