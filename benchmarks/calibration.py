@@ -21,7 +21,7 @@ from pyrannc.deployment import FAR, LINKS, assumed_speed
 from pyrannc.profile import Measuring, Samples, Wish
 from varuna.capture import Source
 from varuna.capture.model.call_convention import StructuredCall
-from varuna.execute.comm.session import Session
+from varuna.execute.comm.session import single_rank_session
 from varuna.plan.cost.calibrate import speed_of
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
@@ -141,7 +141,7 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
         between=FAR,
     )
     samples = Samples(leaves, dict.fromkeys(leaves, 0))
-    session = Session(((0,),), 0, 0, 0)
+    session = single_rank_session()
     profile = Measuring(session, source, captured, described, samples, device, wish).run(None, "127.0.0.1")
     assert profile is not None and not profile.notes, profile and profile.notes
     segments = captured.graph.segments

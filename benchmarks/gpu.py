@@ -433,7 +433,7 @@ def run_channel(messages: int = 32, rounds: int = 20) -> tuple[float, float, str
             if number >= 3:
                 there_and_back.append((time.perf_counter() - start) / 10)
         dist.barrier()
-        return messages * MESSAGE_BYTES / median(seconds), median(there_and_back), link.way
+        return messages * MESSAGE_BYTES / median(seconds), median(there_and_back), link.transport
 
 
 class Foretold(msgspec.Struct, frozen=True):

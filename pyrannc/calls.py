@@ -13,7 +13,7 @@ from torch import Tensor
 
 from varuna.capture.model.batch import Batch
 from varuna.errors import CaptureError
-from varuna.execute.comm.exchange import Form
+from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.types import PrecisionName
 
 
@@ -26,12 +26,12 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]  # without that
     has_gradient: bool
 
-    def form(self, size: int) -> Form:
+    def form(self, size: int) -> TensorMeta:
         """Of a tensor with so many samples."""
         shape = list(self.shape)
         if self.dim is not None:
             shape.insert(self.dim, size)
-        return Form(getattr(torch, self.dtype), tuple(shape))
+        return meta_of(getattr(torch, self.dtype), tuple(shape))
 
 
 class Draft(NamedTuple):

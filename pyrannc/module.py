@@ -136,7 +136,8 @@ class RaNNCModule(nn.Module):
         with self._errors_reach_everyone("forward"):
             number, leaves, counts = self._settle_call(args, kwargs)
             if self._pipeline is None:
-                self._deploy(number, leaves, counts)
+                with self._session.patient(DEPLOYING_PATIENCE):
+                    self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
             pipeline, self._number = self._pipeline, number
@@ -290,8 +291,6 @@ class RaNNCModule(nn.Module):
         model, session = self._model, self._session
         if not any(counts):
             raise ValueError("no rank gave a sample (the first call chooses the layout by its batch)")
-        if session.waiter is not None:
-            session.waiter.patience = DEPLOYING_PATIENCE
         self._source = Source(
             model,
             precision=self._agreed[number].draft.precision,
@@ -311,8 +310,6 @@ class RaNNCModule(nn.Module):
         plan = pinned.plan
         if self._configuration.sync_params_on_init and switches.syncs_parameters:
             self._take_over_values()
-        if session.waiter is not None:
-            session.waiter.patience = 1.0
         stage_map = tuple(stage.ranks for stage in plan.stages)
         if stage_map != session.stage_map:
             self._session = self._open(stage_map, session.rank)
@@ -390,12 +387,12 @@ class RaNNCModule(nn.Module):
         wanted = deployment.Wanted()
         if session.rank == 0:
             wanted = deployment.what_is_wanted(subject, configuration, type(self._optimizer))
-        wish = session.tell(wanted.wish, 0)
+        wish = session.broadcast(wanted.wish, 0)
         if wish is None or not any(counts):
             return wanted.known
         donor = max(range(len(counts)), key=counts.__getitem__)
         own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
-        samples = session.tell(own, donor)
+        samples = session.broadcast(own, donor)
         assert samples is not None
         source, captured, described = subject.source, subject.captured, subject.described
         measuring = Measuring(session, source, captured, described, samples, self.device, wish)
@@ -406,7 +403,7 @@ class RaNNCModule(nn.Module):
 
     def _told(self, pinned: PinnedPlan | None) -> PinnedPlan:
         """Rank 0's, on all ranks."""
-        found = self._session.tell(pinned, 0)
+        found = self._session.broadcast(pinned, 0)
         assert found is not None
         return found
 
@@ -447,11 +444,11 @@ class RaNNCModule(nn.Module):
         """Rank 0's, on all ranks: who draws initial values draws other ones in every process."""
         session = self._session
         tensors = [t for t in (*self._model.parameters(), *self._model.buffers()) if not t.is_meta]
-        if session.everyone is None or not tensors:
+        if session.group is None or not tensors:
             return
         on_host = [t.detach().cpu().contiguous() for t in tensors]
         broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
-        broadcast(session.everyone, on_host, SYNC_BYTES, 0)
+        broadcast(session.group, on_host, SYNC_BYTES, 0)
         for tensor, value in zip(tensors, on_host, strict=True):
             tensor.copy_(value)
 
@@ -564,7 +561,7 @@ class RaNNCModule(nn.Module):
             return None if found is None else found.detach().clone()
         with self._errors_reach_everyone("get_param"):
             own = look(tensors[name]) if self._owners[name] == self._session.rank else None
-            told: Tensor | None = self._session.tell(
+            told: Tensor | None = self._session.broadcast(
                 None if own is None else own.detach().cpu().clone(), self._owners[name]
             )
             return told
@@ -576,7 +573,7 @@ class RaNNCModule(nn.Module):
             mine = {
                 name: value for name, value in own.items() if self._owners.get(name) == self._session.rank
             }
-            found.update(self._session.tell(mine if rank == self._session.rank else {}, rank))
+            found.update(self._session.broadcast(mine if rank == self._session.rank else {}, rank))
         return found
 
     def _gather_shares(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -689,9 +686,9 @@ def _end(session: Session) -> None:
     """Says goodbye to the other ranks; where an error of the script ends this process, that error."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and not isinstance(error, WorkerError) and not session.closed:
-        session.explain(error, "the script, between two calls of the model")
+        session.report_error(error, "the script, between two calls of the model")
     if session.waiter is not None:
-        session.waiter.outlive()
+        session.waiter.drain_abandoned()
     session.close()
 
 

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from pyrannc.calls import Agreed, Leaf
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.errors import CaptureError, some
-from varuna.execute.comm.exchange import Cargo, Form, redistribute
+from varuna.execute.comm.exchange import SampleTransfer, redistribute
+from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_alike, divide_batch
 from varuna.execute.step.scatter import MicroBatch, join, put_in_order, samples_of
@@ -55,9 +56,9 @@ class Result:
         """What of it comes from several ranks adds up."""
         return self.dim is None and self.dtype.is_floating_point
 
-    def form(self, num_samples: int) -> Form:
+    def form(self, num_samples: int) -> TensorMeta:
         shape = tuple(0 if dim is None else dim.size(num_samples) for dim in self.spec.dims)
-        return Form(torch.float64 if self.summed else self.dtype, shape)
+        return meta_of(torch.float64 if self.summed else self.dtype, shape)
 
     def rows(self, tensor: Tensor, first: int, stop: int) -> Tensor:
         if self.dim is None:
@@ -228,19 +229,19 @@ class Pipeline:
                 inputs[leaf.name] = leaves[leaf.name].detach()
         return inputs
 
-    def _cargo_of(self, leaf: Leaf, tensor: Any, passing: Passing) -> Cargo:
+    def _cargo_of(self, leaf: Leaf, tensor: Any, passing: Passing) -> SampleTransfer:
         """An input, from who was given it to who reads it."""
         held = dict(enumerate(passing.given))
         wanted = {rank: passing.taken[rank] for rank in self._readers(passing, leaf.name)}
         dim = passing.form.agreed.dims.get(leaf.name)
         if dim is None:
-            return Cargo(
+            return SampleTransfer(
                 {rank: WHOLE for rank, (first, stop) in held.items() if first < stop},
                 dict.fromkeys(wanted, WHOLE),
                 lambda _first, _stop: tensor.detach(),
                 lambda _count: leaf.form(1),
             )
-        return Cargo(
+        return SampleTransfer(
             held, wanted, lambda first, stop: tensor.detach().narrow(dim, first, stop - first), leaf.form
         )
 
@@ -258,7 +259,7 @@ class Pipeline:
             for result, parts in zip(results, arrived, strict=True)
         ]
 
-    def _cargo_back(self, result: Result, own: Tensor | None, passing: Passing) -> Cargo:
+    def _cargo_back(self, result: Result, own: Tensor | None, passing: Passing) -> SampleTransfer:
         """A result, from the last stage to who wants it."""
 
         def rows(first: int, stop: int) -> Tensor:
@@ -269,7 +270,7 @@ class Pipeline:
         if result.dim is None:
             held = {rank: WHOLE for rank, (first, stop) in held.items() if first < stop}
             wanted = dict.fromkeys(wanted, WHOLE)
-        return Cargo(held, wanted, rows, result.form)
+        return SampleTransfer(held, wanted, rows, result.form)
 
     def _put_together(self, result: Result, number: int, flight: Flight, total: int) -> Tensor | None:
         jobs = [job.microbatch for job in flight.jobs if job.microbatch.size]
@@ -435,7 +436,7 @@ class Pipeline:
             for job in flight.jobs
         ]
 
-    def _cargo_forth(self, result: Result, gradient: Tensor | None, passing: Passing) -> Cargo:
+    def _cargo_forth(self, result: Result, gradient: Tensor | None, passing: Passing) -> SampleTransfer:
         """The gradient of a result, from who was given its samples to the last stage.
 
         Where rank 0 gives all and every rank has all results, rank 0's gradient counts.
@@ -448,7 +449,7 @@ class Pipeline:
             form = result.form(stop - first)
             return torch.zeros(form.shape, dtype=form.dtype, device=self.device)
 
-        return Cargo(dict(enumerate(passing.given)), self._lasts(passing), rows, result.form)
+        return SampleTransfer(dict(enumerate(passing.given)), self._lasts(passing), rows, result.form)
 
     def _gradients_of_inputs(self, passing: Passing, flight: Flight) -> dict[str, Tensor]:
         """Each stage that reads an input has a part of its gradient; who gave the input sums them."""
@@ -474,7 +475,7 @@ class Pipeline:
             found[leaf.name] = whole / weight if stop > first else whole
         return found
 
-    def _cargo_of_gradient(self, leaf: Leaf, passing: Passing, flight: Flight) -> Cargo:
+    def _cargo_of_gradient(self, leaf: Leaf, passing: Passing, flight: Flight) -> SampleTransfer:
         """The gradient of an input, from who reads it to who was given it."""
         dim = passing.form.agreed.dims[leaf.name]
         microbatches = [job.microbatch for job in flight.jobs if job.microbatch.size]
@@ -488,7 +489,7 @@ class Pipeline:
             assert whole is not None
             return whole.narrow(dim, first, stop - first)
 
-        return Cargo(held, dict(enumerate(passing.given)), rows, leaf.form)
+        return SampleTransfer(held, dict(enumerate(passing.given)), rows, leaf.form)
 
     def _agree_on_overflow(self) -> None:
         """An overflow on any rank becomes one on all, so that every gradient scaler skips the same steps."""

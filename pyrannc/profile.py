@@ -325,7 +325,7 @@ class Measuring:
             host=host,
             effort=LINK_EFFORT,
         )
-        return self.session.tell(found, first)
+        return self.session.broadcast(found, first)
 
     def _reduce(self, far: bool) -> list[ReduceCost]:
         group, waiter = self.session.replicas, self.session.waiter
@@ -336,7 +336,7 @@ class Measuring:
             assert work is not None
             waiter.for_work(work, lambda: "an all-reduce of all ranks, to time it")
 
-        return self.session.tell(
+        return self.session.broadcast(
             measure_reductions(
                 all_reduce,
                 None,
@@ -371,7 +371,7 @@ class Measuring:
                 )
             except Exception as error:  # one that cannot be made anew is no reason not to train
                 log.info("%s is taken to cost what %s does: %s", kind.__name__, found.name, in_short(error))
-        return self.session.tell(found, 0)
+        return self.session.broadcast(found, 0)
 
 
 def _expected_seconds(cost: SizeCost) -> float:

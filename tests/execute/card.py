@@ -131,13 +131,13 @@ class Card:
         path.write_bytes(bytes(num_bytes))
         return path
 
-    def loan(self, slot: slots.Lent) -> slots.Loan:
+    def handle(self, slot: slots.OwnSlot) -> slots.SlotHandle:
         path = self.new_file(slot.memory.nbytes)
         slot.memory = map_file(None, str(path), slot.memory.nbytes)
         memory = None, str(path), slot.memory.nbytes
-        return slots.Loan(slot.number, slot.memory.nbytes, "0", memory, slot.emptied.ipc_handle())
+        return slots.SlotHandle(slot.number, slot.memory.nbytes, "0", memory, slot.emptied.ipc_handle())
 
-    def room(self, real: Callable[..., Tensor], slot: slots.Borrowed, place: int, like: Tensor) -> Any:
+    def view(self, real: Callable[..., Tensor], slot: slots.RemoteSlot, place: int, like: Tensor) -> Any:
         return Target(self, real(slot, place, like))
 
 
@@ -154,8 +154,8 @@ class Target:
         self._card.current_stream(CPU).put(functools.partial(ctypes.memmove, *addresses, source.nbytes))
 
 
-class Message(slots.Message):
-    def __init__(self, slot: slots.Lent, num_bytes: int, returned: Any) -> None:
+class SharedSlotMemory(slots.SlotMemory):
+    def __init__(self, slot: slots.OwnSlot, num_bytes: int, returned: Any) -> None:
         super().__init__(slot, num_bytes, returned)
         self.__array_interface__ = {**self.__cuda_array_interface__, "version": 3}
 
@@ -171,17 +171,17 @@ def map_file(_: object, path: str, num_bytes: int) -> Tensor:
 @contextlib.contextmanager
 def installed(card: Card, *, uuid: str) -> Iterator[None]:
     """For the time being slots take the card for CUDA, of which this process has the GPU of that name."""
-    real_room = slots.Borrowed.room
+    real_view = slots.RemoteSlot.view
     with contextlib.ExitStack() as stack:
         for place, name, new in (
             (slots, "cuda", card),
-            (slots, "Message", Message),
-            (slots, "MOST_SLOTS", 4),  # so that each is soon used again
+            (slots, "SlotMemory", SharedSlotMemory),
+            (slots, "MAX_SLOTS", 4),  # so that each is soon used again
             (slots, "device_uuid", lambda _: uuid),
             (link, "device_uuid", lambda _: uuid),
-            (slots, "reachable", lambda own, _: own),
-            (slots.Lent, "loan", lambda slot: card.loan(slot)),
-            (slots.Borrowed, "room", lambda slot, at, like: card.room(real_room, slot, at, like)),
+            (slots, "find_reachable", lambda own, _: own),
+            (slots.OwnSlot, "handle", lambda slot: card.handle(slot)),
+            (slots.RemoteSlot, "view", lambda slot, at, like: card.view(real_view, slot, at, like)),
             (torch.UntypedStorage, "_new_shared_cuda", lambda *memory: map_file(*memory).untyped_storage()),
             (torch, "as_tensor", lambda message, device: torch.from_numpy(np.asarray(message))),
         ):
@@ -213,7 +213,7 @@ def exchange_by_card(home: str, seed: int, count: int, same_card: bool) -> tuple
         connect(rank, {1 - rank: "the other"}, exchange, device=CPU) as network,
     ):
         neighbour = network.links[1 - rank]
-        neighbour._lender, neighbour._borrower = slots.Lender(CPU), slots.Borrower(CPU)
+        neighbour._slots_in, neighbour._slots_out = slots.SlotReceiver(CPU), slots.SlotSender(CPU)
         sent = taken = 0
         while sent < count or taken < count:
             if sent < min(count, taken + 6) and chance.random() < 0.7:

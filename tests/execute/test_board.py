@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
-from varuna.execute.comm.board import Board
+from varuna.execute.comm.board import StatusBoard
 
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
 
@@ -24,10 +24,10 @@ def describe(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def boards(world: int, store: Store | None = None) -> Iterator[list[Board]]:
+def boards(world: int, store: Store | None = None) -> Iterator[list[StatusBoard]]:
     """All ranks of a small world in this process."""
     store = PrefixStore("board", store or HashStore())
-    made = [Board(store, rank, world, describe, timeout_seconds=7) for rank in range(world)]
+    made = [StatusBoard(store, rank, world, describe, timeout_seconds=7) for rank in range(world)]
     del store
     yield made
     for board in made:
@@ -38,44 +38,44 @@ def broken_model() -> None:
     raise ArithmeticError("the loss is no number")
 
 
-def post_failure(board: Board, where: str) -> None:
+def post_failure(board: StatusBoard, where: str) -> None:
     try:
         broken_model()
     except ArithmeticError as error:
-        board.post(error, where)
+        board.post_error(error, where)
 
 
 def test_an_error_reaches_the_others_with_its_place_and_traceback() -> None:
     """V33, B7"""
     with boards(2) as (mine, theirs):
         post_failure(theirs, "micro-batch 3, forward")
-        error = mine.read()
+        error = mine.read_error()
         assert type(error) is WorkerError
         assert str(error).startswith(
             "rank 1 (stage 1, replica 0) failed at micro-batch 3, forward: "
             "ArithmeticError: the loss is no number"
         )
         assert "in broken_model" in str(error)
-        assert theirs.read() is None  # one's own is no news
+        assert theirs.read_error() is None  # one's own is no news
 
 
 def test_the_first_error_wins() -> None:
     with boards(3) as (first, second, third):
-        first.post(ValueError("the cause"), "backward")
-        second.post(ConnectionError("a consequence"), "forward")
-        assert "the cause" in str(third.read()) and "the cause" in str(second.read())
+        first.post_error(ValueError("the cause"), "backward")
+        second.post_error(ConnectionError("a consequence"), "forward")
+        assert "the cause" in str(third.read_error()) and "the cause" in str(second.read_error())
 
 
 def test_no_error_is_none() -> None:
     with boards(2) as (mine, _):
-        assert mine.read() is None
+        assert mine.read_error() is None
 
 
 def test_a_lost_peer_stays_the_culprit_when_another_rank_reports_it() -> None:
     """B7: whoever noticed is not to blame."""
     with boards(3) as (first, _, third):
-        first.post(PeerLost("rank 1 is lost"), "forward")
-        error = third.read()
+        first.post_error(PeerLost("rank 1 is lost"), "forward")
+        error = third.read_error()
         assert type(error) is PeerLost and str(error).startswith("rank 1 is lost")
 
 
@@ -92,7 +92,7 @@ def test_the_watcher_tells_of_an_error_once_and_lingering_sees_it_told() -> None
         mine.watch(hear)
         theirs.watch(hear)  # which is not told of its own
         post_failure(theirs, "backward")
-        theirs.linger(PATIENCE)
+        theirs.wait_until_seen(PATIENCE)
         assert heard.wait(PATIENCE)
     assert len(told) == 1 and "backward" in str(told[0])
 
@@ -100,11 +100,11 @@ def test_the_watcher_tells_of_an_error_once_and_lingering_sees_it_told() -> None
 def test_the_culprit_is_the_rank_that_neither_waits_nor_has_finished() -> None:
     """V33, B7"""
     with boards(4) as (first, second, third, fourth):
-        second.waiting("rank 2's activation 3")
-        third.waiting("something that came")
-        third.waiting(None)
-        fourth.finished()
-        hang = first.culprit()
+        second.set_waiting("rank 2's activation 3")
+        third.set_waiting("something that came")
+        third.set_waiting(None)
+        fourth.set_finished()
+        hang = first.find_hanging_rank()
     assert isinstance(hang, PeerHangs) and str(hang).startswith("rank 2 (stage 2, replica 0) hangs")
     assert "rank 1 (stage 1, replica 0) waits for rank 2's activation 3" in str(hang)
     assert "rank 3 (stage 3, replica 0) has finished" in str(hang)
@@ -112,8 +112,8 @@ def test_the_culprit_is_the_rank_that_neither_waits_nor_has_finished() -> None:
 
 def test_ranks_that_wait_for_one_another_are_told_so() -> None:
     with boards(2) as (first, second):
-        second.waiting("rank 0's gradient 1")
-        assert str(first.culprit()).startswith("no rank moves")
+        second.set_waiting("rank 0's gradient 1")
+        assert str(first.find_hanging_rank()).startswith("no rank progresses")
 
 
 def test_closing_leaves_no_thread_behind_and_a_dead_store_makes_no_noise(
@@ -123,14 +123,14 @@ def test_closing_leaves_no_thread_behind_and_a_dead_store_makes_no_noise(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with boards(2, TCPStore("127.0.0.1", store.port, is_master=False)) as (mine, theirs):
         mine.watch(lambda error: None)
-        theirs.waiting(None)
-        assert mine.read() is None
+        theirs.set_waiting(None)
+        assert mine.read_error() is None
         del store
         gc.collect()
-        assert mine.read() is None
-        assert "rank 0 (stage 0, replica 0), which hosts the store" in str(theirs.culprit())
-        mine.post(ValueError("nobody hears it"), "forward")
-        mine.linger()
+        assert mine.read_error() is None
+        assert "rank 0 (stage 0, replica 0), which hosts the store" in str(theirs.find_hanging_rank())
+        mine.post_error(ValueError("nobody hears it"), "forward")
+        mine.wait_until_seen()
     assert threading.active_count() == before
     assert capfd.readouterr().err == ""
 
@@ -143,9 +143,9 @@ def live_as_host(orders: Connection) -> None:
     port = orders.recv()
     rank = 0 if port == 0 else 1
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    board = Board(store, rank, 2, describe, timeout_seconds=5)
+    board = StatusBoard(store, rank, 2, describe, timeout_seconds=5)
     board.watch(lambda error: None)
-    board.waiting("rank 0's gradient 2")
+    board.set_waiting("rank 0's gradient 2")
     orders.send(store.port)
     orders.recv()
 
@@ -169,12 +169,14 @@ def test_a_stopped_process_is_named_though_its_last_word_was_that_it_waits(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     orders.send(store.port)
     orders.recv()
-    board = Board(store, 0, 2, describe, timeout_seconds=5)
+    board = StatusBoard(store, 0, 2, describe, timeout_seconds=5)
     while store.add("beat/1", 0) == 0:
         pass
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    assert str(board.culprit()).startswith("rank 1 (stage 1, replica 0) hangs: its process is stopped")
+    assert str(board.find_hanging_rank()).startswith(
+        "rank 1 (stage 1, replica 0) hangs: its process is stopped"
+    )
     board.close()
 
 
@@ -183,11 +185,13 @@ def test_a_stopped_host_of_the_store_is_named(peer: tuple[BaseProcess, Connectio
     process, orders = peer
     orders.send(0)
     store = TCPStore("127.0.0.1", orders.recv(), is_master=False)
-    board = Board(store, 1, 2, describe, timeout_seconds=5)
-    assert board.read() is None
+    board = StatusBoard(store, 1, 2, describe, timeout_seconds=5)
+    assert board.read_error() is None
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    board.waiting("rank 0's activation 1")  # returns, though nobody answers
-    assert str(board.culprit()).startswith("rank 0 (stage 0, replica 0), which hosts the store, hangs")
+    board.set_waiting("rank 0's activation 1")  # returns, though nobody answers
+    assert str(board.find_hanging_rank()).startswith(
+        "rank 0 (stage 0, replica 0), which hosts the store, hangs"
+    )
     process.kill()
     board.close()

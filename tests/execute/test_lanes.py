@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.execute.test_link import await_message, linked_pair
 from varuna.errors import PeerLost
-from varuna.execute.comm.groups import Seat, choose_channel
-from varuna.execute.comm.link import Link
+from varuna.execute.comm.groups import RankDevice, choose_channel
+from varuna.execute.comm.link import PeerLink
 
 
 class Half:
@@ -62,7 +62,7 @@ class End:
         return self.pairing.call(self.sends, tensor)
 
 
-def use_lanes(one: Link, other: Link) -> tuple[Pairing, Pairing]:
+def use_lanes(one: PeerLink, other: PeerLink) -> tuple[Pairing, Pairing]:
     there, back = Pairing(), Pairing()
     one.use_lanes(End(there, sends=True), End(back, sends=False))
     other.use_lanes(End(back, sends=True), End(there, sends=False))
@@ -122,8 +122,8 @@ def test_a_peer_that_is_lost_leaves_no_call_behind() -> None:
         assert not there.halves[False]
 
 
-def seat(machine: str, gpu: str | None, *in_reach: str) -> Seat:
-    return Seat(machine, gpu, (*in_reach, gpu) if gpu else ())
+def seat(machine: str, gpu: str | None, *in_reach: str) -> RankDevice:
+    return RankDevice(machine, gpu, (*in_reach, gpu) if gpu else ())
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def seat(machine: str, gpu: str | None, *in_reach: str) -> Seat:
     ],
 )
 def test_the_channel_follows_from_where_two_ranks_are(
-    one: Seat, other: Seat, nccl: bool, chosen: str
+    one: RankDevice, other: RankDevice, nccl: bool, chosen: str
 ) -> None:
     """V21: and both ends choose the same."""
     assert choose_channel(one, other, nccl=nccl) == choose_channel(other, one, nccl=nccl) == chosen

@@ -24,20 +24,23 @@ from torch.distributed import TCPStore
 from varuna import codec
 from varuna.errors import PeerLost
 from varuna.execute.comm import address, pump
-from varuna.execute.comm.address import Contact
-from varuna.execute.comm.link import DTYPES, Delay, Link
-from varuna.execute.comm.pump import Network, connect
+from varuna.execute.comm.address import RankAddress
+from varuna.execute.comm.frames import DTYPES
+from varuna.execute.comm.link import Delay, PeerLink
+from varuna.execute.comm.pump import PeerNetwork, connect
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
 BIG = 64 << 20
 
 
-def in_pairs(work: Callable[[int, Callable[[object], list[object]]], Network]) -> tuple[Network, Network]:
+def in_pairs(
+    work: Callable[[int, Callable[[object], list[object]]], PeerNetwork],
+) -> tuple[PeerNetwork, PeerNetwork]:
     """Runs two ranks in two threads, with an exchange between them."""
     barrier = threading.Barrier(2)
     told: list[object] = [None, None]
-    made: dict[int, Network] = {}
+    made: dict[int, PeerNetwork] = {}
 
     def run(rank: int) -> None:
         def exchange(own: object) -> list[object]:
@@ -54,7 +57,7 @@ def in_pairs(work: Callable[[int, Callable[[object], list[object]]], Network]) -
     return made[0], made[1]
 
 
-def linked_pair(*, unix: bool = True, delay: Delay | None = None) -> tuple[Network, Network]:
+def linked_pair(*, unix: bool = True, delay: Delay | None = None) -> tuple[PeerNetwork, PeerNetwork]:
     return in_pairs(
         lambda rank, exchange: connect(
             rank, {1 - rank: f"rank {1 - rank}"}, exchange, unix=unix, delay=delay, timeout_seconds=PATIENCE
@@ -62,7 +65,7 @@ def linked_pair(*, unix: bool = True, delay: Delay | None = None) -> tuple[Netwo
     )
 
 
-def await_message(network: Network, link: Link, tag: int = 0) -> list[Tensor]:
+def await_message(network: PeerNetwork, link: PeerLink, tag: int = 0) -> list[Tensor]:
     while not link.ready:
         assert network.wait(PATIENCE), "nothing arrived"
     return link.take(tag=tag)
@@ -73,7 +76,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @pytest.fixture(scope="module", params=["unix", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Network, Network]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[PeerNetwork, PeerNetwork]]:
     first, second = linked_pair(unix=request.param == "unix")
     yield first, second
     first.close()
@@ -96,7 +99,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(messages=st.lists(st.lists(tensors(), max_size=4), min_size=1, max_size=4))
 def test_every_message_arrives_in_order_and_bit_for_bit(
-    pair: tuple[Network, Network], messages: list[list[Tensor]]
+    pair: tuple[PeerNetwork, PeerNetwork], messages: list[list[Tensor]]
 ) -> None:
     """V3, V14: any dtype, shape and layout; what arrives is what was sent."""
     sender, receiver = pair
@@ -109,26 +112,28 @@ def test_every_message_arrives_in_order_and_bit_for_bit(
         ]
 
 
-def test_lazily_conjugated_values_are_sent_as_they_read(pair: tuple[Network, Network]) -> None:
+def test_lazily_conjugated_values_are_sent_as_they_read(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     pair[0].links[1].send([value.conj(), value.conj().imag])
     conjugated, negated = await_message(pair[1], pair[1].links[0])
     assert torch.equal(conjugated, value.conj().clone()) and torch.equal(negated, torch.tensor([-2.0, 4.0]))
 
 
-def test_many_tensors_fit_one_message(pair: tuple[Network, Network]) -> None:
+def test_many_tensors_fit_one_message(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     pair[0].links[1].send([torch.full((2, 2), float(i)) for i in range(1500)])
     assert [t[1, 1].item() for t in await_message(pair[1], pair[1].links[0])] == list(range(1500))
 
 
-def test_a_message_in_the_wrong_place_is_an_error_that_names_both(pair: tuple[Network, Network]) -> None:
+def test_a_message_in_the_wrong_place_is_an_error_that_names_both(
+    pair: tuple[PeerNetwork, PeerNetwork],
+) -> None:
     """V14: a mismatch is an error, never garbage."""
     pair[0].links[1].send([torch.ones(2)], tag=4)
-    with pytest.raises(RuntimeError, match="expected message 3 of rank 0, found message 4"):
+    with pytest.raises(RuntimeError, match="expected message 3 from rank 0, found message 4"):
         await_message(pair[1], pair[1].links[0], tag=3)
 
 
-def test_a_sparse_tensor_is_refused_before_anything_is_sent(pair: tuple[Network, Network]) -> None:
+def test_a_sparse_tensor_is_refused_before_anything_is_sent(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     before = pair[0].links[1].sent
     with pytest.raises(TypeError, match="make it dense"):
         pair[0].links[1].send([torch.eye(2).to_sparse()])
@@ -142,7 +147,7 @@ def test_counters_tell_messages_and_bytes() -> None:
         first.links[1].take()
 
 
-def test_any_thread_ends_a_wait(pair: tuple[Network, Network]) -> None:
+def test_any_thread_ends_a_wait(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     waker = threading.Thread(target=pair[0].wake)
     waker.start()
     assert pair[0].wait(PATIENCE)
@@ -232,7 +237,7 @@ def test_closing_leaves_no_file_and_no_thread_behind() -> None:
 class SharedCard:
     """Both ends of slots on a GPU that two processes share, without a GPU: `filled` says what is done."""
 
-    takes_turns, refused, borrowed = True, False, 1
+    shares_gpu, unreachable, num_slots = True, False, 1
 
     def __init__(self) -> None:
         self.slots: list[list[Tensor]] = []
@@ -242,14 +247,14 @@ class SharedCard:
         self.slots.append(tensors)
         return len(self.slots) - 1
 
-    def is_there(self, number: int) -> bool:
+    def is_filled(self, number: int) -> bool:
         return number in self.filled
 
     def tensors(self, number: int, forms: object) -> list[Tensor]:
         return self.slots[number]
 
-    def let_go(self) -> None: ...
-    def take_back(self) -> list[int]:
+    def release_copied(self) -> None: ...
+    def take_freed(self) -> list[int]:
         return []
 
     def close(self) -> None: ...
@@ -260,17 +265,17 @@ def test_a_message_counts_as_arrived_when_a_shared_card_has_filled_it() -> None:
     first, second = linked_pair()
     card: Any = SharedCard()
     out, into = first.links[1], second.links[0]
-    out._lender = out._borrower = into._lender = into._borrower = card
+    out._slots_in = out._slots_out = into._slots_in = into._slots_out = card
     for tag in range(3):
         out.send([torch.tensor(tag)], tag=tag)
     card.filled = {1}
-    while into.unripe < 3:
+    while into.num_unfilled < 3:
         second.poll()
     assert into.ready == 0 and not second.wait(0.01)
     with pytest.raises(LookupError, match="no message"):
         into.take()
     threading.Timer(0.05, lambda: card.filled.add(0)).start()
-    assert second.wait(PATIENCE) and (into.ready, into.unripe) == (2, 1)
+    assert second.wait(PATIENCE) and (into.ready, into.num_unfilled) == (2, 1)
     assert [into.take(tag=tag)[0].item() for tag in range(2)] == [0, 1]
     card.filled.add(2)
     assert await_message(second, into, 2)[0].item() == 2
@@ -284,13 +289,13 @@ def test_a_message_that_is_filled_between_two_looks_is_not_missed(looks: int) ->
     first, second = linked_pair()
     card: Any = SharedCard()
     out, into = first.links[1], second.links[0]
-    out._lender = out._borrower = into._lender = into._borrower = card
+    out._slots_in = out._slots_out = into._slots_in = into._slots_out = card
     out.send([torch.tensor(1)])
-    while not into.unripe:
+    while not into.num_unfilled:
         second.poll()
     assert not second.wait(0)
     left = iter(range(looks))
-    card.is_there = lambda number: next(left, None) is None
+    card.is_filled = lambda number: next(left, None) is None
     waiter = threading.Thread(target=second.wait, args=(10 * PATIENCE,), daemon=True)
     waiter.start()
     waiter.join(PATIENCE)
@@ -314,10 +319,10 @@ def test_strangers_are_refused_and_the_peer_still_gets_in() -> None:
     """V46's spirit on the data links: who does not know the secret is not let in."""
     strangers: list[socket.socket] = []
 
-    def work(rank: int, exchange: Callable[[object], list[object]]) -> Network:
+    def work(rank: int, exchange: Callable[[object], list[object]]) -> PeerNetwork:
         def exchange_after_strangers(own: object) -> list[object]:
             if rank == 1:  # the one that is dialled: strangers come first, while rank 0 still waits
-                contact = codec.decode(str(own), Contact)
+                contact = codec.decode(str(own), RankAddress)
                 guess = address._hello(b"a guess", 0, 1)
                 for words in (guess, b"x" * len(guess), b"short"):
                     stranger = socket.create_connection((contact.host, contact.port))
@@ -341,8 +346,8 @@ def test_a_peer_that_never_comes_is_named() -> None:
     """B7"""
 
     def exchange(own: object) -> list[object]:
-        contact = codec.decode(str(own), Contact)
-        absent = Contact(rank=0, machine="", host="127.0.0.1", port=1, path="", secret="")
+        contact = codec.decode(str(own), RankAddress)
+        absent = RankAddress(rank=0, machine="", host="127.0.0.1", port=1, path="", secret="")
         return [codec.encode(absent), codec.encode(contact)]
 
     with pytest.raises(PeerLost, match=r"rank 1 waited in vain for ranks \[0\]"):
@@ -351,7 +356,7 @@ def test_a_peer_that_never_comes_is_named() -> None:
 
 def test_an_address_that_only_another_machine_knows_is_told_as_such() -> None:
     """B7: where nothing says by which address machines reach each other."""
-    own, peer = (Contact(rank, f"machine {rank}", "127.0.0.1", 1, "", "") for rank in range(2))
+    own, peer = (RankAddress(rank, f"machine {rank}", "127.0.0.1", 1, "", "") for rank in range(2))
     with pytest.raises(PeerLost, match=r"rank 0 cannot reach rank 1.*set MASTER_ADDR on all ranks"):
         address._dial(own, peer, time.monotonic() + PATIENCE)
 
@@ -375,7 +380,7 @@ def live_as_rank_1(port: int, orders: Connection) -> None:
 
 
 @contextlib.contextmanager
-def two_processes() -> Iterator[tuple[Network, BaseProcess, Connection]]:
+def two_processes() -> Iterator[tuple[PeerNetwork, BaseProcess, Connection]]:
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.execute.step.spans import Piece, divide, even_spans, pieces, size, spans, within
+from varuna.execute.step.spans import PeerSlice, divide, even_spans, size, slice_for_peers, spans, within
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -25,14 +25,14 @@ def listed(runs):
 
 def test_the_second_of_three_has_samples_for_both_of_two():
     three, two = even_spans(12, parts=3), even_spans(12, parts=2)
-    assert pieces(((0, 12),), three[1], two) == (Piece(0, 0, 2), Piece(1, 2, 4))
-    assert pieces(((0, 12),), two[0], three) == (Piece(0, 0, 4), Piece(1, 4, 6))
+    assert slice_for_peers(((0, 12),), three[1], two) == (PeerSlice(0, 0, 2), PeerSlice(1, 2, 4))
+    assert slice_for_peers(((0, 12),), two[0], three) == (PeerSlice(0, 0, 4), PeerSlice(1, 4, 6))
 
 
 def test_equal_shares_have_one_peer_who_takes_all():
     side = even_spans(11, parts=4)
-    assert [pieces(((0, 11),), own, side) for own in side] == [
-        (Piece(peer, 0, stop - first),) for peer, (first, stop) in enumerate(side)
+    assert [slice_for_peers(((0, 11),), own, side) for own in side] == [
+        (PeerSlice(peer, 0, stop - first),) for peer, (first, stop) in enumerate(side)
     ]
 
 
@@ -45,8 +45,10 @@ def test_every_sample_reaches_the_member_that_holds_it_there_once_and_in_order(b
             arrived = []
             for sender, theirs in enumerate(one):
                 own = listed(within(runs, theirs))
-                sent = [own[p.first : p.stop] for p in pieces(runs, theirs, other) if p.peer == receiver]
-                expected = [p.stop - p.first for p in pieces(runs, span, one) if p.peer == sender]
+                sent = [
+                    own[p.first : p.stop] for p in slice_for_peers(runs, theirs, other) if p.peer == receiver
+                ]
+                expected = [p.stop - p.first for p in slice_for_peers(runs, span, one) if p.peer == sender]
                 assert [len(samples) for samples in sent] == expected
                 arrived += [sample for samples in sent for sample in samples]
             assert arrived == listed(within(runs, span))

@@ -15,16 +15,16 @@ def test_a_slot_goes_back_with_word_of_what_the_device_has_still_to_do(tmp_path:
     """An idle device has nothing to do any more: on a card that is shared, a record would cost a turn."""
     card, computed = Card(tmp_path, seed=0), threading.Event()
     with installed(card, uuid="0"):
-        lender = slots.Lender(CPU)
-        slot = slots.Lent(3, 64, lender.device)
+        receiver = slots.SlotReceiver(CPU)
+        slot = slots.OwnSlot(3, 64, receiver.device)
         card.computing.synchronize()
         if not idle:
             card.computing.put(computed.wait)
         before = slot.emptied.recorded
-        message = slots.Message(slot, 64, lender._returned)
-        assert lender.take_back() == []
+        message = slots.SlotMemory(slot, 64, receiver._freed)
+        assert receiver.take_freed() == []
         del message
-        assert lender.take_back() == [3] and lender.take_back() == []
+        assert receiver.take_freed() == [3] and receiver.take_freed() == []
         assert slot.emptied.recorded - before == (0 if idle else 1)
         computed.set()
 

@@ -18,9 +18,9 @@ from tests.tasks import logged, make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
+from varuna.execute.comm.frames import to_contiguous
 from varuna.execute.comm.groups import reduce_backend
-from varuna.execute.comm.lanes import GroupLane, Outlet, inlet_for, nccl_of
-from varuna.execute.comm.link import dense
+from varuna.execute.comm.lanes import GroupLane, LaneSender, make_lane_receiver, make_nccl_group
 from varuna.execute.update.reduce import Reducer
 
 DEVICE = "cuda:0"
@@ -221,14 +221,14 @@ def send_by_nccl(count: int) -> list[list[list[float]]]:
     store = distributed_c10d.PrefixStore("nccl", distributed_c10d._get_default_store())
     device = torch.device(DEVICE)
     with torch.cuda.device(device):
-        backend = nccl_of(store, 0, 1, timedelta(seconds=60))
+        backend = make_nccl_group(store, 0, 1, timedelta(seconds=60))
         lane = GroupLane("NCCL", backend, sends=True, device=device)
-    outlet, inlet = Outlet(lane), inlet_for(lane, device)
+    outlet, inlet = LaneSender(lane), make_lane_receiver(lane, device)
     found = []
     for number in range(count):
         sent = [torch.full((3, 2), float(number), device=device).t(), torch.ones(0, device=device)]
         with nothing_waits_for_the_device():
-            outlet.put([dense(tensor) for tensor in sent])
+            outlet.put([to_contiguous(tensor) for tensor in sent])
             inlet.expect([(torch.float32, (2, 3), 24), (torch.float32, (0,), 0)])
             arrived = inlet.tensors()
             outlet.let_go()

@@ -24,8 +24,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from varuna.capture import Source
-from varuna.execute.comm.link import Link
-from varuna.execute.comm.pump import Network, connect
+from varuna.execute.comm.link import PeerLink
+from varuna.execute.comm.pump import PeerNetwork, connect
 from varuna.execute.update.shard import share_values
 from varuna.measure.links import LINK_EFFORT, measure_link
 from varuna.measure.reductions import group_sizes, measure_reductions
@@ -48,7 +48,7 @@ class Findings(msgspec.Struct, frozen=True):
 class LinkEnd:
     """One of a network's links, for `measure_link`."""
 
-    def __init__(self, network: Network, link: Link) -> None:
+    def __init__(self, network: PeerNetwork, link: PeerLink) -> None:
         self._network = network
         self._link = link
         self.poll = network.poll

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from varuna.errors import WorkerError
+from varuna.execute.comm.collective import Collective, RankFailure
 from varuna.measure.reductions import group_sizes
 
 Anything = TypeVar("Anything")
@@ -20,44 +21,32 @@ PATIENCE = timedelta(hours=2)
 """For a rank that measures, while the others have nothing to do."""
 
 
-class Team:
+class Team(Collective):
     """This rank and the others of the job; one alone needs no torch.distributed."""
 
     def __init__(self) -> None:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if self.size > 1 else 0
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
-
-    def gather(self, value: Anything) -> list[Anything]:
-        """Every rank's value, by rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        super().__init__(
+            dist.get_rank() if self.size > 1 else 0,
+            range(self.size),
+            dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None,
+        )
 
     def together(self, work: Callable[[], Anything]) -> list[Anything]:
-        """What the work has given each rank. Where it fails on one, no other waits for it in vain."""
-        error: Exception | None = None
-        value: Anything | None = None
-        try:
-            value = work()
-        except Exception as raised:
-            error = raised
-        outcomes = self.gather((value, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(outcomes):
-            if failure is not None:
-                raise WorkerError(f"rank {rank} failed while profiling: {failure}")
-        return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
+        """Return the result of the work on every rank. If it fails on one rank, all ranks raise."""
+        return self.agree(work, _profiling_error)
 
     def on_first(self, work: Callable[[], Anything]) -> Anything:
-        """What the work has given the first rank, on all."""
+        """Run the work on the first rank and return its result on all."""
         found = self.together(lambda: work() if self.rank == 0 else None)[0]
         return found  # type: ignore[return-value]
+
+
+def _profiling_error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+    first = failures[0]
+    return own or WorkerError(f"rank {first.rank} failed while profiling: {first.kind}: {first.message}")
 
 
 class Place(NamedTuple):

@@ -14,7 +14,7 @@ from varuna.capture import Captured, Source, SpanProgram, stage_state
 from varuna.capture.cuts.segment_kinds import entry, find_kinds, relayed
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.capture.model.batch import Batch
-from varuna.execute.comm.session import Session
+from varuna.execute.comm.session import single_rank_session
 from varuna.execute.device.facts import device_memory_bytes, device_name
 from varuna.execute.step.engine import Engine
 from varuna.execute.step.scatter import move_inputs
@@ -341,7 +341,7 @@ def step_that_does_nothing(device: torch.device, most: int) -> Callable[[int], N
     )
     trainer = Trainer(
         plan=Plan((StagePlan(0, 1, (0,)),), batch_size=most, microbatch_size=1),
-        session=Session(((0,),), 0, 0, 0),
+        session=single_rank_session(),
         engine=engine,
         reducer=_reducer([state.weight]),
         state=state,

@@ -6,7 +6,7 @@ import torch
 
 from varuna.capture import Captured, StageState
 from varuna.execute.comm.groups import have_equal_widths, stages_of_ties
-from varuna.execute.comm.session import Session, tie_groups
+from varuna.execute.comm.session import Session, make_tie_groups
 from varuna.execute.step.cuda_graphs import GraphedStage, tapes_on
 from varuna.execute.step.engine import Engine
 from varuna.execute.step.scatter import WeightFunction
@@ -31,6 +31,7 @@ def assemble(
     weigh: WeightFunction | None = None,
     delay: Callable[[Op, int], float] | None = None,
     asks: Callable[[], bool] = lambda: False,
+    first_run_patience: float = 1.0,
 ) -> Trainer:
     own = plan.stages[session.stage]
     tapes = tapes_on(device) if cuda_graphs else None
@@ -39,8 +40,8 @@ def assemble(
         graphed or Stage(state, split_backward=split_backward),
         index=session.stage,
         stages=plan.depth,
-        upstream=session.neighbour(-1),
-        downstream=session.neighbour(+1),
+        upstream=session.adjacent_stage(-1),
+        downstream=session.adjacent_stage(+1),
         waiter=session.waiter,
         device=device,
         poll=session.network.poll if session.network is not None else lambda: None,
@@ -51,7 +52,7 @@ def assemble(
         for name in segment.parameters:
             holders.setdefault(name, []).append(segment.index)
     ties = stages_of_ties(plan, holders)
-    groups = tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
+    groups = make_tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
     program = captured.carve(own.first, own.stop)
     # Nothing leads from them to the loss; or an opaque module alone knows whether it uses them.
     doubtful = captured.untouched() | captured.held_by_leaves
@@ -60,7 +61,7 @@ def assemble(
     reducer = Reducer(
         parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
         replicas=session.replicas,
-        everyone=session.everyone if plan.depth > 1 else None,
+        everyone=session.group if plan.depth > 1 else None,
         counts_norm=session.replica == 0,
         waiter=session.waiter,
         ties=[
@@ -90,4 +91,5 @@ def assemble(
         mutated=program.mutated,
         seed=seed,
         weigh=weigh,
+        first_run_patience=first_run_patience,
     )

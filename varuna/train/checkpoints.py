@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,7 @@ from varuna.checkpoint.select import State, Wanted, want
 from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retrying
 from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError, StoreTaken
+from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale
@@ -190,7 +191,7 @@ class Checkpoints:
             raise ValueError(f"keep_last must be at least 1, the checkpoint just written, not {keep_last}")
         what = f"checkpoint {step} was not written"
         store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
-        with self._patience():
+        with self.session.patient(WAITING_PATIENCE):
             self._settle_earlier_save()
             words = self._agree(lambda: self._word(store, step, by_itself), what)
             _check_alike(words)
@@ -414,7 +415,7 @@ class Checkpoints:
         """Reads and checks all that this rank needs before anything is changed; returns the step."""
         store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
         what = "no checkpoint was loaded"
-        with self._patience():
+        with self.session.patient(WAITING_PATIENCE):
             found = self._agree(lambda: self._find(store, step, check_complete), what)
             manifest = found[self._first_index]
             assert manifest is not None
@@ -510,37 +511,21 @@ class Checkpoints:
 
     def _agree(self, act: Callable[[], Value], what: str) -> list[Value]:
         """Every rank's result; where any rank fails, all raise the same error, with its reason."""
-        value: Value | None = None
-        cause: Exception | None = None
-        try:
-            value = act()
-        except Exception as error:
-            cause = error
-        failure = None if cause is None else (type(cause).__name__, f"{self._me}: {cause}")
-        outcomes = self.session.gather((failure, value))
-        failures = [outcome[0] for outcome in outcomes if outcome[0] is not None]
-        if failures:
-            kind = StoreTaken if all(name == "StoreTaken" for name, _ in failures) else CheckpointError
-            reasons = "; ".join(dict.fromkeys(text for _, text in failures))
-            raise kind(f"{what}: {reasons}") from cause
-        return [outcome[1] for outcome in outcomes]  # type: ignore[misc]
+
+        def error(failures: Sequence[RankFailure], _: Exception | None) -> Exception:
+            kind = (
+                StoreTaken if all(failure.kind == "StoreTaken" for failure in failures) else CheckpointError
+            )
+            reasons = [f"{self._describe(failure.rank)}: {failure.message}" for failure in failures]
+            return kind(f"{what}: {'; '.join(dict.fromkeys(reasons))}")
+
+        return self.session.agree(act, error)
 
     def _agree_on_own(self, act: Callable[[], Value], what: str) -> Value:
         """This rank's result, once all ranks have one; what it is the others need not see."""
         results: list[Value] = []
         self._agree(lambda: results.append(act()), what)
         return results[0]
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        waiter = self.session.waiter
-        if waiter is not None:
-            waiter.patience = WAITING_PATIENCE
-        try:
-            yield
-        finally:
-            if waiter is not None:
-                waiter.patience = 1.0
 
     @property
     def _is_first(self) -> bool:
@@ -557,7 +542,11 @@ class Checkpoints:
 
     @property
     def _me(self) -> str:
-        return f"rank {self.session.rank} (stage {self.session.stage}, replica {self.session.replica})"
+        return self._describe(self.session.rank)
+
+    def _describe(self, rank: int) -> str:
+        stage, replica = place_in_map(self.session.stage_map, rank)
+        return f"rank {rank} (stage {stage}, replica {replica})"
 
     @property
     def _writer(self) -> str:

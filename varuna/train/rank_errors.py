@@ -32,7 +32,7 @@ def report_errors(
     except Exception as error:
         current = trainer()
         operation = "" if current is None else current.engine.where
-        session.explain(error, operation or activity)
+        session.report_error(error, operation or activity)
         raise
 
 

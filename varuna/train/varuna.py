@@ -259,6 +259,7 @@ class Varuna(nn.Module):
                 weigh=loss_weight,
                 delay=compute_delay,
                 asks=self._asks,
+                first_run_patience=COMPILING_PATIENCE if self._compiles else 1.0,
             )
             self._checkpoints = Checkpoints(
                 self._session,
@@ -344,8 +345,6 @@ class Varuna(nn.Module):
                     f"{self.data_depth} takes {self.batch_size} of the global batch's {self.plan.batch_size} "
                     "(give each replica its own share, e.g. by varuna.SampleOrder)"
                 )
-            if self._session.waiter is not None:
-                self._session.waiter.patience = 1.0
             totals = self._trainer.step(
                 inputs,
                 num_samples=batch.size,
@@ -522,7 +521,7 @@ class Varuna(nn.Module):
         """How tensors reach the ranks that this one is linked to; what is shared is shared from a first
         message on."""
         network = self._session.network
-        return {} if network is None else {peer: link.way for peer, link in network.links.items()}
+        return {} if network is None else {peer: link.transport for peer, link in network.links.items()}
 
     @property
     def _own(self) -> StagePlan:
@@ -734,8 +733,6 @@ class Varuna(nn.Module):
                 # Segments that nobody marked are too short to be compiled each alone.
                 program = captured.carve(*span).to(self.device)
                 self._programs[key] = program.compiled() if self._compiles else with_fused_loss(program)
-            if self._compiles and self._session.waiter is not None:
-                self._session.waiter.patience = COMPILING_PATIENCE
         return self._programs[key]
 
     def _agree_on(self, fingerprint: str, seed: int | None) -> tuple[int, list[str]]:

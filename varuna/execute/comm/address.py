@@ -1,11 +1,11 @@
-"""Finds the neighbouring ranks and shakes hands with them: from ranks to connected sockets.
+"""Connects this rank to its peers: from rank numbers to authenticated sockets.
 
-Every rank listens, tells the others where (through `exchange`), dials its higher neighbours and
-lets its lower ones in. A secret made of a random part of every rank is what a caller must show;
-whoever does not is shown the door. Listening ends as soon as all neighbours are there.
+Every rank listens, gives its address to all others through `exchange`, connects to peers with a higher rank,
+and accepts peers with a lower one. A caller must prove that it knows the job's secret, which is made of a
+random contribution of every rank. Listening ends when all peers are connected.
 
-Ranks that share a machine meet on a Unix-domain socket, which spends less than TCP on small
-messages. "Sharing a machine" includes the network namespace: containers of one host do not.
+Ranks on one machine use a Unix-domain socket, which is cheaper than TCP for small messages. They must also
+share the network namespace: containers on one host do not.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -28,22 +28,22 @@ from torch.distributed import distributed_c10d
 from varuna import codec
 from varuna.errors import PeerLost
 
-MEET_SECONDS = 60.0
-"""How long the neighbours may take to appear; the slowest rank's start counts."""
+CONNECT_SECONDS = 60.0
+"""Timeout for all peers to connect; includes the start of the slowest rank."""
 HELLO_SECONDS = 5.0
-"""How long a caller may take to say who it is."""
+"""Timeout for a caller to send its hello."""
 KEEPALIVE_SECONDS = 5
-"""A machine that vanishes sends no end of file: after 3 unanswered probes it counts as lost."""
+"""Probe interval: after 3 unanswered probes the peer's machine counts as lost."""
 
 Exchange = Callable[[object], list[object]]
-"""Gives one object, and returns that of every rank."""
+"""Takes this rank's object and returns those of all ranks."""
 
 HELLO = struct.Struct("!8sqq32s")  # magic, from, to, proof
 MAGIC = b"varuna/1"
 
 
-class Contact(msgspec.Struct, frozen=True):
-    """Where a rank listens, and its share of the common secret."""
+class RankAddress(msgspec.Struct, frozen=True):
+    """Listening address of a rank, and its contribution to the job's secret."""
 
     rank: int
     machine: str
@@ -54,38 +54,51 @@ class Contact(msgspec.Struct, frozen=True):
 
 
 def machine_identity() -> str:
-    """Equal for two processes exactly where one can reach the other's abstract Unix sockets."""
+    """Return a name that two processes share exactly if they can reach each other's abstract Unix sockets."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown: meet over TCP
+        return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown, so use TCP
 
 
 def address_facing(host: str) -> str:
-    """The address of the interface through which this machine reaches `host`; sends nothing."""
+    """Return the address of the interface through which this machine reaches `host`. Sends nothing."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
-def meet(
+def own_address() -> str:
+    """Return this machine's address on the interface that faces the process group's store."""
+    return address_facing(os.environ.get("MASTER_ADDR") or _store_host() or "127.0.0.1")
+
+
+def _store_host() -> str:
+    """Return the store's host if the process group was made with "tcp://host:port" or a TCPStore."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def connect_sockets(
     rank: int,
     peers: Collection[int],
     exchange: Exchange,
     *,
     host: str = "127.0.0.1",
     unix: bool = True,
-    timeout_seconds: float = MEET_SECONDS,
+    timeout_seconds: float = CONNECT_SECONDS,
 ) -> dict[int, socket.socket]:
-    """A connected, non-blocking socket to each of the peers, who must name this rank in turn."""
-    with contextlib.ExitStack() as doors, contextlib.ExitStack() as undo:
+    """Return a connected, non-blocking socket to each peer. Each peer must name this rank in turn."""
+    with contextlib.ExitStack() as listening, contextlib.ExitStack() as undo:
         over_tcp, over_unix = _listen(host)
-        doors.enter_context(over_tcp)
-        doors.enter_context(over_unix)
-        own = Contact(
+        listening.enter_context(over_tcp)
+        listening.enter_context(over_unix)
+        own = RankAddress(
             rank=rank,
             machine=machine_identity() if unix else f"rank {rank}",
             host=host,
@@ -93,36 +106,43 @@ def meet(
             path=over_unix.getsockname()[1:].decode(),
             secret=secrets.token_hex(16),
         )
-        told = exchange(codec.encode(own))
-        contacts = {
-            contact.rank: contact
-            for contact in (codec.decode(str(text), Contact, "a rank's address") for text in told)
-        }
-        if missing := sorted(set(peers) - set(contacts)):
-            raise ValueError(
-                f"rank {rank} is to be linked to ranks {missing}, but only {sorted(contacts)} gave their "
-                "address (all ranks of the plan must take part in the exchange)"
-            )
+        addresses = _exchange_addresses(own, peers, exchange)
         secret = hashlib.sha256(
-            "".join(contacts[other].secret for other in sorted(contacts)).encode()
+            "".join(addresses[other].secret for other in sorted(addresses)).encode()
         ).digest()
         deadline = time.monotonic() + timeout_seconds
-        met: dict[int, socket.socket] = {}
+        connected: dict[int, socket.socket] = {}
         for peer in sorted(peers):
-            if peer > rank:  # the hello waits in the peer's backlog until it comes round to us
-                met[peer] = undo.enter_context(_dial(own, contacts[peer], deadline))
-                met[peer].sendall(_hello(secret, rank, peer))
+            if peer > rank:  # the hello waits in the peer's backlog until the peer accepts it
+                connected[peer] = undo.enter_context(_dial(own, addresses[peer], deadline))
+                connected[peer].sendall(_hello(secret, rank, peer))
         lower = {peer for peer in peers if peer < rank}
-        for peer, caller in _let_in([over_tcp, over_unix], rank, lower, secret, deadline).items():
-            met[peer] = undo.enter_context(caller)
+        with Reception([over_tcp, over_unix], rank, lower, secret) as reception:
+            accepted = reception.accept_all(deadline)
+        for peer, caller in accepted.items():
+            connected[peer] = undo.enter_context(caller)
             caller.sendall(_hello(secret, rank, peer))
         for peer in peers:
             if peer > rank:
-                _expect_welcome(met[peer], rank, peer, secret, deadline)
-        for link in met.values():
+                _expect_welcome(connected[peer], rank, peer, secret, deadline)
+        for link in connected.values():
             _tune(link)
-        undo.pop_all()  # all are there: they stay open
-        return met
+        undo.pop_all()  # all connected: keep the sockets open
+        return connected
+
+
+def _exchange_addresses(
+    own: RankAddress, peers: Collection[int], exchange: Exchange
+) -> dict[int, RankAddress]:
+    texts = exchange(codec.encode(own))
+    decoded = [codec.decode(str(text), RankAddress, "a rank's address") for text in texts]
+    addresses = {address.rank: address for address in decoded}
+    if missing := sorted(set(peers) - set(addresses)):
+        raise ValueError(
+            f"rank {own.rank} needs links to ranks {missing}, but only ranks {sorted(addresses)} gave an "
+            "address (all ranks of the plan must take part in the exchange)"
+        )
+    return addresses
 
 
 def _listen(host: str) -> tuple[socket.socket, socket.socket]:
@@ -132,9 +152,9 @@ def _listen(host: str) -> tuple[socket.socket, socket.socket]:
     try:
         over_tcp.bind((host, 0))
         over_unix.bind(b"\0varuna-" + secrets.token_hex(8).encode())  # abstract: leaves no file behind
-        for door in (over_tcp, over_unix):
-            door.listen(1024)
-            door.setblocking(False)
+        for listener in (over_tcp, over_unix):
+            listener.listen(1024)
+            listener.setblocking(False)
     except OSError as error:
         over_tcp.close()
         over_unix.close()
@@ -148,14 +168,14 @@ def _hello(secret: bytes, source: int, target: int) -> bytes:
 
 
 def _caller_rank(hello: bytes, rank: int, secret: bytes) -> int | None:
-    """Who is calling, or None where it is nobody of ours."""
+    """Return the rank of the caller; None if it is not a rank of this job."""
     magic, source, target, _ = HELLO.unpack(hello)
     if magic != MAGIC or target != rank or not hmac.compare_digest(hello, _hello(secret, source, target)):
         return None
     return int(source)
 
 
-def _dial(own: Contact, peer: Contact, deadline: float) -> socket.socket:
+def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket:
     seconds = max(deadline - time.monotonic(), 0.001)
     if own.machine == peer.machine:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,106 +184,120 @@ def _dial(own: Contact, peer: Contact, deadline: float) -> socket.socket:
             link.connect(b"\0" + peer.path.encode())
             return link
         except OSError:
-            link.close()  # some sandboxes forbid it: TCP remains
+            link.close()  # some sandboxes forbid Unix sockets: use TCP
     try:
         return socket.create_connection((peer.host, peer.port), timeout=seconds)
     except OSError as error:
-        way_out = "is it alive, and may the two machines talk on any port?"
+        remedy = "is it alive, and may the two machines connect on any port?"
         if own.machine != peer.machine and ipaddress.ip_address(peer.host).is_loopback:
-            way_out = (
-                "it is on another machine, and gave an address that only its own knows: set MASTER_ADDR on "
-                "all ranks to the address of the first one's machine, as the others reach it"
+            remedy = (
+                "it is on another machine and gave a loopback address: set MASTER_ADDR on all ranks to an "
+                "address of the first rank's machine that the other machines can reach"
             )
         raise PeerLost(
             f"rank {own.rank} cannot reach rank {peer.rank} at {peer.host} port {peer.port}: {error} "
-            f"({way_out})"
+            f"({remedy})"
         ) from error
 
 
-def _let_in(
-    doors: list[socket.socket], rank: int, expected: set[int], secret: bytes, deadline: float
-) -> dict[int, socket.socket]:
-    """Waits for all the expected ranks; strangers, and callers that say nothing, are refused."""
-    inside: dict[int, socket.socket] = {}
-    hellos: dict[socket.socket, bytes] = {}
-    patience: dict[socket.socket, float] = {}
-    with selectors.DefaultSelector() as selector:
+class Reception:
+    """Accepts the expected peers. Refuses callers without the secret and callers that stay silent."""
 
-        def refuse(caller: socket.socket) -> None:
-            selector.unregister(caller)
-            del hellos[caller], patience[caller]
+    def __init__(
+        self, listeners: Sequence[socket.socket], rank: int, expected: set[int], secret: bytes
+    ) -> None:
+        self._listeners = listeners
+        self._rank = rank
+        self._missing = set(expected)
+        self._secret = secret
+        self._accepted: dict[int, socket.socket] = {}
+        self._hellos: dict[socket.socket, bytes] = {}  # received so far from callers that are not accepted
+        self._hello_deadlines: dict[socket.socket, float] = {}
+        self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def accept_all(self, deadline: float) -> dict[int, socket.socket]:
+        """Wait for all expected peers and return their sockets."""
+        while self._missing:
+            now = time.monotonic()
+            if now >= deadline:
+                raise PeerLost(
+                    f"rank {self._rank} waited in vain for ranks {sorted(self._missing)} to connect "
+                    "(did they start, and may the machines connect on any port?)"
+                )
+            for caller in [caller for caller, until in self._hello_deadlines.items() if now >= until]:
+                self._forget(caller)
+                caller.close()
+            for key, _ in self._selector.select(min([deadline, *self._hello_deadlines.values()]) - now):
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj in self._listeners:
+                    self._accept(key.fileobj)
+                else:
+                    self._read_hello(key.fileobj)
+        accepted, self._accepted = self._accepted, {}
+        return accepted
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            caller, _ = listener.accept()
+            caller.setblocking(False)
+            self._hellos[caller] = b""
+            self._hello_deadlines[caller] = time.monotonic() + HELLO_SECONDS
+            self._selector.register(caller, selectors.EVENT_READ)
+
+    def _read_hello(self, caller: socket.socket) -> None:
+        try:
+            received = caller.recv(HELLO.size - len(self._hellos[caller]))
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        hello = self._hellos[caller] + received
+        self._hellos[caller] = hello
+        if received and len(hello) < HELLO.size:
+            return
+        self._forget(caller)
+        peer = _caller_rank(hello, self._rank, self._secret) if received else None
+        if peer in self._missing:
+            self._missing.remove(peer)
+            self._accepted[peer] = caller
+        else:
             caller.close()
 
-        for door in doors:
-            selector.register(door, selectors.EVENT_READ)
-        try:
-            while missing := expected - set(inside):
-                now = time.monotonic()
-                if now >= deadline:
-                    raise PeerLost(
-                        f"rank {rank} waited in vain for ranks {sorted(missing)} to connect "
-                        "(did they start, and may the machines talk on any port?)"
-                    )
-                for caller in [caller for caller, until in patience.items() if now >= until]:
-                    refuse(caller)
-                for key, _ in selector.select(min([deadline, *patience.values()]) - now):
-                    ready = key.fileobj
-                    assert isinstance(ready, socket.socket)
-                    if ready in doors:
-                        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                            caller, _ = ready.accept()
-                            caller.setblocking(False)
-                            hellos[caller], patience[caller] = b"", time.monotonic() + HELLO_SECONDS
-                            selector.register(caller, selectors.EVENT_READ)
-                        continue
-                    try:
-                        piece = ready.recv(HELLO.size - len(hellos[ready]))
-                    except BlockingIOError:
-                        continue
-                    except OSError:
-                        piece = b""
-                    hellos[ready] += piece
-                    if not piece:
-                        refuse(ready)
-                    elif len(hellos[ready]) == HELLO.size:
-                        peer = _caller_rank(hellos[ready], rank, secret)
-                        if peer not in missing or peer in inside:
-                            refuse(ready)
-                        else:
-                            assert peer is not None
-                            selector.unregister(ready)
-                            del hellos[ready], patience[ready]
-                            inside[peer] = ready
-        except BaseException:
-            for caller in inside.values():
-                caller.close()
-            raise
-        finally:
-            for caller in hellos:
-                caller.close()
-    return inside
+    def _forget(self, caller: socket.socket) -> None:
+        self._selector.unregister(caller)
+        del self._hellos[caller], self._hello_deadlines[caller]
+
+    def __enter__(self) -> "Reception":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for caller in [*self._hellos, *self._accepted.values()]:
+            caller.close()
 
 
 def _expect_welcome(link: socket.socket, rank: int, peer: int, secret: bytes, deadline: float) -> None:
     link.settimeout(max(deadline - time.monotonic(), 0.001))
     welcome = b""
     try:
-        while len(welcome) < HELLO.size and (piece := link.recv(HELLO.size - len(welcome))):
-            welcome += piece
+        while len(welcome) < HELLO.size and (received := link.recv(HELLO.size - len(welcome))):
+            welcome += received
     except OSError as error:
         raise PeerLost(f"rank {rank} got no welcome from rank {peer}: {error} (is it alive?)") from error
     if len(welcome) < HELLO.size or _caller_rank(welcome, rank, secret) != peer:
         raise PeerLost(
             f"rank {rank} was not welcomed by rank {peer} (it failed while connecting, its plan does not "
-            f"link it to rank {rank}, or something else listens at its address)"
+            f"link it to rank {rank}, or another program listens at its address)"
         )
 
 
 def _tune(link: socket.socket) -> None:
-    """Small messages leave at once, a vanished machine is noticed, and no call blocks.
+    """Send small messages at once, detect a vanished machine, and never block.
 
-    TCP's buffers are left to the kernel, which grows them to megabytes by itself; setting a size
-    would switch that off and stop at a much lower limit. A Unix socket's do not grow: ask for all.
+    The kernel grows TCP buffers to megabytes; a fixed size would switch that off and set a lower limit. The
+    buffers of a Unix socket do not grow, so request a large one.
     """
     link.setblocking(False)
     if link.family == socket.AF_UNIX:
@@ -274,16 +308,3 @@ def _tune(link: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", KEEPALIVE_SECONDS), ("TCP_KEEPINTVL", KEEPALIVE_SECONDS)):
         link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def own_address() -> str:
-    """This machine's, as the other ranks reach it: the one that faces where the process group has met."""
-    return address_facing(os.environ.get("MASTER_ADDR") or _meeting_place() or "127.0.0.1")
-
-
-def _meeting_place() -> str:
-    """Of a process group that was made by `init_method="tcp://host:port"`, or with a TCPStore."""
-    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
-    while isinstance(store, distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))

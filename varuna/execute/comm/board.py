@@ -1,16 +1,15 @@
-"""Where ranks tell each other of errors and waits, so that a failure has a name on every rank.
+"""Shares errors and waits between ranks, so that every rank can name the rank that failed or hangs.
 
-It lives in a torch.distributed Store:
+The board lives in a torch.distributed Store:
 
-    error        the first error of any rank: rank, place, type, message, traceback
-    seen         how many other ranks have read it
-    note/<rank>  what a rank waits for, or that it has finished
-    beat/<rank>  a count that the rank's watcher thread drives on: stands still where a process is stopped
+    error          the first error of any rank: rank, place, type, message, traceback
+    seen           number of other ranks that have read it
+    status/<rank>  what the rank waits for, or that it has finished
+    beat/<rank>    a counter that the rank's watcher thread increments; it stops when the process is stopped
 
-A store's client blocks for good when the store's host is stopped. So the computing thread asks
-through another thread, for a limited time; and the client is one of our own, because a client
-serves one request at a time and somebody else's may be a long wait. It is made at the beginning:
-torch looks up names when it connects, which may take seconds.
+A request to a store blocks forever if the store's host is stopped. So the main thread sends requests through
+another thread, with a timeout. The board has a client of its own, because a client handles one request at a
+time. The client connects at the start, because torch resolves host names then, which may take seconds.
 """
 
 import contextlib
@@ -30,23 +29,25 @@ import torch.distributed as dist
 from varuna import codec
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 
-if TYPE_CHECKING:  # where torch declares what torch.distributed hands out
+if TYPE_CHECKING:  # torch declares these names elsewhere than it exports them
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 else:
     from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_SECONDS = 0.25
 STORE_SECONDS = 2.0
-"""A store that has not answered for so long counts as silent, and its host as the culprit."""
+"""A store that does not answer for this long is unavailable."""
 BEAT_SECONDS = 2.0
-"""A rank whose watcher has not moved for so long is stopped, or cut off."""
+"""A process whose counter does not change for this long is stopped or disconnected."""
 MAX_TRACEBACK = 20_000
+STORE_HOST = 0
+"""Rank that hosts the store."""
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
-class Post(msgspec.Struct, frozen=True):
-    """An error as it stands on the board."""
+class PostedError(msgspec.Struct, frozen=True):
+    """An error as it is stored on the board."""
 
     rank: int
     where: str
@@ -55,19 +56,19 @@ class Post(msgspec.Struct, frozen=True):
     traceback: str
 
 
-class Note(msgspec.Struct, frozen=True):
-    """What a rank says of itself; one without a note is at work."""
+class RankStatus(msgspec.Struct, frozen=True):
+    """State of one rank; "working" unless the rank has set another one."""
 
     state: Literal["working", "waiting", "finished"] = "working"
-    what: str = ""
+    what: str = ""  # what it waits for
 
 
-class StoreSilent(Exception):
-    """The store's host is gone, or does not answer."""
+class StoreUnavailable(Exception):
+    """The store's host is gone or does not answer."""
 
 
-class Board:
-    """One rank's view of the board. `describe(3)` is what errors call rank 3."""
+class StatusBoard:
+    """One rank's view of the board. `describe(3)` is the name of rank 3 in errors."""
 
     def __init__(
         self,
@@ -77,152 +78,148 @@ class Board:
         describe: Callable[[int], str],
         *,
         timeout_seconds: float,
-        host: int = 0,
     ) -> None:
         self.rank = rank
         self.world = world
         self.describe = describe
         self.timeout_seconds = timeout_seconds
-        self.host = host
-        self._client = _own_client(store)
-        self._canary = Canary(store)
-        self._clerk = Clerk(self._client, self._canary)
-        self._watch: Watch | None = None
+        self._client: Store = cast(Any, store).clone()  # torch's declarations lack `clone`
+        self._connection = StoreConnection(store)
+        self._requests = StoreThread(self._client, self._connection)
+        self._watcher: BoardWatcher | None = None
         self._acknowledged = False
 
-    def post(self, error: BaseException, where: str) -> None:
-        """Tells all ranks; the first error of all wins, for the others follow from it."""
+    def post_error(self, error: BaseException, where: str) -> None:
+        """Publish an error. The first error of all ranks stays, because later ones follow from it."""
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-        post = codec.encode(Post(self.rank, where, type(error).__name__, str(error), text))
-        with contextlib.suppress(StoreSilent):
-            standing = self._clerk.ask(lambda store: store.compare_set("error", "", post))
-            # Who fails by itself, and second, needs no telling: the first need not linger for it.
-            self._acknowledge(codec.decode(standing, Post, "the board"), self._clerk.ask)
+        own = codec.encode(PostedError(self.rank, where, type(error).__name__, str(error), text))
+        with contextlib.suppress(StoreUnavailable):
+            posted = self._requests.run(lambda store: store.compare_set("error", "", own))
+            # A rank that fails too has seen the first error: the first rank need not wait for it.
+            self._acknowledge(codec.decode(posted, PostedError, "the board"), self._requests.run)
 
-    def read(self, wait_seconds: float = 0) -> WorkerError | None:
-        """The error that another rank has posted, waiting for one to come up if asked to."""
+    def read_error(self, wait_seconds: float = 0) -> WorkerError | None:
+        """Return the error of another rank, if one is posted within `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         try:
             while True:
-                post = self._clerk.ask(_read_post)
-                if post is not None:
-                    self._acknowledge(post, self._clerk.ask)
-                    return None if post.rank == self.rank else self._as_error(post)
+                posted = self._requests.run(_read_posted)
+                if posted is not None:
+                    self._acknowledge(posted, self._requests.run)
+                    return None if posted.rank == self.rank else self._to_exception(posted)
                 if time.monotonic() >= deadline:
                     return None
                 time.sleep(min(0.05, wait_seconds))
-        except StoreSilent:
+        except StoreUnavailable:
             return None
 
-    def waiting(self, what: str | None) -> None:
-        """Says what this rank waits for ("rank 2's activation 3"), or that it waits no more."""
-        self._put(Note() if what is None else Note("waiting", what))
+    def set_waiting(self, what: str | None) -> None:
+        """Publish what this rank waits for ("rank 2's activation 3"); None: it no longer waits."""
+        self._set_status(RankStatus() if what is None else RankStatus("waiting", what))
 
-    def finished(self) -> None:
-        """Says that this rank has done all its work: nobody need wait for it, nor blame it."""
-        self._put(Note("finished"))
+    def set_finished(self) -> None:
+        """Publish that this rank has finished its work."""
+        self._set_status(RankStatus("finished"))
 
-    def culprit(self) -> PeerHangs:
-        """Who it is that does not move, asked after a wait of `timeout_seconds` in vain."""
+    def find_hanging_rank(self) -> PeerHangs:
+        """Return an error that names the rank that does not progress. Call it after a timeout."""
         try:
-            notes, moving = self._clerk.ask(self._look_around, seconds=STORE_SECONDS + BEAT_SECONDS)
-        except StoreSilent as error:
+            statuses, alive = self._requests.run(self._observe, seconds=STORE_SECONDS + BEAT_SECONDS)
+        except StoreUnavailable as error:
             return PeerHangs(
-                f"{self.describe(self.host)}, which hosts the store, hangs or is gone: {error} "
-                "(is its process stopped, or its machine cut off?)"
+                f"{self.describe(STORE_HOST)}, which hosts the store, hangs or is gone: {error} "
+                "(check whether its process is stopped or its machine is disconnected)"
             )
-        return PeerHangs(self._verdict(notes, moving))
+        return PeerHangs(self._diagnose(statuses, alive))
 
-    def watch(self, on_error: Callable[[WorkerError], None]) -> "Watch":
-        """Calls `on_error` once, from a background thread, when another rank has posted an error."""
-        assert self._watch is None, "one watcher is enough"
-        self._watch = Watch(self, self._client, self._canary, on_error)
-        return self._watch
+    def watch(self, on_error: Callable[[WorkerError], None]) -> None:
+        """Start a thread that calls `on_error` once when another rank posts an error."""
+        assert self._watcher is None, "a board has one watcher"
+        self._watcher = BoardWatcher(self, self._client, self._connection, on_error)
 
-    def linger(self, seconds: float = 3.0) -> None:
-        """After `post`: waits until the others have seen it, for the store may die with this rank."""
+    def wait_until_seen(self, seconds: float = 3.0) -> None:
+        """Wait after `post_error` until all ranks have read it: the store may end with this rank."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(StoreSilent):
+        with contextlib.suppress(StoreUnavailable):
             while time.monotonic() < deadline:
-                if self._clerk.ask(self._count_informed) >= self.world - 1:
+                if self._requests.run(self._count_informed) >= self.world - 1:
                     return
                 time.sleep(0.02)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        self._clerk.close()
-        self._canary.close()
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._requests.close()
+        self._connection.close()
 
-    # ------------------------------------------------------------ what is asked of the store
+    # ------------------------------------------------------------ requests to the store
 
-    def _put(self, note: Note) -> None:
-        with contextlib.suppress(StoreSilent):
-            self._clerk.ask(lambda store: store.set(f"note/{self.rank}", codec.encode(note)))
+    def _set_status(self, status: RankStatus) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            self._requests.run(lambda store: store.set(f"status/{self.rank}", codec.encode(status)))
 
-    def _acknowledge(self, post: Post, ask: Callable[[Callable[[Store], int]], int]) -> None:
-        if post.rank != self.rank and not self._acknowledged:
+    def _acknowledge(self, posted: PostedError, run: Callable[[Callable[[Store], int]], int]) -> None:
+        if posted.rank != self.rank and not self._acknowledged:
             self._acknowledged = True
-            ask(lambda store: store.add("seen", 1))
+            run(lambda store: store.add("seen", 1))
 
     def _count_informed(self, store: Store) -> int:
-        finished = [self._note(store, rank).state == "finished" for rank in range(self.world)]
+        finished = [self._status(store, rank).state == "finished" for rank in range(self.world)]
         return store.add("seen", 0) + sum(finished)
 
-    def _note(self, store: Store, rank: int) -> Note:
-        key = f"note/{rank}"
-        return codec.decode(store.get(key), Note, key) if store.check([key]) else Note()
+    def _status(self, store: Store, rank: int) -> RankStatus:
+        key = f"status/{rank}"
+        return codec.decode(store.get(key), RankStatus, key) if store.check([key]) else RankStatus()
 
-    def _look_around(self, store: Store) -> tuple[dict[int, Note], set[int]]:
-        """Every rank's note, and those whose watcher moves (or never started)."""
+    def _observe(self, store: Store) -> tuple[dict[int, RankStatus], set[int]]:
+        """Return all other ranks' statuses, and the ranks whose watcher runs (or never started)."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        first = {rank: _count(store, f"beat/{rank}") for rank in others}
+        first = {rank: store.add(f"beat/{rank}", 0) for rank in others}
         deadline = time.monotonic() + BEAT_SECONDS
         still = {rank for rank in others if first[rank]}
         while still and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 5)
-            still = {rank for rank in still if _count(store, f"beat/{rank}") == first[rank]}
-        notes = {rank: self._note(store, rank) for rank in others}
-        return notes, {rank for rank in others if rank not in still}
+            still = {rank for rank in still if store.add(f"beat/{rank}", 0) == first[rank]}
+        return {rank: self._status(store, rank) for rank in others}, set(others) - still
 
-    # ------------------------------------------------------------ what is made of it
+    # ------------------------------------------------------------ errors
 
-    def _as_error(self, post: Post) -> WorkerError:
-        who = self.describe(post.rank)
-        if post.kind in ("PeerLost", "PeerHangs"):  # the culprit is in the message, not who noticed
-            kind = PeerLost if post.kind == "PeerLost" else PeerHangs
-            return kind(f"{post.message}\n(noticed by {who} at {post.where})")
+    def _to_exception(self, posted: PostedError) -> WorkerError:
+        who = self.describe(posted.rank)
+        if posted.kind in ("PeerLost", "PeerHangs"):  # the message names the cause, not who noticed it
+            kind = PeerLost if posted.kind == "PeerLost" else PeerHangs
+            return kind(f"{posted.message}\n(noticed by {who} at {posted.where})")
         return WorkerError(
-            f"{who} failed at {post.where}: {post.kind}: {post.message}\n\n"
-            f"The original traceback, of rank {post.rank}:\n{post.traceback}"
+            f"{who} failed at {posted.where}: {posted.kind}: {posted.message}\n\n"
+            f"The original traceback, of rank {posted.rank}:\n{posted.traceback}"
         )
 
-    def _verdict(self, notes: dict[int, Note], moving: set[int]) -> str:
-        at_work = [rank for rank, note in notes.items() if note.state != "finished"]
-        stopped = [rank for rank in at_work if rank not in moving]
-        busy = [rank for rank in at_work if notes[rank].state == "working"]
+    def _diagnose(self, statuses: dict[int, RankStatus], alive: set[int]) -> str:
+        unfinished = [rank for rank, status in statuses.items() if status.state != "finished"]
+        stopped = [rank for rank in unfinished if rank not in alive]
+        busy = [rank for rank in unfinished if statuses[rank].state == "working"]
         if stopped:
             verdict = (
-                f"{self._list(stopped)} hangs: its process is stopped or cut off, "
-                "for its watcher stands still too"
+                f"{self._list(stopped)} hangs: its process is stopped or disconnected, "
+                "because its watcher thread does not run either"
             )
         elif busy:
             verdict = (
-                f"{self._list(busy)} hangs: for {self.timeout_seconds:g} s it has neither sent what is "
-                "waited for nor waited for anyone (an endless or very long computation?)"
+                f"{self._list(busy)} hangs: for {self.timeout_seconds:g} s it has neither sent the awaited "
+                "message nor waited for another rank (an endless or very long computation?)"
             )
         else:
-            verdict = f"no rank moves: {self.describe(self.rank)} and all others wait, or have finished"
-        waits = [
-            f"{self.describe(rank)} waits for {note.what}"
-            for rank, note in notes.items()
-            if note.state == "waiting" and rank not in stopped
+            verdict = f"no rank progresses: {self.describe(self.rank)} and all others wait or have finished"
+        waiting = [
+            f"{self.describe(rank)} waits for {status.what}"
+            for rank, status in statuses.items()
+            if status.state == "waiting" and rank not in stopped
         ]
-        finished = [f"{self.describe(rank)} has finished" for rank in notes if rank not in at_work]
-        details = "; ".join([*waits, *finished])
+        finished = [f"{self.describe(rank)} has finished" for rank in statuses if rank not in unfinished]
+        details = "; ".join([*waiting, *finished])
         return (
             f"{verdict}. {details + '. ' if details else ''}"
-            f"({self.describe(self.rank)} gave up after {self.timeout_seconds:g} s; where steps may take "
+            f"({self.describe(self.rank)} timed out after {self.timeout_seconds:g} s; if steps may take "
             "longer, raise the timeout)"
         )
 
@@ -230,15 +227,19 @@ class Board:
         return " and ".join(self.describe(rank) for rank in ranks)
 
 
-class Watch:
-    """A background thread that looks at the board and shows that this process is alive."""
+class BoardWatcher:
+    """Background thread that reads the board and shows that this process runs."""
 
     def __init__(
-        self, board: Board, store: Store, canary: "Canary", on_error: Callable[[WorkerError], None]
+        self,
+        board: StatusBoard,
+        store: Store,
+        connection: "StoreConnection",
+        on_error: Callable[[WorkerError], None],
     ) -> None:
         self._board = board
         self._store = store
-        self._canary = canary
+        self._connection = connection
         self._on_error = on_error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna-watch", daemon=True)
@@ -246,100 +247,93 @@ class Watch:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=STORE_SECONDS)  # where the store's host is stopped it stays behind, asleep
+        self._thread.join(timeout=STORE_SECONDS)  # stays blocked if the store's host is stopped
 
     def _run(self) -> None:
-        told = False
-        with contextlib.suppress(RuntimeError):  # the store went between the look and the request
-            while not self._stop.is_set() and self._canary.alive():
+        reported = False
+        with contextlib.suppress(RuntimeError):  # the store ended between the check and the request
+            while not self._stop.is_set() and self._connection.alive():
                 self._store.add(f"beat/{self._board.rank}", 1)
-                post = None if told else _read_post(self._store)
-                if post is not None:
-                    told = True
-                    if post.rank != self._board.rank:
-                        self._on_error(self._board._as_error(post))
-                        self._board._acknowledge(post, lambda question: question(self._store))
+                posted = None if reported else _read_posted(self._store)
+                if posted is not None:
+                    reported = True
+                    if posted.rank != self._board.rank:
+                        self._on_error(self._board._to_exception(posted))
+                        self._board._acknowledge(posted, lambda request: request(self._store))
                 self._stop.wait(POLL_SECONDS)
 
 
-class Clerk:
-    """Asks the store from a thread of its own, so that a silent store costs seconds, not the process."""
+class StoreThread:
+    """Sends requests to the store from a thread of its own, so that the caller can time out."""
 
-    def __init__(self, store: Store, canary: "Canary") -> None:
+    def __init__(self, store: Store, connection: "StoreConnection") -> None:
         self._store = store
-        self._canary = canary
-        self._questions: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
-        self._questions = queue.SimpleQueue()
+        self._connection = connection
+        self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+        self._tasks = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="varuna-board", daemon=True)
         self._thread.start()
 
-    def ask(self, question: Callable[[Store], Answer], seconds: float = STORE_SECONDS) -> Answer:
-        answer: Future[Answer] = Future()
-        self._questions.put((question, answer))
+    def run(self, request: Callable[[Store], T], seconds: float = STORE_SECONDS) -> T:
+        answer: Future[T] = Future()
+        self._tasks.put((request, answer))
         try:
             return answer.result(timeout=seconds)
         except FutureTimeout:
             answer.cancel()
-            raise StoreSilent(f"the store has not answered for {seconds:g} s") from None
+            raise StoreUnavailable(f"the store has not answered for {seconds:g} s") from None
 
     def close(self) -> None:
-        self._questions.put(None)
+        self._tasks.put(None)
         self._thread.join(timeout=STORE_SECONDS)
 
     def _run(self) -> None:
-        while (task := self._questions.get()) is not None:
-            question, answer = task
+        while (task := self._tasks.get()) is not None:
+            request, answer = task
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
-                if not self._canary.alive():
-                    raise StoreSilent("the store is gone")
-                answer.set_result(question(self._store))
+                if not self._connection.alive():
+                    raise StoreUnavailable("the store is gone")
+                answer.set_result(request(self._store))
             except (dist.DistError, OSError) as error:
-                answer.set_exception(StoreSilent(str(error)))
-            except BaseException as error:  # whoever asked is to have it
+                answer.set_exception(StoreUnavailable(str(error)))
+            except BaseException as error:  # the caller gets it
                 answer.set_exception(error)
 
 
-class Canary:
-    """A bare connection to the store's server, which ends when that does.
+class StoreConnection:
+    """A bare connection to the store's server, which closes when the server ends.
 
-    Looked at before each request, because a request to a dead server makes torch print a page of C++
-    frames that no handler can hold back.
+    It is checked before each request: a request to a dead server makes torch print a page of C++ frames.
     """
 
     def __init__(self, store: Store) -> None:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        self._line: socket.socket | None = None
+        self._socket: socket.socket | None = None
         if isinstance(store, TCPStore):
             with contextlib.suppress(OSError):
-                self._line = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
-                self._line.setblocking(False)
+                self._socket = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
+                self._socket.setblocking(False)
 
     def alive(self) -> bool:
-        if self._line is None:
-            return True  # not known to be dead
+        """Return False if the server has ended; True if that is unknown."""
+        if self._socket is None:
+            return True
         try:
-            return self._line.recv(1) != b""
+            return self._socket.recv(1) != b""
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
-def _own_client(store: Store) -> Store:
-    client: Store = cast(Any, store).clone()  # torch's declarations lack it
-    return client
-
-
-def _read_post(store: Store) -> Post | None:
-    return codec.decode(store.get("error"), Post, "the board's error") if store.check(["error"]) else None
-
-
-def _count(store: Store, key: str) -> int:
-    return store.add(key, 0)
+def _read_posted(store: Store) -> PostedError | None:
+    if not store.check(["error"]):
+        return None
+    return codec.decode(store.get("error"), PostedError, "the board's error")

@@ -1,4 +1,7 @@
-"""The process groups that a plan needs, made once by exactly the ranks in each."""
+"""Process groups of a plan, and the choice of backends and channels.
+
+Only the members of a group take part in making it.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -8,58 +11,58 @@ import torch
 import torch.distributed as dist
 
 from varuna.execute.comm.address import machine_identity
-from varuna.execute.comm.slots import device_uuid, gpus_in_reach
+from varuna.execute.comm.slots import device_uuid, reachable_gpus
 from varuna.types import ChannelName, Plan, StageMap
 
-GLOO_PATIENCE = 20
-"""How much longer gloo waits than we do: it is the waiter that gives up first, and names the culprit."""
+GLOO_TIMEOUT_FACTOR = 20
+"""Gloo times out this much later than the waiter, so that the waiter's error, which names the cause, comes
+first."""
 
 
-class Seat(NamedTuple):
-    """Where a rank computes, as the others need to know it."""
+class RankDevice(NamedTuple):
+    """The device of a rank, as other ranks need to know it."""
 
     machine: str
-    gpu: str | None  # its name, the same in every process; None of a processor
-    in_reach: tuple[str, ...]  # the GPUs whose memory it can write, its own among them
+    gpu: str | None  # UUID; None: the rank computes on a CPU
+    reachable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can write, its own included
 
 
-def seat_at(device: torch.device) -> Seat:
+def describe_device(device: torch.device) -> RankDevice:
     if device.type != "cuda":
-        return Seat(machine_identity(), None, ())
-    return Seat(machine_identity(), device_uuid(device), gpus_in_reach(device))
+        return RankDevice(machine_identity(), None, ())
+    return RankDevice(machine_identity(), device_uuid(device), reachable_gpus(device))
 
 
-def choose_channel(one: Seat, other: Seat, *, nccl: bool) -> ChannelName:
-    """How tensors go between two ranks: the same at both ends. `nccl`: whether it takes the job's ranks.
+def choose_channel(one: RankDevice, other: RankDevice, *, nccl: bool) -> ChannelName:
+    """Return how tensors travel between two ranks; the same at both ends.
 
-    Shared memory comes first: a copy engine fills it, where NCCL would take processors from the computing.
+    `nccl`: NCCL works for the ranks of this job. Shared memory is preferred: a copy engine fills it, while
+    NCCL takes multiprocessors from the computation.
     """
-    together = one.machine == other.machine and one.gpu in other.in_reach and other.gpu in one.in_reach
-    if together:
+    if one.machine == other.machine and one.gpu in other.reachable and other.gpu in one.reachable:
         return "shared"
     return "group" if nccl else "host"
 
 
-def reduce_backend(devices: Sequence[str | None]) -> str:
-    """What reduces gradients, given every rank's device.
+def reduce_backend(gpus: Sequence[str | None]) -> str:
+    """Return the backend that reduces gradients, given every rank's GPU.
 
-    NCCL refuses two ranks on one GPU; gloo takes what is on a GPU too, through the host. Numbers of the host
-    travel in the same groups.
+    NCCL refuses two ranks on one GPU. Gloo accepts GPU tensors and copies them through host memory. CPU
+    tensors are reduced in the same groups.
     """
-    alone = None not in devices and len(set(devices)) == len(devices)
-    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+    separate = None not in gpus and len(set(gpus)) == len(gpus)
+    return "cpu:gloo,cuda:nccl" if separate else "gloo"
 
 
 def make_group(
     ranks: Sequence[int], *, timeout_seconds: float, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """None where one rank is all: nothing to reduce."""
+    """Make a group of these ranks; None if there is only one."""
     if len(ranks) < 2:
         return None
-    # Only members take part, so idle ranks of the job need not know of the group.
     group = dist.new_group(
         list(ranks),
-        timeout=timedelta(seconds=timeout_seconds * GLOO_PATIENCE),
+        timeout=timedelta(seconds=timeout_seconds * GLOO_TIMEOUT_FACTOR),
         backend=backend,
         use_local_synchronization=True,
     )
@@ -67,9 +70,12 @@ def make_group(
     return group
 
 
-def stand_in(rank: int) -> None:
-    """For a group that others make and this rank has no part in: torch names a group by how many a rank has
-    made before, so that ranks of unequal counts would wait for each other for ever."""
+def make_placeholder_group(rank: int) -> None:
+    """Make a group of one rank in place of a group that only other ranks make.
+
+    Torch names a group by the number of groups that the process has made. Ranks with unequal counts would
+    wait for each other forever.
+    """
     dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
@@ -78,7 +84,7 @@ def have_equal_widths(stage_map: StageMap, stages: Sequence[int]) -> bool:
 
 
 def stages_of_ties(plan: Plan, holders: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """For each parameter used by segments of several stages, those stages."""
+    """Return the stages of every parameter that several stages use, given the segments that use it."""
     found = {}
     for name, segments in holders.items():
         stages = tuple(

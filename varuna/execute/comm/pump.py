@@ -1,15 +1,14 @@
-"""All links of a rank, and who moves their bytes.
+"""All links of a rank, and the threads that move their bytes.
 
-The thread that computes does it itself wherever it can: it sends what fits the kernel's buffers at
-once, and reads the sockets when it asks (`poll`) or has nothing else to do (`wait`). So a small
-message costs neither a thread switch nor a fight for the interpreter's lock. A background thread,
-the pump, stands in for it while it computes:
+The computing thread does most of it: it sends what fits the kernel's buffers at once, and reads the sockets
+in `poll` and `wait`. So a small message needs no thread switch and no contention for the interpreter lock. A
+background thread, the pump, works while the computing thread computes:
 
-    what did not fit the kernel's buffers             the pump sends it
-    links that carry big messages, while computing    the pump reads them, so that the sender gets on
+    frames that did not fit the kernel's buffers      the pump sends them
+    links that carry large messages                   the pump reads them, so that the sender can go on
     messages held back on purpose (`delay`)           the pump waits for their time
 
-While the computing thread waits, the pump keeps its hands off the reading.
+While the computing thread waits, the pump does not read.
 """
 
 import atexit
@@ -23,17 +22,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 import torch
 
-from varuna.execute.comm.address import MEET_SECONDS, Exchange, meet
-from varuna.execute.comm.link import Delay, Link
+from varuna.execute.comm.address import CONNECT_SECONDS, Exchange, connect_sockets
+from varuna.execute.comm.link import Delay, PeerLink
 
-NAP_SECONDS = 20e-6
-"""Between two looks at a device that fills a message, and rings no bell."""
+DEVICE_POLL_SECONDS = 20e-6
+"""Interval between polls of a device that fills a message, which wakes no thread."""
 GOODBYE_SECONDS = 5.0
-"""How long `close` tries to hand over what was sent but not yet accepted by a slow peer."""
+"""`close` tries at most this long to deliver messages that a slow peer has not accepted yet."""
 
 
 def connect(
@@ -45,21 +43,21 @@ def connect(
     unix: bool = True,
     device: torch.device | str = "cpu",
     delay: Delay | None = None,
-    timeout_seconds: float = MEET_SECONDS,
-) -> "Network":
-    """Links this rank to its peers, given as rank → how to name it in an error.
+    timeout_seconds: float = CONNECT_SECONDS,
+) -> "PeerNetwork":
+    """Connect this rank to its peers, given as rank → name of the rank in errors.
 
-    A collective: every rank calls it, with or without peers, because `exchange` gathers from all.
-    `host` is this machine's address as the others reach it (see `address_facing`).
+    Every rank must call it, with or without peers, because `exchange` gathers from all ranks. `host` is this
+    machine's address as the others reach it (see `own_address`).
     """
-    met = meet(rank, peers, exchange, host=host, unix=unix, timeout_seconds=timeout_seconds)
-    return Network(rank, met, peers, device=torch.device(device), delay=delay)
+    sockets = connect_sockets(rank, peers, exchange, host=host, unix=unix, timeout_seconds=timeout_seconds)
+    return PeerNetwork(rank, sockets, peers, device=torch.device(device), delay=delay)
 
 
-class Network:
-    """What one rank needs of its neighbours: `links[peer].send`, `.ready`, `.take`, and a place to wait.
+class PeerNetwork:
+    """All links of one rank: `links[peer].send`, `.ready`, `.take`; and `wait` for any of them.
 
-    Only one thread, the one that computes, may send, take, poll and wait; any thread may `wake`.
+    Only the computing thread may send, take, poll and wait. Any thread may `wake`.
     """
 
     def __init__(
@@ -72,62 +70,62 @@ class Network:
         delay: Delay | None = None,
     ) -> None:
         self.rank = rank
-        self._pump = Pump(self._news_for_waiter)
+        self._pump = Pump(self._wake_if_waiting)
         self.links = {
-            peer: Link(
-                sockets[peer], peer, names[peer], device=device, delay=delay, backlog=self._pump.send_rest
+            peer: PeerLink(
+                sockets[peer], peer, names[peer], device=device, delay=delay, on_backlog=self._pump.send_rest
             )
             for peer in sorted(sockets)
         }
         self._by_fd = {link.socket.fileno(): link for link in self.links.values()}
         self._epoll = select.epoll()
-        self._bell = Bell()
-        self._epoll.register(self._bell.fd, select.EPOLLIN)
+        self._wakeup = Wakeup()
+        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
         for fd in self._by_fd:
             self._epoll.register(fd, select.EPOLLIN)
         self._wakes = 0
         self._seen = 0
         self._waiting = False
         self._closed = False
-        # A forked child (a data loader's worker) would keep our connections open after our death.
+        # A forked child (a data loader's worker) would keep the connections open after this process ends.
         os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
-        # A script that just ends, ends in order: ranks that are still at work must not think it killed.
+        # A script that ends without `close` still says goodbye: other ranks must not think it was killed.
         atexit.register(self.close)
         self._pump.start()
 
     def poll(self) -> None:
-        """Takes in what has arrived; never waits."""
-        self._take_in(0)
+        """Read what has arrived, without waiting."""
+        self._read(0)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Sleeps until something has happened since the last `wait`: an arrival, a `wake`, a peer's end.
+        """Sleep until an arrival, a `wake` or a peer's end since the last `wait`; False after the timeout.
 
-        False where the time passed without. Raises `PeerLost` where a peer is gone without a goodbye;
-        one that said goodbye may be missed by nobody: whoever waits for it looks at its link's `over`.
+        Raises `PeerLost` if a peer is gone without a goodbye. If a peer may end early, check its link's
+        `over`.
         """
         if self._count() == self._seen:
-            self._take_in(0)
+            self._read(0)
         if self._count() == self._seen:
             self._raise_if_lost()
             self._sleep(math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds)
         count = self._count()
         happened = count != self._seen
         self._seen = count
-        if not any(link.ready for link in self.links.values()):  # else the last words come first
+        if not any(link.ready for link in self.links.values()):  # else take these messages first
             self._raise_if_lost()
         return happened
 
     def wake(self) -> None:
-        """Ends a `wait`, the present or the next one; from any thread, at any time."""
+        """End the current or the next `wait`. Any thread may call it."""
         self._wakes += 1
-        self._bell.ring()
+        self._wakeup.set()
 
     @property
     def lost(self) -> list[int]:
         return [peer for peer, link in self.links.items() if link.lost is not None]
 
     def close(self) -> None:
-        """Hands over what was sent, says goodbye, and leaves nothing behind."""
+        """Deliver pending messages, say goodbye, and close all files and threads."""
         if self._closed:
             return
         self._closed = True
@@ -135,24 +133,22 @@ class Network:
         for link in self.links.values():
             link.say_goodbye()
         self._pump.finish(list(self.links.values()))
-        self._bell.close()
+        self._wakeup.close()
         self._epoll.close()
         for link in self.links.values():
             link.socket.close()
 
-    def __enter__(self) -> "Network":
+    def __enter__(self) -> "PeerNetwork":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _count(self) -> int:
-        """Changes whenever there is news; a sum, so that the two threads need no lock."""
+        """Return a number that changes with every event; a sum, so that the two threads need no lock."""
         count = self._wakes
         for link in self.links.values():
-            count += link.received - link.unripe + link.over
+            count += link.received - link.num_unfilled + link.over
         return count
 
     def _raise_if_lost(self) -> None:
@@ -160,93 +156,93 @@ class Network:
             if link.lost is not None:
                 raise link.error()
 
-    def _news_for_waiter(self) -> None:
+    def _wake_if_waiting(self) -> None:
         if self._waiting:
-            self._bell.ring()
+            self._wakeup.set()
 
     def _sleep(self, deadline: float) -> None:
         bulky = [link for link in self.links.values() if link.bulky]
         for link in bulky:
             self._pump.read(link, False)
-        # From here on the pump rings for what it was about to deliver; so look again after saying so.
+        # From here on the pump wakes this thread; check once more for what it delivered before.
         self._waiting = True
         try:
             while True:
-                naps = any(link.unripe for link in self.links.values())  # asked before the news: it may come
+                polls = any(link.num_unfilled for link in self.links.values())
                 left = deadline - time.monotonic()
                 if self._count() != self._seen or left <= 0:
                     break
-                self._take_in(left, naps=naps)
+                self._read(left, polls=polls)
         finally:
             self._waiting = False
             for link in self.links.values():
                 if link.bulky:
                     self._pump.read(link, True)
 
-    def _take_in(self, seconds: float, *, naps: bool = False) -> None:
-        if naps:
-            select.select([self._epoll], [], [], min(seconds, NAP_SECONDS))
+    def _read(self, seconds: float, *, polls: bool = False) -> None:
+        if polls:
+            select.select([self._epoll], [], [], min(seconds, DEVICE_POLL_SECONDS))
             seconds = 0
         for fd, _ in self._epoll.poll(None if seconds == math.inf else seconds):
-            if fd == self._bell.fd:
-                self._bell.clear()
+            if fd == self._wakeup.fd:
+                self._wakeup.clear()
                 continue
             link = self._by_fd[fd]
             link.receive()
             if link.over:
                 self._epoll.unregister(fd)
         for link in self.links.values():
-            link.tidy()
+            link.process_control()
 
 
 class Pump:
-    """The background thread. Asleep unless one of its three tasks is at hand."""
+    """Background thread that sleeps unless it has one of its three tasks."""
 
-    def __init__(self, news: Callable[[], None]) -> None:
-        self._news = news
+    def __init__(self, on_arrival: Callable[[], None]) -> None:
+        self._on_arrival = on_arrival
         self._epoll = select.epoll()
-        self._bell = Bell()
-        self._epoll.register(self._bell.fd, select.EPOLLIN)
-        self._links: dict[int, Link] = {}
+        self._wakeup = Wakeup()
+        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
+        self._links: dict[int, PeerLink] = {}
         self._events: dict[int, int] = {}
-        self._watching = threading.Lock()
-        self._held_back: set[Link] = set()
+        self._watch_lock = threading.Lock()
+        self._held_back: set[PeerLink] = set()
         self._stop_seconds = math.inf
-        self._finishing: list[Link] | None = None
+        self._finishing: list[PeerLink] | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-pump", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def send_rest(self, link: Link) -> None:
-        """Sees to what a link could not send at once."""
+    def send_rest(self, link: PeerLink) -> None:
+        """Send what a link could not send at once."""
         if link.due_seconds > time.monotonic():
             self._held_back.add(link)
-            self._bell.ring()
+            self._wakeup.set()
         else:
             self._watch(link, select.EPOLLOUT, True)
 
-    def read(self, link: Link, wanted: bool) -> None:
+    def read(self, link: PeerLink, wanted: bool) -> None:
         self._watch(link, select.EPOLLIN, wanted and not link.over)
 
-    def finish(self, links: list[Link]) -> None:
-        """Sends all that is left, for a while, reading on so that nobody is stuck; then ends."""
+    def finish(self, links: list[PeerLink]) -> None:
+        """Send the rest within `GOODBYE_SECONDS`, still reading so that no peer is blocked; then end."""
         for link in links:
             self.read(link, True)
         self._finishing = links
         self._stop_seconds = time.monotonic() + GOODBYE_SECONDS
-        self._bell.ring()
+        self._wakeup.set()
         self._thread.join()
-        self._bell.close()
+        self._wakeup.close()
         self._epoll.close()
 
     def forget(self) -> None:
-        """In a forked child, which has no such thread: closes the files."""
-        self._bell.forget()
+        """Close the files in a forked child, which has no such thread."""
+        self._wakeup.forget()
         self._epoll.close()
 
-    def _watch(self, link: Link, event: int, wanted: bool) -> None:
-        with self._watching:
+    def _watch(self, link: PeerLink, event: int, wanted: bool) -> None:
+        with self._watch_lock:
             fd = link.socket.fileno()
             before = self._events.get(fd, 0)
             events = before | event if wanted else before & ~event
@@ -254,7 +250,7 @@ class Pump:
                 return
             self._events[fd] = events
             self._links[fd] = link
-            # Even a watch for nothing reports a hang-up, over and over: so rather none.
+            # Even a registration for no event reports a hang-up again and again: unregister instead.
             if not events:
                 self._epoll.unregister(fd)
             elif before:
@@ -277,8 +273,8 @@ class Pump:
                 return
             next_due = min([self._stop_seconds, *(link.due_seconds for link in self._held_back)])
             for fd, events in self._sleep(next_due - now):
-                if fd == self._bell.fd:
-                    self._bell.clear()
+                if fd == self._wakeup.fd:
+                    self._wakeup.clear()
                     continue
                 link = self._links[fd]
                 if events & ~select.EPOLLOUT:
@@ -287,33 +283,33 @@ class Pump:
                     if link.over:
                         self._watch(link, select.EPOLLIN, False)
                     if link.received + link.over != before:
-                        self._news()
+                        self._on_arrival()
                 if events & ~select.EPOLLIN:
                     self._send(link)
 
     def _sleep(self, seconds: float) -> list[tuple[int, int]]:
         if seconds == math.inf:
             return self._epoll.poll()
-        # epoll counts in milliseconds, too coarse for a delay; select on the epoll itself does not.
+        # epoll's timeout is in milliseconds, too coarse for a delay; select on the epoll is finer.
         select.select([self._epoll], [], [], max(seconds, 0))
         return self._epoll.poll(0)
 
-    def _send(self, link: Link) -> None:
+    def _send(self, link: PeerLink) -> None:
         link.flush()
         self._watch(link, select.EPOLLOUT, False)
-        if link.unsent:  # or put there by the computing thread, in the meantime
+        if link.unsent:  # or queued by the computing thread meanwhile
             self.send_rest(link)
 
 
-class Bell:
+class Wakeup:
     """Wakes a thread that sleeps in epoll."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
 
-    def ring(self) -> None:
-        with self._lock:  # a late ring must not write to whatever has got our number since
+    def set(self) -> None:
+        with self._lock:  # a late call must not write to a file that got the same number
             if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
 
@@ -328,17 +324,17 @@ class Bell:
             self.fd = -1
 
     def forget(self) -> None:
-        os.close(self.fd)  # without the lock: another thread may have held it at the fork, for good
+        os.close(self.fd)  # without the lock: another thread may have held it at the fork
         self.fd = -1
 
 
-def _forget_in_child(reference: "weakref.ref[Network]") -> None:
+def _forget_in_child(reference: "weakref.ref[PeerNetwork]") -> None:
     network = reference()
     if network is None or network._closed:
         return
     network._closed = True
     network._pump.forget()
-    network._bell.forget()
+    network._wakeup.forget()
     network._epoll.close()
     for link in network.links.values():
         link.socket.close()

@@ -1,56 +1,54 @@
-"""What ties this rank to the others of a job: its place, its groups, its links, and the board.
+"""Joins this rank to the other ranks of a job: process groups, links to other stages, and the status board.
 
-One rank alone has none of these, and needs no torch.distributed.
+A job of one rank needs none of these, and no torch.distributed.
 """
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
-from varuna.execute.comm.board import Board
-from varuna.execute.comm.fan import Crowd
+from varuna.execute.comm.board import StatusBoard
+from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import (
-    GLOO_PATIENCE,
+    GLOO_TIMEOUT_FACTOR,
+    RankDevice,
     choose_channel,
+    describe_device,
     have_equal_widths,
     make_group,
+    make_placeholder_group,
     reduce_backend,
-    seat_at,
-    stand_in,
 )
 from varuna.execute.comm.lanes import open_lanes
-from varuna.execute.comm.link import Link
-from varuna.execute.comm.pump import Network, connect
+from varuna.execute.comm.link import PeerLink
+from varuna.execute.comm.pump import PeerNetwork, connect
+from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.step.division import linked_ranks
 from varuna.types import ChannelName, StageMap, place_in_map
 
-Anything = TypeVar("Anything")
-
-_num_sessions = 0  # in this process: every session has keys of its own in the job's store
+_num_sessions = 0  # opened in this process: every session has its own keys in the job's store
 
 
-@dataclass
-class Session:
-    """Open while a wrapped model lives. `rank`, `stage` and `replica` say who this is."""
+@dataclass(kw_only=True)
+class Session(Collective):
+    """This rank's connection to all ranks of the job, open as long as a wrapped model is.
+
+    As a `Collective` it spans all ranks.
+    """
 
     stage_map: StageMap
-    rank: int
     stage: int
     replica: int
-    board: Board | None = None
-    everyone: dist.ProcessGroup | None = None
-    replicas: dist.ProcessGroup | None = None
+    board: StatusBoard | None = None
+    replicas: dist.ProcessGroup | None = None  # of this rank's stage
     backend: str = "gloo"  # of the groups that reduce gradients
-    channels: Mapping[int, ChannelName] = field(default_factory=dict)  # to the stages before and after
-    network: Network | None = None
-    waiter: Waiter | None = None
+    channels: Mapping[int, ChannelName] = field(default_factory=dict)  # by rank, to adjacent stages
+    network: PeerNetwork | None = None
     closed: bool = False
 
     @property
@@ -59,97 +57,61 @@ class Session:
 
     @property
     def width(self) -> int:
-        """The replicas of this rank's stage."""
+        """Number of replicas of this rank's stage."""
         return len(self.stage_map[self.stage])
 
     @property
     def num_ranks(self) -> int:
-        return sum(map(len, self.stage_map))
+        return len(self.ranks)
 
     @property
     def uneven(self) -> bool:
-        """Whether stages differ in their number of replicas."""
+        """True if stages differ in their number of replicas."""
         return len({len(row) for row in self.stage_map}) > 1
 
-    def gather(self, value: Anything) -> list[Anything]:
-        """Every rank's value, by rank in the order of the map's ranks."""
-        if self.everyone is None:
-            return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for (size,) in self._all_gather([len(data)], self.everyone)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        parts = [torch.empty_like(padded) for _ in sizes]
-        self._wait(dist.all_gather(parts, padded, group=self.everyone, async_op=True))
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
-
     def gather_by_stage(self, numbers: Sequence[float]) -> list[list[list[float]]]:
-        """Every rank's numbers, by stage and replica: one small message."""
-        assert self.everyone is not None, "a rank alone is a stage alone"
-        ranks = sorted(rank for row in self.stage_map for rank in row)
-        found = dict(zip(ranks, self._all_gather(numbers, self.everyone), strict=True))
+        """Return the numbers of all ranks, by stage and replica."""
+        found = dict(zip(self.ranks, self.gather_numbers(numbers), strict=True))
         return [[found[rank] for rank in row] for row in self.stage_map]
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, as many each: one small message."""
-        return [list(numbers)] if self.everyone is None else self._all_gather(numbers, self.everyone)
-
-    def tell(self, value: Anything, source: int) -> Anything:
-        """One rank's value, on every rank."""
-        if self.everyone is None:
-            return value
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = int(self._all_gather([len(data)], self.everyone)[source][0])
-        if self.rank != source:
-            data = torch.empty(size, dtype=torch.uint8)
-        self._wait(dist.broadcast(data, source, group=self.everyone, async_op=True))
-        found: Anything = value if self.rank == source else pickle.loads(data.numpy().tobytes())
-        return found
-
     def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every replica's numbers, by replica: one small message."""
-        return [list(numbers)] if self.replicas is None else self._all_gather(numbers, self.replicas)
+        """Return the numbers of this stage's replicas, by replica."""
+        return Collective(self.rank, self.stage_map[self.stage], self.replicas, self.waiter).gather_numbers(
+            numbers
+        )
 
-    def _all_gather(self, numbers: Sequence[float], group: dist.ProcessGroup) -> list[list[float]]:
-        own = torch.tensor(numbers, dtype=torch.float64)
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        self._wait(dist.all_gather(parts, own, group=group, async_op=True))
-        return [part.tolist() for part in parts]
-
-    def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None
-        if self.waiter is None:  # while the session opens
-            work.wait()
-        else:
-            self.waiter.for_work(work, lambda: "a word from all ranks")
-
-    def neighbour(self, step: int) -> Link | Crowd | None:
-        """The way to the stage before (-1) or after (+1) this one."""
-        linked = linked_ranks(self.stage_map, self.stage, self.replica, self.stage + step)
+    def adjacent_stage(self, offset: int) -> PeerLink | StageLinks | None:
+        """Return the connection to the previous (-1) or next (+1) stage, if there is one."""
+        linked = linked_ranks(self.stage_map, self.stage, self.replica, self.stage + offset)
         if self.network is None or not linked:
             return None
         links = {replica: self.network.links[rank] for replica, rank in linked.items()}
-        return Crowd(links, sends_gradients=step < 0) if self.uneven else links[self.replica]
+        return StageLinks(links, sends_gradients=offset < 0) if self.uneven else links[self.replica]
 
-    def explain(self, error: Exception, where: str) -> None:
-        """Tells the other ranks of an error of this one, and the error where it happened."""
-        second_hand = isinstance(error, WorkerError) and not isinstance(error, PeerLost | PeerHangs)
-        if self.board is not None and not second_hand:
-            self.board.post(error, where)
-            self.board.linger()
+    def report_error(self, error: Exception, where: str) -> None:
+        """Post an error of this rank for all others, and add its place to the error itself."""
+        is_reported = isinstance(error, WorkerError) and not isinstance(error, PeerLost | PeerHangs)
+        if self.board is not None and not is_reported:
+            self.board.post_error(error, where)
+            self.board.wait_until_seen()
         if not isinstance(error, WorkerError):
             error.add_note(f"on rank {self.rank}: {where}")
 
     def close(self) -> None:
-        """Hands over what was sent, and says goodbye, so that an orderly end is told from a loss."""
+        """Deliver pending messages and say goodbye, so that other ranks see an orderly end, not a loss."""
         if self.closed:
             return
         self.closed = True
         if self.network is not None:
             self.network.close()
         if self.board is not None:
-            self.board.finished()
+            self.board.set_finished()
             self.board.close()
+
+
+def single_rank_session() -> Session:
+    """Return the session of a job with one rank."""
+    return Session(rank=0, ranks=(0,), stage_map=((0,),), stage=0, replica=0)
 
 
 def open_session(
@@ -162,85 +124,123 @@ def open_session(
     link_delay: Callable[[int], float] | None = None,
     channel: ChannelName | None = None,
 ) -> Session:
-    """Joins this rank to the others of the map; all of them call it.
+    """Join this rank to the other ranks of the map. All ranks call it.
 
-    `channel`, the same on all, is how tensors go between stages; None: the best that there is for each two.
+    `channel`, equal on all ranks, is how tensors travel between stages; None: the best one for each pair.
     """
     stage, replica = place_in_map(stage_map, rank)
-    session = Session(stage_map, rank, stage, replica)
-    ranks = sorted(r for row in stage_map for r in row)
+    ranks = sorted(other for row in stage_map for other in row)
+    session = Session(rank=rank, ranks=ranks, stage_map=stage_map, stage=stage, replica=replica)
     if len(ranks) == 1:
         return session
+    session.group = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
+    devices, store = _exchange_devices(session, device)
 
     def describe(other: int) -> str:
         its_stage, its_replica = place_in_map(stage_map, other)
         return f"rank {other} (stage {its_stage}, replica {its_replica})"
 
-    session.everyone = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
-    global _num_sessions
-    told = session.gather((_num_sessions, seat_at(device)))
-    _num_sessions = 1 + max(number for number, _ in told)  # ranks may have been in unequally many
-    seats = {other: seat for other, (_, seat) in zip(ranks, told, strict=True)}
-    store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
-    session.board = Board(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
-    session.backend = reduce_backend([seat.gpu for seat in seats.values()])
-    session.replicas = (
-        session.everyone
-        if len(stage_map) == 1 and session.backend == "gloo"
-        else make_group(stage_map[stage], timeout_seconds=timeout_seconds, backend=session.backend)
-    )
-    if session.uneven and session.replicas is None:
-        stand_in(rank)
-    others = {
+    session.board = StatusBoard(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
+    session.backend = reduce_backend([found.gpu for found in devices.values()])
+    session.replicas = _replica_group(session, timeout_seconds)
+    adjacent = {
         other for s in (stage - 1, stage + 1) for other in linked_ranks(stage_map, stage, replica, s).values()
     }
     nccl = session.backend != "gloo"
     session.channels = {
-        other: channel or choose_channel(seats[rank], seats[other], nccl=nccl) for other in sorted(others)
+        other: channel or choose_channel(devices[rank], devices[other], nccl=nccl)
+        for other in sorted(adjacent)
     }
-    # Between replicas nothing is sent; but a link tells at once who is gone, where a reduction only breaks.
-    width = len(stage_map[stage])
-    others |= {stage_map[stage][(replica + step) % width] for step in (-1, 1)} - {rank}
     session.network = connect(
         rank,
-        {other: describe(other) for other in others},
+        {other: describe(other) for other in adjacent | _next_replicas(session)},
         session.gather,
         host=host,
         device=device,
         delay=link_delay,
     )
-    # In the order of the ranks: whoever waits for a neighbour here waits for one that comes to it in the end.
-    for other, chosen in session.channels.items():
-        link = session.network.links[other]
-        if chosen == "group":
-            patience = timeout_seconds * GLOO_PATIENCE
-            lanes = open_lanes(rank, other, store, device=device, nccl=nccl, timeout_seconds=patience)
-            link.use_lanes(*lanes)
-        elif chosen == "host":
-            link.use_host()
+    _open_channels(session, session.network, store, device=device, timeout_seconds=timeout_seconds)
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.board.watch(session.waiter.fail)
     return session
 
 
-def tie_groups(
+def _exchange_devices(
+    session: Session, device: torch.device
+) -> tuple[dict[int, RankDevice], distributed_c10d.Store]:
+    """Return the device of every rank, and a store with keys that no other session uses."""
+    global _num_sessions
+    gathered = session.gather((_num_sessions, describe_device(device)))
+    _num_sessions = 1 + max(number for number, _ in gathered)  # ranks may have opened unequally many
+    store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
+    return {rank: found for rank, (_, found) in zip(session.ranks, gathered, strict=True)}, store
+
+
+def _replica_group(session: Session, timeout_seconds: float) -> dist.ProcessGroup | None:
+    if session.depth == 1 and session.backend == "gloo":
+        return session.group
+    ranks = session.stage_map[session.stage]
+    group = make_group(ranks, timeout_seconds=timeout_seconds, backend=session.backend)
+    if session.uneven and group is None:
+        make_placeholder_group(session.rank)
+    return group
+
+
+def _next_replicas(session: Session) -> set[int]:
+    """Return the replicas before and after this one.
+
+    No tensors go over these links. A link notices at once which rank is gone; a reduction only breaks.
+    """
+    row, width = session.stage_map[session.stage], session.width
+    return {row[(session.replica + step) % width] for step in (-1, 1)} - {session.rank}
+
+
+def _open_channels(
+    session: Session,
+    network: PeerNetwork,
+    store: distributed_c10d.Store,
+    *,
+    device: torch.device,
+    timeout_seconds: float,
+) -> None:
+    # In the order of ranks, so that no two ranks wait for each other in a circle.
+    for other, channel in session.channels.items():
+        link = network.links[other]
+        if channel == "group":
+            lanes = open_lanes(
+                session.rank,
+                other,
+                store,
+                device=device,
+                nccl=session.backend != "gloo",
+                timeout_seconds=timeout_seconds * GLOO_TIMEOUT_FACTOR,
+            )
+            link.use_lanes(*lanes)
+        elif channel == "host":
+            link.use_host()
+
+
+def make_tie_groups(
     session: Session, ties: Iterable[tuple[int, ...]], *, timeout_seconds: float
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """For each tie (the stages that share a tensor) the group of this replica's ranks among them; of all
-    their ranks, where not every stage has such a replica. All ranks are given the ties of all stages."""
+    """Make the groups of this rank that sum gradients of tied parameters.
+
+    A tie is the tuple of stages that share a parameter; every rank is given the ties of all stages. Its
+    group is this replica's ranks of these stages; all their ranks, if stages differ in their replicas.
+    """
     made = {}
     wanted = sorted(set(ties))
-    if wanted:  # a word from a rank that has failed comes in time; of a group that it is to join, never
+    if wanted:  # a failed rank shows in this gather; `make_group` would wait for it forever
         session.gather_numbers([1.0])
     for stages in wanted:
         if session.stage not in stages:
-            stand_in(session.rank)
+            make_placeholder_group(session.rank)
             continue
         if have_equal_widths(session.stage_map, stages):
             ranks = [session.stage_map[stage][session.replica] for stage in stages]
         else:
             ranks = [rank for stage in stages for rank in session.stage_map[stage]]
         group = make_group(ranks, timeout_seconds=timeout_seconds, backend=session.backend)
-        assert group is not None, "a tie has two stages at least"
+        assert group is not None, "a tie has at least two stages"
         made[stages] = group
     return made

@@ -1,19 +1,19 @@
-"""Device memory that two processes of one machine share, so that a message is one copy on the device.
+"""GPU memory that two processes of one machine share, so that a message is one copy on the device.
 
-The receiver lends slots of its own memory; the sender copies straight into one, on a stream of its own,
-and the socket carries only a word about it:
+The receiver offers slots of its own memory. The sender copies into a slot on a separate stream, and the
+socket carries only control messages:
 
-    sender    ASK for bytes ──────────────► LEND a slot          (until then messages go through the host)
-              THANKS, with `filled` ──────►
-              copy into it, `filled` ─────► its stream waits for `filled`, and computes on the slot itself
-              `emptied`, then the next ◄─── RETURN, when nothing refers to the message any more
+    sender    REQUEST_SLOT, with a size ───► OFFER_SLOT         (until then messages go through host memory)
+              ACCEPT_SLOT, with `filled` ──►
+              copy, then `filled` ─────────► its stream waits for `filled` and computes on the slot itself
+              `emptied`, then the next ◄──── RETURN_SLOTS, when nothing refers to the message any more
 
-Neither host waits for either device: `filled` and `emptied` are events that both processes see, and what
-is queued on one device waits for what is queued on the other. Each waits only for events that were recorded
-before, so no circle can close.
+No host waits for a device: `filled` and `emptied` are events that both processes see, and work queued on one
+device waits for work queued on the other. A wait is only for events that are already recorded, so there is
+no deadlock.
 
-Where both processes have the same GPU, they take turns on it, and one whose queue only waits for the other
-is given its turns all the same. So there a message counts as arrived once it is filled (`is_there`).
+Two processes on the same GPU run by turns, and a process whose queue only waits still gets its turns. There a
+message counts as arrived only once it is filled (`is_filled`).
 """
 
 import contextlib
@@ -27,16 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varuna.execute.comm.frames import TensorMeta
+
 log = logging.getLogger("varuna")
-cuda: Any = torch.cuda  # which is typed in part only
+cuda: Any = torch.cuda  # only partly typed
 
 ALIGNMENT = 256
 SLOT_BYTES = 2 << 20
-"""Slots are multiples of it, so that a somewhat larger message fits too."""
-MOST_SLOTS = 256
-
-Form = tuple[torch.dtype, tuple[int, ...], int]
-"""Of a tensor in a message: its dtype, its shape, its bytes."""
+"""Slots are multiples of this size, so that a slightly larger message fits too."""
+MAX_SLOTS = 256
 
 
 def padded(num_bytes: int, to: int = ALIGNMENT) -> int:
@@ -44,34 +43,34 @@ def padded(num_bytes: int, to: int = ALIGNMENT) -> int:
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
-    """Of tensors of so many bytes, laid out one after the other."""
+    """Return the size of a message with tensors of these sizes, one after the other."""
     return sum(map(padded, sizes))
 
 
-class Loan(NamedTuple):
-    """What the other process needs to use a slot."""
+class SlotHandle(NamedTuple):
+    """Everything the other process needs to use a slot."""
 
     number: int
     num_bytes: int
     device_uuid: str
     memory: Any  # as torch shares a storage
-    emptied: bytes  # an event
+    emptied: bytes  # IPC handle of an event
 
 
-class Lent:
-    """A slot of this process, written by the other."""
+class OwnSlot:
+    """A slot in this process's memory that the other process writes."""
 
     def __init__(self, number: int, num_bytes: int, device: torch.device) -> None:
         self.number = number
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.filled: Any = None  # the other's
+        self.filled: Any = None  # event of the other process
         self.emptied = cuda.Event(interprocess=True)
-        # Whoever had this memory before may still be computing on it.
+        # Queued work may still use this memory for a tensor that was freed.
         self.emptied.record(cuda.current_stream(device))
 
-    def loan(self) -> Loan:
+    def handle(self) -> SlotHandle:
         storage: Any = self.memory.untyped_storage()
-        return Loan(
+        return SlotHandle(
             self.number,
             self.memory.nbytes,
             device_uuid(self.memory.device),
@@ -80,12 +79,12 @@ class Lent:
         )
 
 
-class Message:
-    """A slot as long as anything refers to what it holds; torch keeps this object with the memory."""
+class SlotMemory:
+    """Keeps a slot in use while any tensor refers to it: torch keeps this object with the memory."""
 
-    def __init__(self, slot: Lent, num_bytes: int, returned: "deque[Lent]") -> None:
+    def __init__(self, slot: OwnSlot, num_bytes: int, freed: "deque[OwnSlot]") -> None:
         self._slot = slot
-        self._returned = returned
+        self._freed = freed
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -94,127 +93,127 @@ class Message:
         }
 
     def __del__(self) -> None:
-        self._returned.append(self._slot)  # in any thread: whoever computes sees to the rest
+        self._freed.append(self._slot)  # from any thread; the computing thread does the rest
 
 
-class Lender:
-    """The receiving end: lends slots, makes tensors of what was put into them, and gives slots back."""
+class SlotReceiver:
+    """Receiving end: offers slots, makes tensors of their content, and returns them to the sender."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.takes_turns = False  # with the other process, on one GPU
-        self._slots: list[Lent] = []
-        self._returned: deque[Lent] = deque()
+        self.shares_gpu = False  # the other process runs on the same GPU
+        self._slots: list[OwnSlot] = []
+        self._freed: deque[OwnSlot] = deque()
 
-    def lend(self, num_bytes: int, to: str) -> bytes | None:
-        """A loan for GPU `to`; None where there are too many, or that GPU or this memory cannot be shared."""
-        if len(self._slots) >= MOST_SLOTS or reachable(self.device, to) is None:
+    def offer(self, num_bytes: int, to: str) -> bytes | None:
+        """Return a new slot for GPU `to`; None if there are too many or the memory cannot be shared."""
+        if len(self._slots) >= MAX_SLOTS or find_reachable(self.device, to) is None:
             return None
-        slot = Lent(len(self._slots), padded(num_bytes, SLOT_BYTES), self.device)
+        slot = OwnSlot(len(self._slots), padded(num_bytes, SLOT_BYTES), self.device)
         try:
-            loan = slot.loan()
+            handle = slot.handle()
         except RuntimeError as error:
-            log.warning("no device memory is shared between stages: %s", error)
+            log.warning("stages do not share GPU memory: %s", error)
             return None
-        self.takes_turns = to == device_uuid(self.device)
+        self.shares_gpu = to == device_uuid(self.device)
         self._slots.append(slot)
-        return pickle.dumps(tuple(loan))
+        return pickle.dumps(tuple(handle))
 
-    def thanked(self, number: int, packed: bytes) -> None:
-        """The other has the slot, and will say with this event that it is filled."""
+    def accepted(self, number: int, packed: bytes) -> None:
+        """Store the event that the other process records when it has filled the slot."""
         uuid, handle = pickle.loads(packed)
-        self._slots[number].filled = cuda.Event.from_ipc_handle(reachable(self.device, uuid), handle)
+        self._slots[number].filled = cuda.Event.from_ipc_handle(find_reachable(self.device, uuid), handle)
 
-    def is_there(self, number: int) -> bool:
-        """Whether to compute on what the other puts into a slot, or to leave the GPU to it until then."""
+    def is_filled(self, number: int) -> bool:
+        """Return False while a process on the same GPU fills the slot: it should get the GPU until then."""
         filled = self._slots[number].filled
-        return not self.takes_turns or (filled is not None and bool(filled.query()))
+        return not self.shares_gpu or (filled is not None and bool(filled.query()))
 
-    def tensors(self, number: int, forms: Sequence[Form]) -> list[Tensor]:
-        """What the other process has put, or will have put, into a slot; that `is_there`."""
+    def tensors(self, number: int, metas: Sequence[TensorMeta]) -> list[Tensor]:
+        """Return the tensors of a slot that `is_filled`; queued work waits for the copy."""
         slot = self._slots[number]
-        assert slot.filled is not None, "a message before the thanks"
-        if not self.takes_turns:  # else it is there, and a wait would be given a turn of its own
+        assert slot.filled is not None, "a message in a slot before its acceptance"
+        if not self.shares_gpu:  # else it is filled, and a wait would cost a turn on the GPU
             slot.filled.wait(cuda.current_stream(self.device))
-        total = message_bytes([num_bytes for _, _, num_bytes in forms])
-        storage = torch.as_tensor(Message(slot, total, self._returned), device=self.device).untyped_storage()
-        return tensors_in(storage, forms, self.device)
+        total = message_bytes([meta.num_bytes for meta in metas])
+        storage = torch.as_tensor(SlotMemory(slot, total, self._freed), device=self.device).untyped_storage()
+        return tensors_in(storage, metas, self.device)
 
-    def take_back(self) -> list[int]:
-        """Slots that nobody refers to any more; all that uses them is queued by now."""
+    def take_freed(self) -> list[int]:
+        """Return the numbers of slots that are no longer used; all work on them is queued."""
         numbers: list[int] = []
-        if not self._returned:
+        if not self._freed:
             return numbers
         stream = cuda.current_stream(self.device)
-        busy = not stream.query()  # else all is done, and a record would be given a turn of its own
-        while self._returned:
-            slot = self._returned.popleft()
+        busy = not stream.query()  # else everything is done, and a record would cost a turn on the GPU
+        while self._freed:
+            slot = self._freed.popleft()
             if busy:
                 slot.emptied.record(stream)
             numbers.append(slot.number)
         return numbers
 
 
-class Borrowed:
-    """A slot of the other process, as this one sees it."""
+class RemoteSlot:
+    """A slot in the other process's memory that this process writes."""
 
-    def __init__(self, loan: Loan, *, own: torch.device, device: torch.device) -> None:
-        self.number = loan.number
-        self.num_bytes = loan.num_bytes
-        _, *rest = loan.memory
+    def __init__(self, handle: SlotHandle, *, own: torch.device, device: torch.device) -> None:
+        self.number = handle.number
+        self.num_bytes = handle.num_bytes
+        _, *rest = handle.memory
         storage: Any = torch.UntypedStorage._new_shared_cuda(device.index, *rest)
         self.memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         with cuda.device(own):
             self.filled = cuda.Event(interprocess=True)
-        self.emptied = cuda.Event.from_ipc_handle(device, loan.emptied)
-        self._rooms: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self.emptied = cuda.Event.from_ipc_handle(device, handle.emptied)
+        self._views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
-    def room(self, place: int, like: Tensor) -> Tensor:
-        """Where a tensor goes that begins at a place; messages come in few forms, so these are kept."""
+    def view(self, place: int, like: Tensor) -> Tensor:
+        """Return the memory at `place` as a tensor like the given one. Cached, as messages repeat."""
         key = place, like.dtype, like.shape
-        if key not in self._rooms:
-            self._rooms[key] = self.memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
-        return self._rooms[key]
+        if key not in self._views:
+            self._views[key] = self.memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
+        return self._views[key]
 
 
-class Borrower:
-    """The sending end."""
+class SlotSender:
+    """Sending end of the slots."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.refused = False  # this process cannot reach the other's memory
-        self.borrowed = 0
-        self._free: list[Borrowed] = []
-        self._used: dict[int, Borrowed] = {}
+        self.unreachable = False  # this process cannot write the other's memory
+        self.num_slots = 0
+        self._free: list[RemoteSlot] = []
+        self._used: dict[int, RemoteSlot] = {}
         self._stream = cuda.Stream(device)
-        self._made = cuda.Event()  # what is to be copied
-        self._sources: deque[tuple[Borrowed, list[Tensor]]] = deque()  # until they are copied
+        self._computed = cuda.Event()
+        self._sources: deque[tuple[RemoteSlot, list[Tensor]]] = deque()  # kept until they are copied
 
     def accept(self, packed: bytes) -> tuple[int, bytes] | None:
-        """Takes a loan, and gives thanks for it: the slot's number, and what to send.
+        """Open an offered slot and return its number and the acceptance to send.
 
-        Where the other's memory is out of reach, messages go on through the host.
+        None if its memory is out of reach: messages then go through host memory.
         """
-        loan = Loan(*pickle.loads(packed))
-        device = reachable(self.device, loan.device_uuid)
+        handle = SlotHandle(*pickle.loads(packed))
+        device = find_reachable(self.device, handle.device_uuid)
         try:
             if device is None:
-                raise RuntimeError(f"{self.device} cannot reach the memory of GPU {loan.device_uuid}")
-            slot = Borrowed(loan, own=self.device, device=device)
-            thanks = pickle.dumps((device_uuid(self.device), slot.filled.ipc_handle()))
+                raise RuntimeError(f"{self.device} cannot reach the memory of GPU {handle.device_uuid}")
+            slot = RemoteSlot(handle, own=self.device, device=device)
+            acceptance = pickle.dumps((device_uuid(self.device), slot.filled.ipc_handle()))
         except RuntimeError as error:
-            self.refused = True
-            log.warning("stages exchange tensors through the host's memory: %s", error)
+            self.unreachable = True
+            log.warning("stages exchange tensors through host memory: %s", error)
             return None
         self._free.append(slot)
-        self.borrowed += 1
-        return slot.number, thanks
+        self.num_slots += 1
+        return slot.number, acceptance
 
     def returned(self, numbers: Sequence[int]) -> None:
         self._free.extend(self._used.pop(number) for number in numbers)
 
     def put(self, tensors: Sequence[Tensor]) -> int | None:
-        """Queues the copy; the slot's number, None where no slot is free that is large enough."""
+        """Queue the copy and return the slot's number; None if no slot is free and large enough."""
         needed = message_bytes([tensor.nbytes for tensor in tensors])
         fitting = [slot for slot in self._free if slot.num_bytes >= needed]
         if not fitting:
@@ -222,44 +221,45 @@ class Borrower:
         slot = min(fitting, key=lambda slot: slot.num_bytes)
         self._free.remove(slot)
         self._used[slot.number] = slot
-        self._made.record(cuda.current_stream(self.device))
-        self._made.wait(self._stream)
+        self._computed.record(cuda.current_stream(self.device))
+        self._computed.wait(self._stream)
         slot.emptied.wait(self._stream)
         place = 0
         with cuda.stream(self._stream):
             for tensor in tensors:
                 if tensor.numel():
-                    slot.room(place, tensor).copy_(tensor, non_blocking=True)
+                    slot.view(place, tensor).copy_(tensor, non_blocking=True)
                 place += padded(tensor.nbytes)
         slot.filled.record(self._stream)
         self._sources.append((slot, list(tensors)))
         return slot.number
 
-    def let_go(self) -> None:
-        """Of what has been copied."""
+    def release_copied(self) -> None:
         while self._sources and self._sources[0][0].filled.query():
             self._sources.popleft()
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a device that has failed: nothing is under way there
-            self._stream.synchronize()  # before the other's memory is out of sight
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            self._stream.synchronize()  # before the other's memory is unmapped
         self._sources.clear()
         self._free.clear()
         self._used.clear()
 
 
-def tensors_in(storage: torch.UntypedStorage, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """A message's tensors, which lie one after the other."""
+def tensors_in(
+    storage: torch.UntypedStorage, metas: Sequence[TensorMeta], device: torch.device
+) -> list[Tensor]:
+    """Return the tensors of a message, which lie one after the other in the storage."""
     found, place = [], 0
-    for dtype, shape, num_bytes in forms:
+    for dtype, shape, num_bytes in metas:
         tensor = torch.empty(0, dtype=dtype, device=device)
-        found.append(tensor.set_(storage, place // dtype.itemsize, shape, contiguous_strides(shape)))
+        found.append(tensor.set_(storage, place // dtype.itemsize, shape, _contiguous_strides(shape)))
         place += padded(num_bytes)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
@@ -267,20 +267,18 @@ def device_uuid(device: torch.device) -> str:
     return str(cuda.get_device_properties(device).uuid)
 
 
-def reachable(own: torch.device, uuid: str) -> torch.device | None:
-    """The GPU of that name as this process sees it, where its memory can be written from our own."""
+def find_reachable(own: torch.device, uuid: str) -> torch.device | None:
+    """Return the GPU with this UUID, if this process's GPU can write its memory."""
     for index in range(cuda.device_count()):
         device = torch.device("cuda", index)
-        if device_uuid(device) == uuid and (index == own.index or _are_peers(own, device)):
+        if device_uuid(device) == uuid and (
+            index == own.index or bool(cuda.can_device_access_peer(own, device))
+        ):
             return device
     return None
 
 
-def gpus_in_reach(own: torch.device) -> tuple[str, ...]:
-    """The names of those whose memory can be written from our own, itself among them."""
+def reachable_gpus(own: torch.device) -> tuple[str, ...]:
+    """Return the UUIDs of all GPUs whose memory `own` can write, itself included."""
     uuids = [device_uuid(torch.device("cuda", index)) for index in range(cuda.device_count())]
-    return tuple(uuid for uuid in uuids if reachable(own, uuid) is not None)
-
-
-def _are_peers(one: torch.device, other: torch.device) -> bool:
-    return bool(cuda.can_device_access_peer(one, other))
+    return tuple(uuid for uuid in uuids if find_reachable(own, uuid) is not None)

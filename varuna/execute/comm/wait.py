@@ -1,63 +1,58 @@
-"""Waiting for others without hanging: every wait ends with what was waited for, or with a culprit.
+"""Waits for other ranks and never hangs: a wait ends with success, or with an error that names the cause.
 
-A rank waits for its neighbours' tensors and for reductions. It is woken by an arrival, by the end
-of a reduction, by another rank's error on the board, or by the timeout, and then knows whom to name.
+A rank waits for tensors from adjacent stages and for collectives. An arrival, a finished collective, an
+error on the board, or the timeout ends the wait.
 """
 
 import time
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from varuna.errors import PeerHangs, PeerLost, WorkerError
+from varuna.errors import PeerLost, WorkerError
+from varuna.execute.comm.board import StatusBoard
+from varuna.execute.comm.pump import PeerNetwork
 
-PATIENCE_SECONDS = 2.0
-"""How long a broken connection waits for the error that broke it to be posted."""
-NAP_SECONDS = 50e-6
-"""Between two looks at a device, which rings no bell."""
-GIVEN_UP_SECONDS = 3.0
-"""How long a collective that was given up may take to notice that a peer has ended."""
-LOOK_AROUND = 40
-"""Naps between two looks at the links: a device may wait for a process that is gone."""
-
-
-class Bell(Protocol):
-    """Where the main thread sleeps: arrivals ring it, and so may any thread."""
-
-    def wait(self, timeout: float | None) -> bool: ...
-    def wake(self) -> None: ...
-
-
-class Board(Protocol):
-    """Where ranks tell each other of errors and of what they wait for."""
-
-    def read(self, wait_seconds: float = 0) -> WorkerError | None: ...
-    def waiting(self, what: str | None) -> None: ...
-    def culprit(self) -> PeerHangs: ...
+CAUSE_SECONDS = 2.0
+"""After a broken connection, wait this long for the failed rank to post its error."""
+DEVICE_POLL_SECONDS = 50e-6
+"""Interval between polls of a device, which cannot wake a thread."""
+POLLS_PER_LINK_CHECK = 40
+"""Check the links after this many polls of a device: it may wait for a process that is gone."""
+ABANDONED_SECONDS = 3.0
+"""An abandoned collective needs at most this long to notice that a peer has ended."""
 
 
 class Waiter:
-    """Waits on behalf of one rank; raises the error that explains why there is no use in waiting on."""
+    """Waits on behalf of one rank. Raises the error that explains why a wait cannot succeed."""
 
-    def __init__(self, bell: Bell, board: Board, *, timeout_seconds: float) -> None:
-        self.bell = bell
+    def __init__(self, network: PeerNetwork, board: StatusBoard, *, timeout_seconds: float) -> None:
+        self.network = network
         self.board = board
         self.timeout_seconds = timeout_seconds
-        self.patience = (
-            1.0  # raised for a step in which others may have long work of their own, such as compiling
-        )
-        self.failure: WorkerError | None = None  # set by the board's watcher
-        self._given_up: Callable[[], bool] | None = None  # whether that collective has ended
+        self.failure: WorkerError | None = None  # set by the board's watcher thread
+        self._patience = 1.0
+        self._has_ended: Callable[[], bool] | None = None  # of a collective that may have been abandoned
+
+    @contextmanager
+    def patient(self, factor: float) -> Iterator[None]:
+        """Multiply timeouts by `factor` inside the block."""
+        before, self._patience = self._patience, max(factor, self._patience)
+        try:
+            yield
+        finally:
+            self._patience = before
 
     def fail(self, error: WorkerError) -> None:
-        """Called from another thread: some rank has posted an error."""
+        """End the current wait and all later ones with the error of another rank. Any thread may call it."""
         self.failure = error
-        self.bell.wake()
+        self.network.wake()
 
     def until(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Returns when `ready()`; `what` puts the wait into words, should it last."""
-        timeout = self.timeout_seconds * self.patience
+        """Wait until `ready()`. `what` describes the wait for other ranks, if it takes long."""
+        timeout = self.timeout_seconds * self._patience
         deadline = time.monotonic() + timeout
         noted = False
         try:
@@ -66,63 +61,66 @@ class Waiter:
                     raise self.failure
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self.board.culprit()
-                # After a third of the time the wait goes on the board: a culprit is one who does not wait.
+                    raise self.board.find_hanging_rank()
+                # Ranks that wait say so on the board after a third of the timeout: they are not the cause.
                 if not noted and left <= timeout * 2 / 3:
-                    self.board.waiting(what())
+                    self.board.set_waiting(what())
                     noted = True
-                self.bell.wait(min(left, timeout / 3))
+                self.network.wait(min(left, timeout / 3))
         except (OSError, RuntimeError) as error:
-            # The note stays: others who give up now must not take this rank for the culprit.
-            self.reraise(error)
+            # The note stays on the board, so that other ranks do not blame this one.
+            self.raise_cause(error)
         if noted:
-            self.board.waiting(None)
+            self.board.set_waiting(None)
 
     def for_work(self, work: dist.Work, what: Callable[[], str]) -> None:
-        """Waits for a collective that was started with `async_op=True`."""
+        """Wait for a collective that was started with `async_op=True`."""
         future = work.get_future()
         if not future.done():
-            future.add_done_callback(lambda _: self.bell.wake())
-            self._given_up = future.done
+            future.add_done_callback(lambda _: self.network.wake())
+            self._has_ended = future.done
             self.until(future.done, what)
-            self._given_up = None
+            self._has_ended = None
         try:
             work.wait()
         except RuntimeError as error:
-            self.reraise(error)
-
-    def outlive(self) -> None:
-        """At the end: a collective that failed after Python has would call into it, and abort the process."""
-        deadline = time.monotonic() + GIVEN_UP_SECONDS
-        while self._given_up is not None and not self._given_up() and time.monotonic() < deadline:
-            time.sleep(0.01)
+            self.raise_cause(error)
 
     def for_device(self, done: Callable[[], bool]) -> None:
-        """Waits for work that was queued on a device, which in its turn may wait for another process's."""
-        deadline = time.monotonic() + self.timeout_seconds * self.patience
-        naps = 0
+        """Wait for work that was queued on a device. The device may itself wait for another process."""
+        deadline = time.monotonic() + self.timeout_seconds * self._patience
+        polls = 0
         while not done():
             if self.failure is not None:
                 raise self.failure
             if time.monotonic() > deadline:
-                raise self.board.culprit()
-            naps += 1
-            if naps % LOOK_AROUND:
-                time.sleep(NAP_SECONDS)
+                raise self.board.find_hanging_rank()
+            polls += 1
+            if polls % POLLS_PER_LINK_CHECK:
+                time.sleep(DEVICE_POLL_SECONDS)
                 continue
             try:
-                self.bell.wait(0)
+                self.network.wait(0)
             except (OSError, RuntimeError) as error:
-                self.reraise(error)
+                self.raise_cause(error)
 
-    def reraise(self, error: Exception) -> NoReturn:
-        """A broken connection is a symptom: the posted error, if one comes soon, is the cause."""
+    def drain_abandoned(self) -> None:
+        """Wait briefly for an abandoned collective before the process exits.
+
+        A collective that fails after the interpreter has ended would call into it and abort the process.
+        """
+        deadline = time.monotonic() + ABANDONED_SECONDS
+        while self._has_ended is not None and not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def raise_cause(self, error: Exception) -> NoReturn:
+        """Raise the error that another rank posts soon, if any: a broken connection is only a symptom."""
         if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
             raise error
-        posted = self.failure or self.board.read(wait_seconds=PATIENCE_SECONDS)
+        posted = self.failure or self.board.read_error(wait_seconds=CAUSE_SECONDS)
         if posted is not None:
             raise posted from error
         if isinstance(error, PeerLost):
             raise error
-        self.bell.wait(0)  # raises where a link has seen who is gone
-        raise PeerLost(f"a peer is gone in a reduction: {error}") from error
+        self.network.wait(0)  # raises if a link has lost its peer
+        raise PeerLost(f"another rank ended during a reduction: {error}") from error

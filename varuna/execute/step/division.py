@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from varuna.execute.step.spans import Piece, Runs, Span, divide, pieces, size, spans, within
+from varuna.execute.step.spans import PeerSlice, Runs, Span, divide, size, slice_for_peers, spans, within
 from varuna.types import StageMap, format_stage_map
 
 Given = tuple[tuple[int, ...], ...]
 """By stage and replica, the samples that each rank was given."""
-Pieces = tuple[Piece, ...]
+Pieces = tuple[PeerSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def divide_batch(given: Given, *, stage: int, replica: int, microbatch_size: int
     def with_stage(other: int) -> tuple[Pieces, ...]:
         if not 0 <= other < len(sides):
             return ((),) * len(microbatches)
-        return tuple(pieces(runs, own, sides[other]) for runs in microbatches)
+        return tuple(slice_for_peers(runs, own, sides[other]) for runs in microbatches)
 
     return Division(
         own,

@@ -261,7 +261,7 @@ class Engine:
     def _find_cause(self, error: PeerLost) -> NoReturn:
         """A neighbour that has failed says so on the board, and then ends."""
         assert self.waiter is not None, "a pipeline of one stage has nobody to lose"
-        self.waiter.reraise(error)
+        self.waiter.raise_cause(error)
 
     def _take(self, neighbour: Neighbour | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
         if neighbour is None:

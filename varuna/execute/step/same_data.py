@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from varuna.execute.comm.link import memory_of, to_wire
+from varuna.execute.comm.frames import memory_of, to_host
 
 Hashes = Mapping[str, Sequence[bytes]]
 """For each input, one of every sample."""
@@ -23,7 +23,7 @@ def hash_samples(inputs: Mapping[str, object], dims: Mapping[str, int]) -> dict[
     for name, dim in dims.items():
         value = inputs[name]
         if isinstance(value, Tensor):
-            samples = to_wire(value.detach().movedim(dim, 0))
+            samples = to_host(value.detach().movedim(dim, 0))
             found[name] = [hashlib.blake2b(memory_of(s), digest_size=8).digest() for s in samples.unbind()]
     return found
 

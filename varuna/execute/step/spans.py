@@ -1,14 +1,14 @@
-"""Which samples go from whom to whom, where two sides hold one batch in shares of their own.
+"""Computes which samples go from which rank to which, if two sides split one batch differently.
 
-A side holds the samples in order, each of its members a span of them: the ranks that were given the inputs,
-the replicas of a stage, the ranks that want the outputs. What one member has for another is the samples
-that lie in the spans of both. Any number of members, any sizes, empty ones too; nothing is padded.
+A side is a list of members that hold the batch in order, each a span of it: the ranks that have the inputs,
+the replicas of a stage, the ranks that want the outputs. A member sends to another the samples that are in
+the spans of both. Sides may have any number of members and any sizes, also empty ones; nothing is padded.
 
     three replicas   0 . . . | 4 . . . | 8 . . .
     two replicas     0 . . . . . | 6 . . . . .      the second of three has 4-5 for one, 6-7 for the other
 
-So that all members are at work at once, a micro-batch takes some samples of every span. Spans of all sides
-together cut the batch into cells, and `divide` deals each cell out to the micro-batches in order:
+A micro-batch takes some samples of every span, so that all members work at the same time. The spans of all
+sides together cut the batch into cells, and `divide` splits each cell over the micro-batches in order:
 
     two micro-batches    0 0 1 1 | 0 1 | 0 1 | 0 0 1 1
 """
@@ -23,11 +23,11 @@ from varuna.types import spread_evenly
 Span = tuple[int, int]
 """Samples `first` to `stop - 1` of the batch."""
 Runs = tuple[Span, ...]
-"""The samples of one micro-batch: spans that ascend and do not overlap."""
+"""Samples of one micro-batch: ascending spans that do not overlap."""
 
 
-class Piece(NamedTuple):
-    """What is exchanged with one peer: samples `first` to `stop - 1` of what the member itself has."""
+class PeerSlice(NamedTuple):
+    """Samples to exchange with one peer: `first` to `stop - 1` of what this member holds."""
 
     peer: int
     first: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def spans(counts: Iterable[int]) -> tuple[Span, ...]:
-    """Of members that hold so many samples each, one after the other."""
+    """Return the spans of members that hold these numbers of samples, one after the other."""
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
@@ -44,7 +44,7 @@ def even_spans(num_samples: int, *, parts: int) -> tuple[Span, ...]:
 
 
 def within(runs: Runs, span: Span) -> Runs:
-    """Those samples of a micro-batch that a member holds."""
+    """Return the samples of a micro-batch that are in the span."""
     clipped = ((max(first, span[0]), min(stop, span[1])) for first, stop in runs)
     return tuple((first, stop) for first, stop in clipped if first < stop)
 
@@ -53,53 +53,42 @@ def size(runs: Runs) -> int:
     return sum(stop - first for first, stop in runs)
 
 
-def pieces(runs: Runs, own: Span, theirs: Sequence[Span]) -> tuple[Piece, ...]:
-    """What of a micro-batch a member exchanges with each member of the other side; none where nothing.
+def slice_for_peers(runs: Runs, own: Span, theirs: Sequence[Span]) -> tuple[PeerSlice, ...]:
+    """Return which samples of a micro-batch this member exchanges with each peer; peers without any are left
+    out.
 
-    The same in both directions: the peer of a piece finds this member among its own, with as many samples.
-    For a batch that is exchanged as a whole, `runs` is that one span.
+    Both directions agree: the peer finds this member with the same number of samples. To exchange a whole
+    batch, pass it as one run.
     """
     held = within(runs, own)
     found = []
     for peer, span in enumerate(theirs):
         count = size(within(held, span))
-        if count:  # what lies before it is one run of samples, for spans are
+        if count:
             first = size(within(held, (own[0], max(own[0], span[0]))))
-            found.append(Piece(peer, first, first + count))
+            found.append(PeerSlice(peer, first, first + count))
     return tuple(found)
 
 
 @lru_cache(maxsize=64)
 def divide(sides: tuple[tuple[Span, ...], ...], microbatches: int) -> tuple[Runs, ...]:
-    """The samples of each micro-batch, so that every member of every side has equally many of each, give
-    or take one.
+    """Return the samples of each micro-batch. Every member has equally many of each, plus or minus one.
 
-    What is left over of a cell goes on from where the last cell's leftover ended, as cards are dealt. A
-    span is a run of cells, so what is dealt of it differs by one at most.
+    The remainder of a cell goes to the micro-batches after those that got the last cell's remainder. A span
+    is a sequence of cells, so its shares differ by at most one.
     """
     bounds = sorted({bound for side in sides for span in side for bound in span})
-    dealt: list[list[Span]] = [[] for _ in range(microbatches)]
+    divided: list[list[Span]] = [[] for _ in range(microbatches)]
     turn = 0
     for place, stop in pairwise(bounds):
         whole, left = divmod(stop - place, microbatches)
-        for number, runs in enumerate(dealt):
+        for number, runs in enumerate(divided):
             count = whole + ((number - turn) % microbatches < left)
             if count:
-                runs.append((place, place + count))
+                if runs and runs[-1][1] == place:
+                    runs[-1] = runs[-1][0], place + count
+                else:
+                    runs.append((place, place + count))
             place += count
         turn = (turn + left) % microbatches
-    return tuple(tuple(_joined(runs)) for runs in dealt)
-
-
-def _joined(runs: Iterable[Span]) -> Iterable[Span]:
-    """Neighbouring spans as one."""
-    last: Span | None = None
-    for span in runs:
-        if last is not None and last[1] == span[0]:
-            last = last[0], span[1]
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
+    return tuple(map(tuple, divided))

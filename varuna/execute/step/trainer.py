@@ -7,15 +7,15 @@ program that fits a micro-batch's inputs, and so knows nothing of how models are
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from varuna.execute.comm.fan import Crowd
 from varuna.execute.comm.session import Session
+from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.step.division import Division, divide_batch, refuse_other_batches
 from varuna.execute.step.engine import Engine, Job
 from varuna.execute.step.same_data import given_alike, hash_samples, refuse_misaligned
@@ -79,7 +79,9 @@ class Trainer:
     mutated: Sequence[str]  # the buffers of this stage that its forwards change
     seed: int
     weigh: WeightFunction | None = None
+    first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
+    _known_programs: set[int] = field(default_factory=set)
     _aligned: set[bool] = field(default_factory=set)  # a batch was looked at: of training, of evaluation
 
     def step(
@@ -102,17 +104,18 @@ class Trainer:
         buffers = self._changing_buffers()
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
-        self._run(jobs, shares.total_weight, loss_scale)
-        self.engine.where = f"stage {self.session.stage}, reducing the gradients"
-        started = time.perf_counter()
-        totals = self.reducer.finish(
-            nominal_weight=shares.total_weight,
-            loss_scale=loss_scale.value,
-            checks_overflow=loss_scale.checks_overflow,
-            max_norm=max_norm,
-        )
-        self.engine.recorder.add("reduce", -1, started, time.perf_counter())
-        self._even_out(before, buffers, shares)
+        with self._patience(jobs):
+            self._run(jobs, shares.total_weight, loss_scale)
+            self.engine.where = f"stage {self.session.stage}, reducing the gradients"
+            started = time.perf_counter()
+            totals = self.reducer.finish(
+                nominal_weight=shares.total_weight,
+                loss_scale=loss_scale.value,
+                checks_overflow=loss_scale.checks_overflow,
+                max_norm=max_norm,
+            )
+            self.engine.recorder.add("reduce", -1, started, time.perf_counter())
+            self._even_out(before, buffers, shares)
         loss_scale.update(overflow=totals.overflow)
         self.iteration += 1
         return totals
@@ -123,10 +126,20 @@ class Trainer:
         else:
             self._check_alignment(inputs, dims, False)
             jobs = self._jobs(self._scatter(inputs, num_samples, dims), dims, False, 0)
-        with self._buffers_kept(jobs):
-            loss = self.engine.evaluate(jobs)
-        self.reducer.announce(loss, self._weight_of_losses(jobs))
-        return self.reducer.announced_loss()
+        with self._patience(jobs):
+            with self._buffers_kept(jobs):
+                loss = self.engine.evaluate(jobs)
+            self.reducer.announce(loss, self._weight_of_losses(jobs))
+            return self.reducer.announced_loss()
+
+    def _patience(self, jobs: Sequence[Job]) -> AbstractContextManager[None]:
+        """Allow other ranks more time in a step that compiles a program."""
+        if self.first_run_patience == 1.0:
+            return nullcontext()
+        programs = {id(job.program) for job in jobs if not isinstance(job.program, Idle)}
+        is_first_run = not programs <= self._known_programs
+        self._known_programs |= programs
+        return self.session.patient(self.first_run_patience if is_first_run else 1.0)
 
     @contextmanager
     def _buffers_kept(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -292,7 +305,7 @@ class Trainer:
             (self.engine.upstream, division.before, [job.program.received for job in jobs]),
             (self.engine.downstream, division.after, [job.program.sent for job in jobs]),
         ):
-            if isinstance(neighbour, Crowd):
+            if isinstance(neighbour, StageLinks):
                 neighbour.begin(pieces, specs)
 
     def _check_alignment(self, inputs: Mapping[str, object], dims: Mapping[str, int], training: bool) -> None:
