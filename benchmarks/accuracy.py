@@ -30,11 +30,11 @@ from varuna import CutPoint, Profiler, Varuna, cut_after
 from varuna.capture import Source
 from varuna.capture.cuts.segment_kinds import find_kinds
 from varuna.capture.model.batch import Batch
-from varuna.measure.segments import Link, run_once
+from varuna.measure.segments import ChainLink, run_once
 from varuna.measure.stopwatch import Effort, Stopwatch
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.search.search import search
-from varuna.profile.runnable import Parts
+from varuna.profile.runnable import SegmentFactory
 from varuna.types import Cluster, Machine, Plan, Profile, ScheduleName, StagePlan, format_stage_map
 
 LARGE = Size("large", blocks=8, width=256, tokens=128, vocab=512)
@@ -533,9 +533,10 @@ class Yardstick:
         segments = find_kinds(source, source.capture(sample, training=True))
         batch = Batch(microbatch, source.batch(sample).dims)
         captured = source.capture(inputs, training=True, batch=batch)
-        parts = Parts(source, segments, device=torch.device("cpu"), initialize=None)
+        factory = SegmentFactory(source, segments, device=torch.device("cpu"))
         self._chain = [
-            Link(parts.make(kind, captured, inputs), parts.before(kind)) for kind in range(max(segments) + 1)
+            ChainLink(factory.make(kind, captured, inputs), factory.before(kind))
+            for kind in range(max(segments) + 1)
         ]
         self._stopwatch = Stopwatch()
 

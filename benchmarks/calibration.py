@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from pyrannc.configuration import Configuration
 from pyrannc.deployment import FAR, LINKS, assumed_speed
-from pyrannc.profile import Measuring, Samples, Wish
+from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement
 from varuna.capture import Source
 from varuna.capture.model.call_convention import StructuredCall
 from varuna.execute.comm.session import single_rank_session
 from varuna.plan.cost.calibrate import speed_of
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
-from varuna.profile.runnable import describe
+from varuna.profile.description import describe
 from varuna.types import Segment, SizeCost
 
 VOCABULARY = 8192
@@ -132,7 +132,7 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
         {name: leaf[:2] for name, leaf in leaves.items()}, training=True, convention=calling
     )
     described = describe(source, captured, sample_bytes=1, device=device, devices_per_machine=1)
-    wish = Wish(
+    request = MeasureRequest(
         microbatch_sizes=sizes,
         seconds=seconds,
         iterations=Configuration().profiling_iter,
@@ -140,9 +140,16 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
         within=LINKS[device.type],
         between=FAR,
     )
+<<<<<<< HEAD
     samples = Samples(leaves, dict.fromkeys(leaves, 0))
     session = single_rank_session()
     profile = Measuring(session, source, captured, described, samples, device, wish).run(None, "127.0.0.1")
+=======
+    samples = MeasureSamples(leaves, dict.fromkeys(leaves, 0))
+    session = Session(((0,),), 0, 0, 0)
+    measurement = ModelMeasurement(session, source, captured, described, samples, device, request)
+    profile = measurement.run(None, "127.0.0.1")
+>>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
     assert profile is not None and not profile.notes, profile and profile.notes
     segments = captured.graph.segments
     rows = [

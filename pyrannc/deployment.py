@@ -17,13 +17,13 @@ import torch
 
 from pyrannc.configuration import Configuration
 from pyrannc.layouts import Layouts, best_unequal, map_of, separable_cuts, spans_for
-from pyrannc.profile import Wish
+from pyrannc.profile import MeasureRequest
 from varuna.capture import Captured, Source
 from varuna.codec import encode
 from varuna.errors import PlanError
 from varuna.execute.device.facts import device_memory_bytes
 from varuna.files import write_atomic
-from varuna.measure.draft import Subject as Described
+from varuna.measure.draft import ProfileSubject
 from varuna.plan.cost.calibrate import calibrate, extended
 from varuna.plan.cost.costs import assumed_link
 from varuna.plan.cost.estimate import Speed
@@ -32,8 +32,8 @@ from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan, write_pl
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.messages import why_slower
 from varuna.plan.search.search import cut_layout
+from varuna.profile.description import describe
 from varuna.profile.estimate import estimate_described
-from varuna.profile.runnable import describe
 from varuna.train.cache import read_costs, write_costs
 from varuna.train.layout import cluster_of
 from varuna.train.validate import plan_stages
@@ -83,7 +83,7 @@ class Subject:
         return len(self.machines)
 
     @cached_property
-    def described(self) -> Described:
+    def described(self) -> ProfileSubject:
         return describe(
             self.source,
             self.captured,
@@ -354,7 +354,7 @@ class Wanted(NamedTuple):
     """What is known of a model's costs before its layout is chosen; else, what is to be measured of them."""
 
     known: Profile | None = None
-    wish: Wish | None = None
+    wish: MeasureRequest | None = None
     circumstances: str = ""  # under which what is measured is remembered
 
 
@@ -391,7 +391,7 @@ def keep_costs(measured: Profile, configuration: Configuration, circumstances: s
         write_atomic(Path(configuration.graph_profile_file), encode(measured))
 
 
-def what_to_measure(subject: Subject, configuration: Configuration) -> Wish | None:
+def what_to_measure(subject: Subject, configuration: Configuration) -> MeasureRequest | None:
     """None where nothing is to be decided by times, or they are not to be measured."""
     layouts = _layouts(subject, configuration)
     if not configuration.measure or (layouts.forced and configuration.pipeline_num):
@@ -401,7 +401,7 @@ def what_to_measure(subject: Subject, configuration: Configuration) -> Wish | No
         return None
     sizes = [max(2, size) for size in _every_size(subject, configuration)]
     kind = subject.device.type
-    return Wish(
+    return MeasureRequest(
         microbatch_sizes=tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})),
         seconds=configuration.measure_seconds,
         iterations=configuration.profiling_iter,

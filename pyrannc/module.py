@@ -21,7 +21,7 @@ from pyrannc.logs import configure_logging
 from pyrannc.optimizers import Patched
 from pyrannc.pipeline import Passage, Passing, Pipeline, Reduction, Way, classify
 from pyrannc.process import join, switches
-from pyrannc.profile import Measuring, some_samples
+from pyrannc.profile import ModelMeasurement, first_samples
 from varuna.capture import Captured, Source, SpanProgram
 from varuna.capture.model.call_convention import StructuredCall
 from varuna.capture.model.state import StageState, adopted_state
@@ -391,11 +391,16 @@ class RaNNCModule(nn.Module):
         if wish is None or not any(counts):
             return wanted.known
         donor = max(range(len(counts)), key=counts.__getitem__)
+<<<<<<< HEAD
         own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
         samples = session.broadcast(own, donor)
+=======
+        own = first_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
+        samples = session.tell(own, donor)
+>>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
         assert samples is not None
         source, captured, described = subject.source, subject.captured, subject.described
-        measuring = Measuring(session, source, captured, described, samples, self.device, wish)
+        measuring = ModelMeasurement(session, source, captured, described, samples, self.device, wish)
         found = measuring.run(self._optimizer, own_address())
         if found is not None and session.rank == 0:
             deployment.keep_costs(found, configuration, wanted.circumstances)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import planned_net
-from tests.measure.ladders import BRIEF, MESSAGES
+from tests.profile.ladders import BRIEF, MESSAGES
 from varuna.profile.profiler import Profiler
 
 

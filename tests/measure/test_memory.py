@@ -1,80 +1,72 @@
-"""The bytes that are counted are those that can be told by hand."""
+"""Memory accounting: each storage counts once, as long as something refers to it."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.measure.ladders import WIDTH, Ladder
-from varuna import CutPoint
-from varuna.measure.memory import Bytes, CountingMeter, count_bytes
-from varuna.profile.profiler import Profiler
+from varuna.measure.memory import CountingMeter, SegmentBytes, count_bytes, meter_for
 
-MakeProfiler = Callable[..., Profiler]
 CPU = torch.device("cpu")
+KB = 256  # float32 elements in a KiB
 
 
-@pytest.mark.parametrize("size", [2, 6])
-def test_a_chain_of_linear_and_gelu_holds_what_both_save(make_profiler: MakeProfiler, size: int) -> None:
-    """Linear saves what it is given, GELU what Linear made, the loss what it compares; no weight counts."""
-    first, middle, last = make_profiler(Ladder(4)).profile_all([size]).kinds
-    row = size * WIDTH * 4
-    held = [kind.sizes[0].activation_bytes for kind in (first, middle, last)]
-    # The model's own input is counted as such, and the last GELU's output is compared and not sent.
-    assert held == [row, 2 * row, 3 * row]
+def test_memory_counts_while_something_refers_to_it() -> None:
+    with CountingMeter(CPU) as meter:
+        first = torch.zeros(2 * KB) + 1
+        assert meter.now() == 2048 + 2048 or meter.now() == 2048  # the zeros may be freed already
+        second = first * 2
+        assert meter.now() == 2 * 2048
+        del first
+        assert meter.now() == 2048
+        del second
+        assert meter.now() == 0
 
 
-class Handing(nn.Module):
-    """The first step's output crosses every cut; the steps between do not look at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.cuts = nn.ModuleList(CutPoint() for _ in range(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = x = self.steps[0](x)
-        for step, cut in zip(list(self.steps)[1:], self.cuts, strict=True):
-            x = step(torch.sigmoid(cut(x)))
-        return ((x + first - y) ** 2).mean()
+def test_views_and_in_place_operations_add_nothing() -> None:
+    with CountingMeter(CPU) as meter:
+        base = torch.ones(4, KB) * 3
+        views = [base.t(), base.view(-1), base[1:], base.add_(1)]
+        assert meter.now() == base.nbytes == 4096
+        del base
+        assert meter.now() == 4096, "a view keeps the whole storage"
+        del views
+        assert meter.now() == 0
 
 
-class Lines(nn.Module):
-    """Steps of two Linear layers in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for i, step in enumerate(self.steps):
-            x = self.cuts[i // 2 - 1](x) if i in (2, 4) else x
-            x = step(x)
-        return ((x - y) ** 2).mean()
+def test_the_peak_is_the_most_since_the_last_restart() -> None:
+    with CountingMeter(CPU) as meter:
+        held = torch.ones(KB) * 2
+        large = torch.ones(8 * KB) * 2
+        del large
+        assert meter.peak() >= 1024 + 8192 and meter.now() == 1024
+        meter.restart()
+        assert meter.peak() == 1024
+        small = held * 3
+        del small
+        assert meter.peak() == 2048
 
 
-def test_between_its_parts_a_backward_holds_the_gradients_that_wait_for_their_weights(
-    make_profiler: MakeProfiler,
-) -> None:
-    profile = make_profiler(Lines()).profile_all([2])
-    row = 2 * WIDTH * 4
-    assert profile.segment(1).sizes[0].activation_bytes == 2 * row
-    assert profile.segment(1).sizes[0].split_bytes == 2 * row
+def test_what_existed_before_is_not_counted() -> None:
+    before = torch.ones(16 * KB)
+    with CountingMeter(CPU) as meter:
+        before.mul_(2)
+        assert meter.now() == 0
+        copy = before.clone()
+        assert meter.now() == copy.nbytes
 
 
-def test_what_is_only_handed_through_is_counted_where_it_is_first_given(make_profiler: MakeProfiler) -> None:
-    profile = make_profiler(Handing()).profile_all([2])
-    row = 2 * WIDTH * 4
-    assert [cut.sent.size(2) for cut in profile.cuts] == [row, 2 * row, 2 * row, 2 * row]
-    # Sigmoid keeps its output, which is what Linear is given; what came in is held by the stage.
-    held = [profile.segment(i).sizes[0].activation_bytes for i in range(4)]
-    assert held == [0, 2 * row, 2 * row, 2 * row]
+def test_a_backward_is_seen_below_autograd() -> None:
+    weight = torch.ones(KB, requires_grad=True)
+    with CountingMeter(CPU) as meter:
+        torch.autograd.backward((weight * 2).sum())
+        assert weight.grad is not None and meter.now() == weight.grad.nbytes
 
 
-class Piece:
-    """Keeps the square of what it is given, behind a view, until it is asked to go back."""
+def test_outside_cuda_tensors_are_counted() -> None:
+    assert isinstance(meter_for(CPU), CountingMeter)
+
+
+class SquareSegment:
+    """Keeps the square of its input, behind two views, until its backward."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -95,10 +87,38 @@ class Piece:
         pass
 
 
-def test_memory_counts_once_however_many_views_look_at_it() -> None:
+def test_views_of_a_segment_count_once() -> None:
     given = torch.ones(8, 8)
-    found = count_bytes(Piece(), [given], [given], [False], CountingMeter(CPU))
-    assert found.activation == 2 * given.nbytes
-    # The gradient that came in, and ten times as much.
-    assert found.working == 11 * given.nbytes
-    assert isinstance(found, Bytes)
+    found = count_bytes(SquareSegment(), [given], [given], [False], CountingMeter(CPU))
+    # Held: the input and its square. Working: the gradient that arrived, and ten copies of it.
+    assert found == SegmentBytes(activation=2 * given.nbytes, working=11 * given.nbytes, split=0)
+
+
+class SplitSegment(SquareSegment):
+    """Keeps the gradient of its output between the two parts of its backward, and its output."""
+
+    def forward(self, given: list[Tensor], *, keep_graph: bool = True) -> list[Tensor]:
+        output = given[0] + 1.0
+        self.kept = [given[0], output]
+        return [output]
+
+    def backward_inputs(self, gradients: list[Tensor]) -> list[Tensor]:
+        self.kept = [*self.kept, torch.cat([gradients[0], gradients[0]])]
+        return []
+
+    def backward_weights(self) -> None:
+        self.kept = []
+
+
+def test_a_kept_output_is_counted_by_the_next_segment_and_split_bytes_are_what_waits() -> None:
+    given = torch.ones(8, 8)
+    found = count_bytes(SplitSegment(), [given], [given], [False], CountingMeter(CPU))
+    assert found.activation == given.nbytes  # the input; its output is the next segment's input
+    assert found.split == 2 * given.nbytes
+
+
+def test_a_relayed_input_is_not_counted_again() -> None:
+    given = torch.ones(8, 8)
+    alone = count_bytes(SquareSegment(), [given], [given], [False], CountingMeter(CPU))
+    relayed = count_bytes(SquareSegment(), [given], [given], [True], CountingMeter(CPU))
+    assert alone.activation - relayed.activation == given.nbytes

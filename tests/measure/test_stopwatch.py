@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.measure.stopwatch import Moment, Stopwatch, typical
+from varuna.measure.stopwatch import Stopwatch, ThreadClocks, typical
 
 
 def one_thread() -> Stopwatch:
@@ -19,7 +19,7 @@ def one_thread() -> Stopwatch:
 
 
 def test_a_core_that_others_take_does_not_count() -> None:
-    assert one_thread().seconds(Moment(10.0, 3.0, 7), Moment(15.0, 4.0, 7)) == 1.0
+    assert one_thread().seconds(ThreadClocks(10.0, 3.0, 7), ThreadClocks(15.0, 4.0, 7)) == 1.0
 
 
 def test_what_a_segment_waits_for_counts() -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import varuna.profile.profiler
 from tests.launch.planned_net import get_batch
-from tests.measure.ladders import BRIEF
 from tests.plan.profiles import link, reductions
 from tests.pool import Pool
+from tests.profile.ladders import BRIEF
 from varuna import CutPoint, Varuna
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
 from varuna.plan.profile_file import NAME, read_profile
-from varuna.profile.link_probe import Findings
+from varuna.profile.link_probe import ProcessCosts
 from varuna.profile.profiler import Profiler
 from varuna.types import Forecast, MemoryForecast, Plan, Proposal, StageForecast, StagePlan
 
@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real profile, but for the links, which are of no interest here."""
     folder = tmp_path_factory.mktemp("profile")
     with pytest.MonkeyPatch.context() as patch:
-        near = Findings(link(1e-5, 1e9), reductions(1e9, between=False, groups=(2,)), 0)
-        patch.setattr(varuna.profile.profiler, "measure_with_neighbours", lambda *_: near)
+        near = ProcessCosts(link(1e-5, 1e9), reductions(1e9, between=False, groups=(2,)), 0)
+        patch.setattr(varuna.profile.profiler, "measure_with_processes", lambda *_: near)
         Profiler(Misleading(), get_batch, device="cpu", out_folder=folder, effort=BRIEF).profile_all([1])
     return folder
 

@@ -1,1 +1,1 @@
-"""The stopwatch: what segments, messages, reductions, optimizers and the engine itself cost."""
+"""Timing and memory measurements of segments, messages, reductions, optimizers and the engine."""

@@ -1,7 +1,7 @@
-"""A profile while it is being measured: what is known of the model, and what has been found so far.
+"""A profile while it is being measured: the model's fixed facts and the costs found so far.
 
-Every item that is finished makes a new draft, which is written down; a job that was killed reads it
-and goes on with what is missing. Pure: no clock, no device, no file.
+Each finished measurement makes a new draft, which is written to a file. A job that was killed reads the
+file and measures only what is missing. This module is pure: no clock, no device, no file.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from varuna.types import (
 )
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What needs no stopwatch of a kind of segment."""
+class SegmentKind(msgspec.Struct, frozen=True):
+    """Sizes of one kind of segment that need no measurement."""
 
     parameter_bytes: int
     gradient_bytes: int
     num_trained: int
 
 
-class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is measured, and on what."""
+class ProfileSubject(msgspec.Struct, frozen=True, kw_only=True):
+    """The model and the device that a profile is about."""
 
     fingerprint: str
     device: str
     device_memory_bytes: int
     precision: PrecisionName
-    kinds: tuple[Kind, ...]
+    kinds: tuple[SegmentKind, ...]
     segments: tuple[int, ...]
     cuts: tuple[CutCost, ...]
     ties: tuple[TieCost, ...]
     sample_bytes: int
 
 
-class Note(msgspec.Struct, frozen=True):
-    """Why something was not measured."""
+class DraftNote(msgspec.Struct, frozen=True):
+    """Something that was not measured, and the reason."""
 
     about: str
     why: str
@@ -57,17 +57,19 @@ class Note(msgspec.Struct, frozen=True):
         return f"{self.about}: {self.why}"
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileDraft(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything measured so far."""
+
     version: int = PROFILE_VERSION
-    subject: Subject
-    sizes: tuple[tuple[SizeCost, ...], ...]  # of each kind, ascending
+    subject: ProfileSubject
+    sizes: tuple[tuple[SizeCost, ...], ...]  # for each kind, in ascending order of micro-batch size
     fixed_bytes: int | None = None
     optimizer: OptimizerCost | None = None
     overheads: Overheads | None = None
     within: LinkCost | None = None
     between: LinkCost | None = None
     reductions: tuple[ReduceCost, ...] = ()
-    notes: tuple[Note, ...] = ()
+    notes: tuple[DraftNote, ...] = ()
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
@@ -75,42 +77,37 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
                 f"version is {self.version}, this library reads {PROFILE_VERSION} (profile the model again)"
             )
 
-    # ------------------------------------------------------------ what is there
-
     def measured_sizes(self) -> list[int]:
-        """Those at which every kind has been run."""
-        found = [{cost.microbatch_size for cost in costs} for costs in self.sizes]
-        return sorted(set.intersection(*found)) if found else []
+        """Return the micro-batch sizes at which every kind was measured."""
+        by_kind = [{cost.microbatch_size for cost in costs} for costs in self.sizes]
+        return sorted(set.intersection(*by_kind)) if by_kind else []
 
     def missing_sizes(self, wanted: Iterable[int]) -> list[int]:
         return sorted(set(wanted) - set(self.measured_sizes()))
 
-    # ------------------------------------------------------------ what comes
-
-    def with_sizes(self, found: Mapping[int, SizeCost]) -> Draft:
-        """More of some kinds, at a micro-batch size of theirs."""
+    def with_sizes(self, costs: Mapping[int, SizeCost]) -> ProfileDraft:
+        """Add the costs of some kinds; a cost at a known micro-batch size replaces the old one."""
         sizes = []
-        for kind, costs in enumerate(self.sizes):
-            known = {cost.microbatch_size: cost for cost in costs}
-            if kind in found:
-                known[found[kind].microbatch_size] = found[kind]
+        for kind, known_costs in enumerate(self.sizes):
+            known = {cost.microbatch_size: cost for cost in known_costs}
+            if kind in costs:
+                known[costs[kind].microbatch_size] = costs[kind]
             sizes.append(tuple(known[size] for size in sorted(known)))
         return msgspec.structs.replace(self, sizes=tuple(sizes))
 
-    def with_note(self, about: str, why: str) -> Draft:
+    def with_note(self, about: str, why: str) -> ProfileDraft:
         others = self.without_note(about).notes
-        return msgspec.structs.replace(self, notes=(*others, Note(about, why)))
+        return msgspec.structs.replace(self, notes=(*others, DraftNote(about, why)))
 
-    def without_note(self, about: str) -> Draft:
+    def without_note(self, about: str) -> ProfileDraft:
         return msgspec.structs.replace(self, notes=tuple(note for note in self.notes if note.about != about))
 
-    # ------------------------------------------------------------ what it becomes
-
     def profile(self) -> Profile | None:
-        """The whole, once there is enough of it to plan with."""
-        if not self.measured_sizes() or None in (self.fixed_bytes, self.optimizer, self.overheads):
+        """Return the profile, or None while too little is measured to plan with."""
+        if self.fixed_bytes is None or self.optimizer is None or self.overheads is None:
             return None
-        assert self.fixed_bytes is not None and self.optimizer is not None and self.overheads is not None
+        if not self.measured_sizes():
+            return None
         subject = self.subject
         return Profile(
             fingerprint=subject.fingerprint,
@@ -135,22 +132,22 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def new_draft(subject: Subject) -> Draft:
-    return Draft(subject=subject, sizes=((),) * len(subject.kinds))
+def new_draft(subject: ProfileSubject) -> ProfileDraft:
+    return ProfileDraft(subject=subject, sizes=((),) * len(subject.kinds))
 
 
-def resumed(draft: Draft, subject: Subject, source: str) -> Draft:
-    """A draft that was read, for the model and device at hand; refused where it is another's."""
-    refuse_foreign(draft.subject, subject, source)
-    # What follows from the model is told anew; memory may have been added.
+def resume_draft(draft: ProfileDraft, subject: ProfileSubject, source: str) -> ProfileDraft:
+    """Continue a draft read from `source`; raise ValueError if it is about something else."""
+    check_subject(draft.subject, subject, source)
+    # The facts of the model are computed again: the machine's memory may have changed.
     return msgspec.structs.replace(draft, subject=subject)
 
 
-def reopened(profile: Profile, subject: Subject, source: str) -> Draft:
-    """A finished profile, to be extended."""
-    refuse_foreign(profile, subject, source)
+def reopen_profile(profile: Profile, subject: ProfileSubject, source: str) -> ProfileDraft:
+    """Turn a finished profile into a draft, to extend it."""
+    check_subject(profile, subject, source)
     notes = (note.partition(": ") for note in profile.notes)
-    return Draft(
+    return ProfileDraft(
         subject=subject,
         sizes=tuple(kind.sizes for kind in profile.kinds),
         fixed_bytes=profile.fixed_bytes,
@@ -159,25 +156,25 @@ def reopened(profile: Profile, subject: Subject, source: str) -> Draft:
         within=profile.within,
         between=profile.between,
         reductions=profile.reductions,
-        notes=tuple(Note(about, why) for about, _, why in notes),
+        notes=tuple(DraftNote(about, why) for about, _, why in notes),
     )
 
 
-def refuse_foreign(found: Subject | Profile, wanted: Subject, source: str) -> None:
-    """Times of another model, device or precision would be worse than none."""
+def check_subject(found: ProfileSubject | Profile, expected: ProfileSubject, source: str) -> None:
+    """Raise ValueError if a profile is about another model, device or precision."""
     for what, theirs, ours in (
-        ("device", found.device, wanted.device),
-        ("precision", found.precision, wanted.precision),
-        ("model", found.fingerprint, wanted.fingerprint),
-        ("segmentation", found.segments, wanted.segments),
+        ("device", found.device, expected.device),
+        ("precision", found.precision, expected.precision),
+        ("model", found.fingerprint, expected.fingerprint),
+        ("segmentation", found.segments, expected.segments),
     ):
         if theirs != ours:
             raise ValueError(
-                f"{source} holds the profile of another {what}: {_short(theirs)}, not {_short(ours)} "
-                "(give another out_folder, or move that file away)"
+                f"{source} holds the profile of another {what}: expected {_shortened(ours)}, "
+                f"found {_shortened(theirs)} (choose another out_folder, or move that file away)"
             )
 
 
-def _short(value: str | Sequence[int]) -> str:
+def _shortened(value: str | Sequence[int]) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

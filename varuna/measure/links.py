@@ -1,14 +1,13 @@
-"""Times messages between two ranks, over the links that stages use.
+"""Timing of messages between two ranks, over the same links that stages use.
 
-Both ends call `measure_link`, one of them leading. For each size there are three turns:
+Both ends call `measure_link`; one of them leads. For each message size there are three measurements:
 
-    there and back    half of it is one way
-    at once           both send, and each waits for the other's
-    at work           the sender computes on, and so does the receiver, who looks now and then: what is
-                      left is the time that a message costs those who have better things to do
+    ping-pong         half of a round trip is the time one way
+    both ways         both ends send at once, and each waits for the other's message
+    while computing   both ends compute, and the receiver polls now and then: the result is the time that a
+                      message takes away from computing
 
-Where the devices that compute are the processor's cores, what the background threads of a link spend is
-taken from the computing as well.
+If CPU cores do the computing, the CPU time of a link's background threads counts as taken away, too.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from varuna.measure.stopwatch import Effort, duration, stopwatch_for
+from varuna.measure.stopwatch import Effort, stopwatch_for, typical_duration
 from varuna.types import Duration, LinkCost, MessageCost
 
 MESSAGE_BYTES = tuple(1 << power for power in range(12, 27, 2))
 """4 KiB to 64 MiB."""
 LINK_EFFORT = Effort(seconds=0.15, fewest=5, most=40, warmups=2)
-WORK_SECONDS = 1e-3
-"""The least for which a receiver computes before it looks: small messages are there long before."""
+POLL_SECONDS = 1e-3
+"""Shortest time that a receiver computes between two polls."""
 
 
-class End(Protocol):
+class LinkEndpoint(Protocol):
     """One end of a link."""
 
     @property
-    def ready(self) -> int: ...  # messages that can be taken
+    def ready(self) -> int: ...  # number of messages that can be taken
     def send(self, tensors: Sequence[Tensor]) -> None: ...
     def take(self) -> list[Tensor]: ...
     def poll(self) -> None: ...
@@ -43,147 +42,140 @@ class End(Protocol):
 
 
 def measure_link(
-    end: End,
+    end: LinkEndpoint,
     *,
     leads: bool,
     device: torch.device,
     sizes: Sequence[int],
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
-    """What messages of these bytes cost; None at the end that does not lead."""
-    work = _work()
+    """Measure messages of these bytes; return the costs at the leading end, None at the other."""
+    compute = _small_computation()
     messages = []
     for size in sizes:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        one_way = _there_and_back(end, payload, effort, leads)
-        both_ways = _at_once(end, payload, effort, leads)
-        # The other end works for as long as this one has found a message to take.
-        seconds = _agree(end, [one_way.seconds if one_way else 0.0], leads)[0]
-        busy = _at_work(end, payload, effort, leads, seconds, work)
-        sender, receiver = (busy, _told(end)) if leads else (0.0, _tell(end, busy))
-        if one_way is not None and both_ways is not None:
+        one_way = _measure_ping_pong(end, payload, effort, leads)
+        both_ways = _measure_both_ways(end, payload, effort, leads)
+        # The receiver computes for as long as the leading end measured one way.
+        one_way_seconds = _send_number(end, one_way.seconds, leads)
+        busy = _measure_while_computing(end, payload, effort, leads, one_way_seconds, compute)
+        receiver_busy = _send_number(end, busy, not leads)
+        if leads:
             messages.append(
                 MessageCost(
                     num_bytes=size,
                     one_way=one_way,
                     both_ways=max(both_ways, one_way, key=lambda d: d.seconds),
-                    sender_seconds=min(sender, one_way.seconds),
-                    receiver_seconds=receiver,
+                    sender_seconds=min(busy, one_way.seconds),
+                    receiver_seconds=receiver_busy,
                 )
             )
     return LinkCost(tuple(messages)) if leads else None
 
 
-def _there_and_back(end: End, payload: Tensor, effort: Effort, leads: bool) -> Duration | None:
+def _measure_ping_pong(end: LinkEndpoint, payload: Tensor, effort: Effort, leads: bool) -> Duration:
     def run() -> float:
         start = time.perf_counter()
         if leads:
             end.send([payload])
-            _take_whole(end, payload.device)
+            _take_bytes(end, payload.device)
         else:
-            _take_whole(end, payload.device)
+            _take_bytes(end, payload.device)
             end.send([payload])
         return time.perf_counter() - start
 
-    samples = _repeat(end, run, effort, leads)
-    return duration([sample / 2 for sample in samples]) if leads else None
+    return typical_duration([sample / 2 for sample in _repeat(end, run, effort, leads)])
 
 
-def _at_once(end: End, payload: Tensor, effort: Effort, leads: bool) -> Duration | None:
+def _measure_both_ways(end: LinkEndpoint, payload: Tensor, effort: Effort, leads: bool) -> Duration:
     def run() -> float:
         start = time.perf_counter()
         end.send([payload])
-        _take_whole(end, payload.device)
+        _take_bytes(end, payload.device)
         return time.perf_counter() - start
 
-    samples = _repeat(end, run, effort, leads)
-    return duration(samples) if leads else None
+    return typical_duration(_repeat(end, run, effort, leads))
 
 
-def _at_work(
-    end: End, payload: Tensor, effort: Effort, leads: bool, one_way: float, work: Callable[[], None]
+def _measure_while_computing(
+    end: LinkEndpoint,
+    payload: Tensor,
+    effort: Effort,
+    leads: bool,
+    one_way_seconds: float,
+    compute: Callable[[], None],
 ) -> float:
-    """The seconds in which this end could not compute, sending where it leads and else receiving."""
-    on_cores = payload.device.type == "cpu"
-    # Of cores only what is spent counts, not what another process takes; a device keeps a thread waiting.
-    own = time.thread_time if on_cores else time.perf_counter
+    """Return the seconds in which this end could not compute: sending if it leads, else receiving."""
+    on_cpu = payload.device.type == "cpu"
+    # On cores only CPU time counts, not what another process takes; a device makes the thread wait.
+    clock = time.thread_time if on_cpu else time.perf_counter
 
-    def elsewhere() -> float:
-        """What other threads than this one have spent."""
-        return time.process_time() - time.thread_time() if on_cores else 0.0
+    def other_threads() -> float:
+        """Return the CPU seconds of all other threads so far."""
+        return time.process_time() - time.thread_time() if on_cpu else 0.0
 
     def send() -> float:
-        others = elsewhere()
-        start = own()
+        others = other_threads()
+        start = clock()
         end.send([payload])
-        busy = own() - start
+        busy = clock() - start
         while not end.ready:
-            work()
+            compute()
             end.poll()
         end.take()
-        return busy + elsewhere() - others
+        return busy + other_threads() - others
 
     def receive() -> float:
-        others, busy = elsewhere(), 0.0
+        others, busy = other_threads(), 0.0
         while not end.ready:
-            until = time.perf_counter() + max(one_way, WORK_SECONDS)
+            until = time.perf_counter() + max(one_way_seconds, POLL_SECONDS)
             while time.perf_counter() < until:
-                work()
-            start = own()
+                compute()
+            start = clock()
             end.poll()
-            busy += own() - start
-        start = own()
+            busy += clock() - start
+        start = clock()
         end.take()
-        busy += own() - start + elsewhere() - others
+        busy += clock() - start + other_threads() - others
         end.send([])
         return busy
 
     return median(_repeat(end, send if leads else receive, effort, leads))
 
 
-def _repeat(end: End, run: Callable[[], float], effort: Effort, leads: bool) -> list[float]:
-    """As often as the leading end finds right."""
+def _repeat(end: LinkEndpoint, run: Callable[[], float], effort: Effort, leads: bool) -> list[float]:
+    """Run as often on both ends as the leading end decides."""
     seconds = [run() for _ in range(effort.warmups)]
-    count = _agree(end, [float(effort.runs(min(seconds)))], leads)[0]
+    count = _send_number(end, float(effort.runs(min(seconds))), leads)
     return [run() for _ in range(round(count))]
 
 
-def _agree(end: End, numbers: Sequence[float], leads: bool) -> list[float]:
-    """The leading end's numbers, on both."""
-    if leads:
-        end.send([torch.tensor(numbers, dtype=torch.float64)])
-        return list(numbers)
-    values: list[float] = _take(end)[0].tolist()
-    return values
-
-
-def _tell(end: End, number: float) -> float:
-    end.send([torch.tensor([number], dtype=torch.float64)])
-    return number
-
-
-def _told(end: End) -> float:
+def _send_number(end: LinkEndpoint, number: float, sends: bool) -> float:
+    """Send a number, or receive the one that the other end sends; both ends return the same number."""
+    if sends:
+        end.send([torch.tensor([number], dtype=torch.float64)])
+        return number
     return float(_take(end)[0].item())
 
 
-def _take(end: End) -> list[Tensor]:
+def _take(end: LinkEndpoint) -> list[Tensor]:
     while not end.ready:
         end.wait()
     return end.take()
 
 
-def _take_whole(end: End, device: torch.device) -> None:
-    """Waits for the bytes too, where a device moves them after the word of them has come."""
+def _take_bytes(end: LinkEndpoint, device: torch.device) -> None:
+    """Take a message and wait for its bytes: a device may copy them after the message was announced."""
     _take(end)
-    stopwatch_for(device).settle()
+    stopwatch_for(device).synchronize()
 
 
-def _work() -> Callable[[], None]:
-    """Some dozen microseconds of computing."""
+def _small_computation() -> Callable[[], None]:
+    """Return a function that computes for a few microseconds."""
     matrix = torch.full((64, 64), 0.01)
     result = torch.empty_like(matrix)
 
-    def work() -> None:
+    def compute() -> None:
         torch.mm(matrix, matrix, out=result)
 
-    return work
+    return compute

@@ -1,8 +1,8 @@
-"""Counts the bytes that a segment holds between its forward and its backward, and needs besides.
+"""Bytes that a segment holds between its forward and its backward, and its other memory needs.
 
-On CUDA the allocator knows. Elsewhere nobody does, so every tensor that an operation gives back is
-watched: its memory counts once, however many views look at it, for as long as anything refers to it. What
-an operation takes and gives back within itself is not seen.
+On CUDA the allocator counts. On other devices every tensor that an operation returns is watched: its memory
+counts once, for any number of views, as long as something refers to it. Memory that an operation allocates
+and frees internally is not counted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Bytes(NamedTuple):
-    """Of one segment at one micro-batch size."""
+class SegmentBytes(NamedTuple):
+    """Memory of one segment at one micro-batch size."""
 
     activation: int  # held from its forward to its backward
     working: int  # the most in use besides
-    split: int  # held more, between the two parts of a backward
+    split: int  # held in addition between the two parts of a backward
 
 
-class Runnable(Protocol):
+class RunnableSegment(Protocol):
+    """One segment at one micro-batch size; backwards run in the order of their forwards."""
+
     def forward(self, given: Sequence[Tensor], *, keep_graph: bool = True) -> list[Tensor]: ...
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
     def backward_inputs(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
@@ -35,7 +37,7 @@ class Runnable(Protocol):
 
 
 class Meter(AbstractContextManager["Meter"]):
-    """How many bytes are in use now, and the most since `restart`; of CUDA's allocator."""
+    """Bytes in use now, and the peak since `restart`, by CUDA's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +48,7 @@ class Meter(AbstractContextManager["Meter"]):
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def most(self) -> int:
+    def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
     def __exit__(
@@ -55,8 +57,8 @@ class Meter(AbstractContextManager["Meter"]):
         pass
 
 
-class Memory:
-    """A tensor's memory, referred to without keeping it; its address is nobody else's as long as this is."""
+class WeakStorage:
+    """Weak reference to a tensor's memory; while it exists, no other memory has the same address."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -64,32 +66,32 @@ class Memory:
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
-    def is_there(self) -> bool:
+    def is_alive(self) -> bool:
         return not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
-def address(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 class CountingMeter(Meter):
-    """Counts the tensors that operations make while it is entered."""
+    """Meter that counts the tensors that operations return while it is entered."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._seen: dict[int, Memory] = {}
-        self._most = 0
-        self._watch = _Watch(self._see)
+        self._seen: dict[int, WeakStorage] = {}
+        self._peak = 0
+        self._watch = _OperationWatch(self._add)
 
     def now(self) -> int:
-        self._seen = {key: memory for key, memory in self._seen.items() if memory.is_there}
+        self._seen = {key: memory for key, memory in self._seen.items() if memory.is_alive}
         return sum(memory.num_bytes for memory in self._seen.values())
 
     def restart(self) -> None:
-        self._most = self.now()
+        self._peak = self.now()
 
-    def most(self) -> int:
-        return self._most
+    def peak(self) -> int:
+        return self._peak
 
     def __enter__(self) -> CountingMeter:
         self._watch.__enter__()  # type: ignore[no-untyped-call]
@@ -100,27 +102,27 @@ class CountingMeter(Meter):
     ) -> None:
         self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def _see(self, made: Iterable[Tensor]) -> None:
+    def _add(self, made: Iterable[Tensor]) -> None:
         for tensor in made:
-            if address(tensor) not in self._seen:
-                self._seen[address(tensor)] = Memory(tensor)
-        self._most = max(self._most, self.now())
+            if storage_address(tensor) not in self._seen:
+                self._seen[storage_address(tensor)] = WeakStorage(tensor)
+        self._peak = max(self._peak, self.now())
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd, so that what a backward makes is seen as well."""
+class _OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports the new tensors of each operation; it runs below autograd, so backwards are seen, too."""
 
-    def __init__(self, see: Callable[[Iterable[Tensor]], None]) -> None:
+    def __init__(self, report: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
+        self._report = report
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        known = {address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        known = {storage_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **(kwargs or {}))
         leaves = (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
-        self._see(leaf for leaf in leaves if address(leaf) not in known)
+        self._report(leaf for leaf in leaves if storage_address(leaf) not in known)
         return made
 
 
@@ -129,47 +131,53 @@ def meter_for(device: torch.device) -> Meter:
 
 
 def count_bytes(
-    piece: Runnable,
+    segment: RunnableSegment,
     given: Sequence[Tensor],
     gradients: Sequence[Tensor],
     relayed: Sequence[bool],
     meter: Meter,
-) -> Bytes:
-    """Runs a segment twice, its weights' gradients being there already.
+) -> SegmentBytes:
+    """Run a segment twice and count its bytes; gradients of its weights must exist already.
 
-    What it sends on is not counted, for the next segment is given it; nor what it was only handed
-    through, which an earlier one counts.
+    Its outputs are not counted: the next segment counts them as its inputs. Inputs that it only relays
+    are not counted either: an earlier segment counts them.
     """
     with meter:
         before = meter.now()
-        held, counted_elsewhere, in_forward = _forward(piece, given, relayed, meter)
+        held, counted_elsewhere, in_forward = _count_forward(segment, given, relayed, meter)
         meter.restart()
-        piece.backward([gradient.clone() for gradient in gradients])
-        in_backward = meter.most() - before - held
-        left = meter.now() - before  # nothing, but for gradients that were not there before
-        held_again, _, _ = _forward(piece, given, relayed, meter)
-        piece.backward_inputs([gradient.clone() for gradient in gradients])
+        segment.backward([gradient.clone() for gradient in gradients])
+        in_backward = meter.peak() - before - held
+        left = meter.now() - before  # zero, unless a gradient did not exist before
+        held_again, _, _ = _count_forward(segment, given, relayed, meter)
+        segment.backward_inputs([gradient.clone() for gradient in gradients])
         between = meter.now() - before - left - held_again
-        piece.backward_weights()
-    return Bytes(held - counted_elsewhere, max(in_forward, in_backward, 0), max(between, 0))
+        segment.backward_weights()
+    return SegmentBytes(held - counted_elsewhere, max(in_forward, in_backward, 0), max(between, 0))
 
 
-def _forward(
-    piece: Runnable, given: Sequence[Tensor], relayed: Sequence[bool], meter: Meter
+def _count_forward(
+    segment: RunnableSegment, given: Sequence[Tensor], relayed: Sequence[bool], meter: Meter
 ) -> tuple[int, int, int]:
-    """What it holds, what of that is counted elsewhere, and what it needed besides."""
+    """Return the bytes held after a forward, those of them counted elsewhere, and the peak beyond them."""
     before = meter.now()
     meter.restart()
-    received = [tensor.clone() for tensor in given]  # its own, as if they had just arrived
-    own = set(map(address, received))
-    handed_through = sum(
-        tensor.untyped_storage().nbytes() for tensor, was in zip(received, relayed, strict=True) if was
+    received = [tensor.clone() for tensor in given]  # new memory, as if just received
+    own = set(map(storage_address, received))
+    relayed_bytes = sum(
+        tensor.untyped_storage().nbytes()
+        for tensor, is_relayed in zip(received, relayed, strict=True)
+        if is_relayed
     )
-    outputs = piece.forward(received)
+    outputs = segment.forward(received)
     del received
-    sent = {address(output): Memory(output) for output in outputs if address(output) not in own}
+    sent = {
+        storage_address(output): WeakStorage(output)
+        for output in outputs
+        if storage_address(output) not in own
+    }
     del outputs
-    most = meter.most() - before
+    peak = meter.peak() - before
     held = meter.now() - before
-    kept = sum(memory.num_bytes for memory in sent.values() if memory.is_there)
-    return held, handed_through + kept, most - held
+    kept_outputs = sum(memory.num_bytes for memory in sent.values() if memory.is_alive)
+    return held, relayed_bytes + kept_outputs, peak - held

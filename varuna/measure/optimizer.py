@@ -1,4 +1,4 @@
-"""Times an optimizer's step, on tensors of the model's own shapes, and counts what it keeps."""
+"""Time of an optimizer step and size of its state, measured on tensors with the model's shapes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from varuna.measure.stopwatch import Effort, Stopwatch, typical
 from varuna.types import OptimizerCost
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Finish = Callable[[Sequence[nn.Parameter]], None]
-"""What is done to the gradients of a step before the optimizer: scaled, looked through for overflows."""
-
+FinishGradients = Callable[[Sequence[nn.Parameter]], None]
+"""Prepares the gradients for the optimizer: scales them and looks for overflows."""
 
 CACHE_BYTES = 32 << 20
-"""Of other things pass through a processor's caches between two of its steps."""
+"""Bytes that are touched between two steps on a CPU, so that the caches hold other data."""
 NO_OPTIMIZER = "none"
-"""Of a model in which nothing trains."""
+"""Optimizer name of a model without trained parameters."""
 
 
-class Form(NamedTuple):
-    """A weight without its values."""
+class WeightShape(NamedTuple):
+    """Shape and dtype of a weight."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,28 +36,29 @@ class Form(NamedTuple):
 
 def measure_optimizer(
     make: MakeOptimizer,
-    few: Sequence[Form],
-    many: Sequence[Form],
+    few: Sequence[WeightShape],
+    many: Sequence[WeightShape],
     *,
     device: torch.device,
-    finish: Finish,
+    finish: FinishGradients,
     stopwatch: Stopwatch,
     effort: Effort,
 ) -> OptimizerCost:
-    """A line through two points: some of the model's tensors, and as many as there is room for."""
+    """Measure steps on few and on many weights, and draw a line through the two points."""
     if not many:
         return OptimizerCost(NO_OPTIMIZER, 0.0, 0.0, 0.0)
-    name, less, state_bytes, fewer = _step(make, few, device, finish, stopwatch, effort)
-    _, more, state_bytes, total = _step(make, many, device, finish, stopwatch, effort)
-    slope = (more - less) / (total - fewer) if total > fewer else 0.0
-    fixed = less - slope * fewer
+    small = _measure_step(make, few, device, finish, stopwatch, effort)
+    large = _measure_step(make, many, device, finish, stopwatch, effort)
+    more = large.num_elements - small.num_elements
+    slope = (large.seconds - small.seconds) / more if more > 0 else 0.0
+    fixed = small.seconds - slope * small.num_elements
     if slope <= 0 or fixed < 0:
-        slope, fixed = more / total, 0.0
-    return OptimizerCost(name, fixed, slope, state_bytes / total)
+        slope, fixed = large.seconds / large.num_elements, 0.0
+    return OptimizerCost(large.name, fixed, slope, large.state_bytes / large.num_elements)
 
 
-def merge(costs: Sequence[OptimizerCost]) -> OptimizerCost:
-    """One optimizer as several ranks have found it."""
+def merge_optimizer_costs(costs: Sequence[OptimizerCost]) -> OptimizerCost:
+    """Merge what several ranks measured of one optimizer: the medians."""
     return OptimizerCost(
         costs[0].name,
         median(cost.fixed_seconds for cost in costs),
@@ -67,34 +67,50 @@ def merge(costs: Sequence[OptimizerCost]) -> OptimizerCost:
     )
 
 
-def _step(
+def first_weights(shapes: Sequence[WeightShape], elements: int) -> list[WeightShape]:
+    """Return the first shapes that together have at most `elements`, but at least one shape."""
+    chosen: list[WeightShape] = []
+    for shape in shapes:
+        if chosen and sum(other.numel for other in [*chosen, shape]) > elements:
+            break
+        chosen.append(shape)
+    return chosen
+
+
+class _OptimizerStep(NamedTuple):
+    name: str
+    seconds: float
+    state_bytes: int
+    num_elements: int
+
+
+def _measure_step(
     make: MakeOptimizer,
-    forms: Sequence[Form],
+    shapes: Sequence[WeightShape],
     device: torch.device,
-    finish: Finish,
+    finish: FinishGradients,
     stopwatch: Stopwatch,
     effort: Effort,
-) -> tuple[str, float, int, int]:
-    """(its name, seconds, bytes of its state, elements)."""
-    weights = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device)) for shape, dtype in forms]
+) -> _OptimizerStep:
+    weights = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device)) for shape, dtype in shapes]
     gradients = [torch.full_like(weight, 1e-3) for weight in weights]
     optimizer = make(weights)
-    other_things = torch.zeros(CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+    other_data = torch.zeros(CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
 
     def run() -> float:
-        other_things.add_(1)
+        other_data.add_(1)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
-        begin = stopwatch.mark()
+        start = stopwatch.mark()
         finish(weights)
         optimizer.step()
         optimizer.zero_grad()
-        end = stopwatch.mark()
-        stopwatch.settle()
-        return stopwatch.seconds(begin, end)
+        stop = stopwatch.mark()
+        stopwatch.synchronize()
+        return stopwatch.seconds(start, stop)
 
     warm = [run() for _ in range(effort.warmups)]
     seconds = typical([run() for _ in range(effort.runs(min(warm)))], effort.quantile)
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    state_bytes = sum(value.nbytes for value in kept if isinstance(value, Tensor))
-    return type(optimizer).__name__, seconds, state_bytes, sum(w.numel() for w in weights)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    state_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return _OptimizerStep(type(optimizer).__name__, seconds, state_bytes, sum(w.numel() for w in weights))

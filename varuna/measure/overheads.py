@@ -1,9 +1,8 @@
-"""What the engine adds to its segments: told from steps of a model that computes nothing.
+"""Engine overhead per instruction and per step, measured with a model that computes nothing.
 
-Steps of few and of many micro-batches differ by instructions alone; what is left without any is the step's.
-
-In training the engine's own code finds the caches full of other things. So the steps here are taken
-between others that compute; and what calling a segment takes is known from calls among segments that do.
+Steps of few and of many micro-batches differ only in their number of instructions; the rest is the
+overhead of a step. In training, the caches hold other data when engine code runs. So each empty step here
+follows a computation, and the cost of calling a segment comes from calls among segments that compute.
 """
 
 from __future__ import annotations
@@ -26,20 +25,24 @@ def measure_overheads(
     stopwatch: Stopwatch,
     quantile: float,
 ) -> Overheads:
-    """`step(n)` trains n micro-batches: a forward and a backward for each, by calls that are fast."""
+    """Measure `step(n)`, which trains n empty micro-batches: one forward and one backward each.
+
+    The calls in these steps are fast, because the caches are warm: the result is corrected by
+    `slow_call_seconds - fast_call_seconds`.
+    """
     samples: dict[int, list[float]] = {FEW: [], MANY: []}
     for turn in range(WARMUPS + STEPS):
-        for count, found in samples.items():
+        for count, seconds in samples.items():
             compute()
             start = stopwatch.mark()
             step(count)
             stop = stopwatch.mark()
-            stopwatch.settle()
+            stopwatch.synchronize()
             if turn >= WARMUPS:
-                found.append(stopwatch.seconds(start, stop))
+                seconds.append(stopwatch.seconds(start, stop))
     few, many = typical(samples[FEW], quantile), typical(samples[MANY], quantile)
-    each = max(0.0, (many - few) / (MANY - FEW))
+    per_microbatch = max(0.0, (many - few) / (MANY - FEW))
     return Overheads(
-        instruction_seconds=max(0.0, each / 2 + slow_call_seconds - fast_call_seconds),
-        step_seconds=max(0.0, few - FEW * each),
+        instruction_seconds=max(0.0, per_microbatch / 2 + slow_call_seconds - fast_call_seconds),
+        step_seconds=max(0.0, few - FEW * per_microbatch),
     )

@@ -1,16 +1,15 @@
-"""Times segments as a stage runs them: one after the other forward, and back again.
+"""Timing of segments in the order in which a stage runs them: forwards in sequence, then backwards.
 
-A segment that runs again and again by itself finds its weights and its activations in the caches, and
-memory where it left it; within a stage it finds neither. So the kinds of segments of a model run
-as a chain, each given what the one before it has just made:
+A segment that runs alone, again and again, finds its data in the caches; inside a stage it does not. So the
+kinds of segments of a model run as a chain. Each gets what the one before it has just made:
 
-    F F F … B B B        whole backwards
-    F F F … I I I W W W  backwards in two parts
-    f f f …              forwards that keep nothing
+    F F F ... B B B        whole backwards
+    F F F ... I I I W W W  backwards in two parts
+    f f f ...              forwards that keep nothing
 
-Between their forward and their backward several micro-batches are held, as a stage of a pipeline does: the
-oldest goes back when a new one has come. Where a chain of all kinds would not fit the device, each is
-a chain by itself.
+As in a pipeline, several micro-batches are held between their forward and their backward: when a new one
+has run forward, the oldest runs backward. If a chain of all kinds does not fit the device, each kind is a
+chain of its own.
 """
 
 from __future__ import annotations
@@ -23,115 +22,113 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from varuna.measure.memory import Bytes, Meter, count_bytes
-from varuna.measure.stopwatch import Effort, Stopwatch, duration, typical
+from varuna.measure.memory import Meter, RunnableSegment, SegmentBytes, count_bytes
+from varuna.measure.stopwatch import Effort, Stopwatch, typical, typical_duration
 from varuna.types import Duration, SizeCost
 
 PARTS = ("forward", "backward", "backward_inputs", "backward_weights", "forward_only")
-
 HEAD_START = 2.5
-"""Times what the host needs to queue a round: it has queued two before the device begins."""
+"""Head start of the host, as a multiple of the time to queue one round: two rounds are queued in advance."""
 
 
-class Piece(Protocol):
-    """One segment at one micro-batch size, run by the very hands that train. First come, first back."""
+class TimedSegment(RunnableSegment, Protocol):
+    """A segment that can be measured."""
 
     @property
-    def relayed(self) -> Sequence[bool]: ...  # of what it is given: whether it is only handed through
+    def relayed(self) -> Sequence[bool]: ...  # for each input: the segment only passes it on
     @property
-    def wanted(self) -> Sequence[bool]: ...  # of what it makes: whether a gradient comes back
-    def forward(self, given: Sequence[Tensor], *, keep_graph: bool = True) -> list[Tensor]: ...
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
-    def backward_inputs(self, gradients: Sequence[Tensor]) -> list[Tensor]: ...
-    def backward_weights(self) -> None: ...
-    def forget(self) -> None: ...  # lets go of forwards that will have no backward
+    def wanted(self) -> Sequence[bool]: ...  # for each output: it gets a gradient
+    def forget(self) -> None: ...  # drops forwards that will have no backward
     @property
-    def enter(self) -> Callable[[], object] | None: ...  # makes again what a stage that begins here must
+    def enter(self) -> Callable[[], object] | None: ...  # recomputes what a stage that begins here needs
 
 
 @dataclass(frozen=True)
-class Link:
-    """A piece in a chain, and where its tensors come from: a place in the chain, or once and for all."""
+class ChainLink:
+    """A segment in a chain, and its inputs: the outputs of the link at `before`, or the tensors `given`."""
 
-    piece: Piece
+    segment: TimedSegment
     before: int | None = None
     given: Sequence[Tensor] = ()
 
 
 @dataclass
-class Samples:
+class SegmentSamples:
     """Seconds of single runs, by part."""
 
-    runs_behind: bool = False  # the device behind its host
+    is_async: bool = False  # the device works behind its host
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
-    def cost(self, part: str, nothing: Samples, entry_seconds: float, quantile: float) -> Duration:
-        """Without what the call of a segment takes that does nothing, for that is the engine's, once for each
-        instruction; nor with what only some stages do.
+    def cost(self, part: str, empty: SegmentSamples, entry_seconds: float, quantile: float) -> Duration:
+        """Return the time of a part without the call overhead, which counts as overhead of the engine.
 
-        A device that runs behind its host takes what its work takes, and none of it is the call's; or what
-        the host needs at its best to queue it, where that is longer.
+        The overhead is the time of an empty segment. `entry_seconds` is left out as well: only stages
+        that begin with this segment pay it. An asynchronous device takes the time of its work, or the
+        shortest time in which the host can queue the work if that is longer.
         """
         less = entry_seconds if part.startswith("forward") else 0.0
-        if not self.runs_behind:
-            less += typical(nothing.seconds[part], quantile)
-            return duration(self.seconds[part], less=less, quantile=quantile)
-        queueing = min(self.host[part]) - min(nothing.host[part])
-        return duration([max(own, queueing) for own in self.seconds[part]], less=less, quantile=quantile)
+        if not self.is_async:
+            less += typical(empty.seconds[part], quantile)
+            return typical_duration(self.seconds[part], less=less, quantile=quantile)
+        queueing = min(self.host[part]) - min(empty.host[part])
+        slower = [max(own, queueing) for own in self.seconds[part]]
+        return typical_duration(slower, less=less, quantile=quantile)
 
     def call_seconds(self, quantile: float) -> float:
-        """Of segments that do nothing: the mean of a forward and a backward."""
-        taken = self.host if self.runs_behind else self.seconds
+        """Return the time to call an empty segment: the mean of a forward and a backward."""
+        taken = self.host if self.is_async else self.seconds
         return sum(typical(taken[part], quantile) for part in ("forward", "backward")) / 2
 
     def halve_backwards(self) -> None:
-        """Where they were not run in two parts: each is taken to be half."""
+        """Take half of each backward as the time of each of its two parts."""
         for taken in (self.seconds, self.host):
             for part in ("backward_inputs", "backward_weights"):
                 taken[part] = [seconds / 2 for seconds in taken["backward"]]
 
 
-class Measured(NamedTuple):
+class ChainCosts(NamedTuple):
+    """Costs of a chain's segments, in the order of the chain."""
+
     costs: list[SizeCost]
-    call_seconds: float  # of a segment that does nothing: the mean of a forward and a backward
+    call_seconds: float  # to call an empty segment between them: the mean of a forward and a backward
 
 
 def measure_chain(
-    chain: Sequence[Link],
+    chain: Sequence[ChainLink],
     *,
-    nothing: Callable[[], Link],
+    make_empty: Callable[[], ChainLink],
     held: int,
     microbatch_size: int,
     stopwatch: Stopwatch,
-    meter: Callable[[], Meter],
+    make_meter: Callable[[], Meter],
     effort: Effort,
     in_two_parts: bool = True,
-) -> Measured:
-    """The cost of each link's segment, in the order of the chain.
+) -> ChainCosts:
+    """Measure the segments of a chain while `held` micro-batches are in flight.
 
-    `nothing` makes a segment that does nothing. After each of the others there is one: calling it takes
-    longer than it would by itself, because caches hold other things by then, as they do in training.
-    `held` micro-batches are under way at once. `in_two_parts`: whether backwards are measured so too.
+    An empty segment, from `make_empty`, follows each segment. To call it takes longer there than alone,
+    because the caches hold other data, as in training. With `in_two_parts=False` the two parts of a
+    backward are not measured but taken as half of it.
     """
-    rounds: tuple[Round, ...] = (_whole_round, _light_round)
+    rounds: tuple[Round, ...] = (_whole_round, _forward_only_round)
     if in_two_parts:
-        rounds = (_whole_round, _split_round, _light_round)
-    for run in rounds:  # the first run of all finds nothing ready, and leaves gradients behind
+        rounds = (_whole_round, _split_round, _forward_only_round)
+    for run in rounds:  # the very first run is slow, and creates the gradients
         run(chain, stopwatch)
-    num_bytes = _count(chain, meter)
-    mixed = _mixed(chain, nothing)
-    samples = [Samples(stopwatch.runs_behind) for _ in chain]
-    calls = Samples(stopwatch.runs_behind)
-    found = [sample for own in samples for sample in (own, calls)]
+    counted_bytes = _count_chain(chain, make_meter)
+    mixed = _with_empty_segments(chain, make_empty)
+    samples = [SegmentSamples(stopwatch.is_async) for _ in chain]
+    empty = SegmentSamples(stopwatch.is_async)
+    by_place = [sample for own in samples for sample in (own, empty)]
     for run in rounds:
-        _repeat(run, mixed, found, stopwatch, effort, held=1 if run is _light_round else held)
+        _repeat(run, mixed, by_place, stopwatch, effort, held=1 if run is _forward_only_round else held)
     if not in_two_parts:
-        for sample in (*samples, calls):
+        for sample in (*samples, empty):
             sample.halve_backwards()
     costs = []
-    for link, sample, counted in zip(chain, samples, num_bytes, strict=True):
-        entry = _entry_seconds(link.piece, stopwatch, effort)
+    for link, sample, counted in zip(chain, samples, counted_bytes, strict=True):
+        entry = _entry_seconds(link.segment, stopwatch, effort)
         costs.append(
             SizeCost(
                 microbatch_size=microbatch_size,
@@ -139,51 +136,30 @@ def measure_chain(
                 working_bytes=counted.working,
                 split_bytes=counted.split,
                 entry_seconds=entry,
-                **{part: sample.cost(part, calls, entry, effort.quantile) for part in PARTS},
+                **{part: sample.cost(part, empty, entry, effort.quantile) for part in PARTS},
             )
         )
-    return Measured(costs, calls.call_seconds(effort.quantile))
+    return ChainCosts(costs, empty.call_seconds(effort.quantile))
 
 
-def measure_calls(nothing: Link, *, stopwatch: Stopwatch, effort: Effort) -> float:
-    """The same as `Measured.call_seconds`, where nothing else runs in between."""
-    calls = Samples(stopwatch.runs_behind)
-    _repeat(_whole_round, [nothing], [calls], stopwatch, effort, held=1)
-    return calls.call_seconds(effort.quantile)
+def measure_calls(empty: ChainLink, *, stopwatch: Stopwatch, effort: Effort) -> float:
+    """Return the time to call an empty segment when nothing else runs in between."""
+    samples = SegmentSamples(stopwatch.is_async)
+    _repeat(_whole_round, [empty], [samples], stopwatch, effort, held=1)
+    return samples.call_seconds(effort.quantile)
 
 
-def run_once(chain: Sequence[Link], stopwatch: Stopwatch) -> None:
-    """Forwards and backwards."""
+def run_once(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> None:
+    """Run all forwards and all backwards of a chain."""
     _whole_round(chain, stopwatch)
 
 
-def _mixed(chain: Sequence[Link], nothing: Callable[[], Link]) -> list[Link]:
-    found: list[Link] = []
-    for link in chain:
-        before = None if link.before is None else 2 * link.before
-        found += [Link(link.piece, before, link.given), nothing()]
-    return found
-
-
-def _count(chain: Sequence[Link], meter: Callable[[], Meter]) -> list[Bytes]:
-    """The bytes of each piece, alone with what it is given."""
-    made: list[list[Tensor]] = []
-    found = []
-    for link in chain:
-        given = _given(link, made)
-        made.append(link.piece.forward(given, keep_graph=False))
-        link.piece.forget()
-        gradients = _some_gradients(link.piece, made[-1])
-        found.append(count_bytes(link.piece, given, gradients, link.piece.relayed, meter()))
-    return found
-
-
-def merge(costs: Sequence[SizeCost]) -> SizeCost:
-    """One segment as several ranks have found it, each on a device of its own."""
+def merge_size_costs(costs: Sequence[SizeCost]) -> SizeCost:
+    """Merge what several ranks measured of one segment: median times, largest bytes."""
 
     def middle(part: str) -> Duration:
-        found: list[Duration] = [getattr(cost, part) for cost in costs]
-        return Duration(median(d.seconds for d in found), median(d.spread for d in found))
+        durations: list[Duration] = [getattr(cost, part) for cost in costs]
+        return Duration(median(d.seconds for d in durations), median(d.spread for d in durations))
 
     return SizeCost(
         microbatch_size=costs[0].microbatch_size,
@@ -195,113 +171,133 @@ def merge(costs: Sequence[SizeCost]) -> SizeCost:
     )
 
 
+def _with_empty_segments(chain: Sequence[ChainLink], make_empty: Callable[[], ChainLink]) -> list[ChainLink]:
+    mixed: list[ChainLink] = []
+    for link in chain:
+        before = None if link.before is None else 2 * link.before
+        mixed += [ChainLink(link.segment, before, link.given), make_empty()]
+    return mixed
+
+
+def _count_chain(chain: Sequence[ChainLink], make_meter: Callable[[], Meter]) -> list[SegmentBytes]:
+    """Count the bytes of each segment, run alone with its inputs."""
+    made: list[list[Tensor]] = []
+    counted = []
+    for link in chain:
+        given = _inputs(link, made)
+        made.append(link.segment.forward(given, keep_graph=False))
+        link.segment.forget()
+        gradients = _some_gradients(link.segment, made[-1])
+        counted.append(count_bytes(link.segment, given, gradients, link.segment.relayed, make_meter()))
+    return counted
+
+
 Marks = list[tuple[int, str, Any, Any]]  # place in the chain, part, start, stop
-Round = Callable[[Sequence[Link], Stopwatch], Marks]
+Round = Callable[[Sequence[ChainLink], Stopwatch], Marks]
 
 
 def _repeat(
     run: Round,
-    chain: Sequence[Link],
-    samples: Sequence[Samples],
+    chain: Sequence[ChainLink],
+    samples: Sequence[SegmentSamples],
     stopwatch: Stopwatch,
     effort: Effort,
     *,
     held: int,
 ) -> None:
     for _ in range(held - 1):
-        _forwards(chain, stopwatch, keep_graph=True)
+        _run_forwards(chain, stopwatch, keep_graph=True)
     started = stopwatch.mark()
     for _ in range(effort.warmups):
         run(chain, stopwatch)
     stopped = stopwatch.mark()
-    stopwatch.settle()
+    stopwatch.synchronize()
     warmups = max(effort.warmups, 1)
     head_start = HEAD_START * stopwatch.host_seconds(started, stopped) / warmups
     for _ in range(effort.runs(stopwatch.seconds(started, stopped) / warmups)):
         if stopwatch.head_start(head_start):
-            run(chain, stopwatch)  # the host too is slow at first, when it has waited
+            run(chain, stopwatch)  # the host is slow at first, too, after it has waited
         marks = run(chain, stopwatch)
-        stopwatch.settle()
+        stopwatch.synchronize()
         for place, part, start, stop in marks:
             samples[place].seconds[part].append(stopwatch.seconds(start, stop))
             samples[place].host[part].append(stopwatch.host_seconds(start, stop))
     for link in chain:
-        link.piece.forget()
+        link.segment.forget()
 
 
-def _whole_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
-    marks, made = _forwards(chain, stopwatch, keep_graph=True)
-    return marks + _backwards(chain, made, stopwatch, "backward", lambda piece: piece.backward)
+def _whole_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+    marks, made = _run_forwards(chain, stopwatch, keep_graph=True)
+    return marks + _run_backwards(chain, made, stopwatch, "backward")
 
 
-def _split_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
-    _, made = _forwards(chain, stopwatch, keep_graph=True)
-    marks = _backwards(chain, made, stopwatch, "backward_inputs", lambda piece: piece.backward_inputs)
+def _split_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+    _, made = _run_forwards(chain, stopwatch, keep_graph=True)
+    marks = _run_backwards(chain, made, stopwatch, "backward_inputs")
     for place, link in reversed(list(enumerate(chain))):
         start = stopwatch.mark()
-        link.piece.backward_weights()
+        link.segment.backward_weights()
         marks.append((place, "backward_weights", start, stopwatch.mark()))
     return marks
 
 
-def _light_round(chain: Sequence[Link], stopwatch: Stopwatch) -> Marks:
-    marks, _ = _forwards(chain, stopwatch, keep_graph=False)
+def _forward_only_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+    marks, _ = _run_forwards(chain, stopwatch, keep_graph=False)
     for link in chain:
-        link.piece.forget()
+        link.segment.forget()
     return marks
 
 
-def _forwards(
-    chain: Sequence[Link], stopwatch: Stopwatch, *, keep_graph: bool
+def _run_forwards(
+    chain: Sequence[ChainLink], stopwatch: Stopwatch, *, keep_graph: bool
 ) -> tuple[Marks, list[list[Tensor]]]:
     marks: Marks = []
     made: list[list[Tensor]] = []
     for place, link in enumerate(chain):
-        given = _given(link, made)
+        given = _inputs(link, made)
         start = stopwatch.mark()
-        outputs = link.piece.forward(given, keep_graph=keep_graph)
+        outputs = link.segment.forward(given, keep_graph=keep_graph)
         marks.append((place, "forward" if keep_graph else "forward_only", start, stopwatch.mark()))
         made.append(outputs)
     return marks, made
 
 
-def _backwards(
-    chain: Sequence[Link],
-    made: list[list[Tensor]],
-    stopwatch: Stopwatch,
-    part: str,
-    choose: Callable[[Piece], Callable[[Sequence[Tensor]], list[Tensor]]],
+def _run_backwards(
+    chain: Sequence[ChainLink], made: list[list[Tensor]], stopwatch: Stopwatch, part: str
 ) -> Marks:
+    """Run `part`, which is "backward" or "backward_inputs", of each segment in reverse order."""
     marks: Marks = []
-    returned: dict[int, list[Tensor]] = {}  # by the place for which they are
+    returned: dict[int, list[Tensor]] = {}  # gradients, by the place that they are for
     for place, link in reversed(list(enumerate(chain))):
         gradients = returned.pop(place, None)
         if gradients is None:
-            gradients = _some_gradients(link.piece, made[place])
-        run = choose(link.piece)
+            gradients = _some_gradients(link.segment, made[place])
+        run = link.segment.backward if part == "backward" else link.segment.backward_inputs
         start = stopwatch.mark()
-        found = run(gradients)
+        input_gradients = run(gradients)
         marks.append((place, part, start, stopwatch.mark()))
         if link.before is not None:
-            returned[link.before] = found
+            returned[link.before] = input_gradients
     return marks
 
 
-def _given(link: Link, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Tensors of its own: several may be given the same, and each gets a gradient for it."""
+def _inputs(link: ChainLink, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return new tensors: several links may get the same data, and each makes its own gradient."""
     source = link.given if link.before is None else made[link.before]
     return [tensor.detach() for tensor in source]
 
 
-def _some_gradients(piece: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """As small as gradients are, and nowhere zero: some processors are slow, some fast on odd numbers."""
+def _some_gradients(segment: TimedSegment, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients of a usual size without zeros: some processors treat zeros specially."""
     return [
-        torch.full_like(output, 1e-3) for output, wanted in zip(outputs, piece.wanted, strict=True) if wanted
+        torch.full_like(output, 1e-3)
+        for output, wanted in zip(outputs, segment.wanted, strict=True)
+        if wanted
     ]
 
 
-def _entry_seconds(piece: Piece, stopwatch: Stopwatch, effort: Effort) -> float:
-    enter = piece.enter
+def _entry_seconds(segment: TimedSegment, stopwatch: Stopwatch, effort: Effort) -> float:
+    enter = segment.enter
     if enter is None:
         return 0.0
     samples = []
@@ -309,7 +305,7 @@ def _entry_seconds(piece: Piece, stopwatch: Stopwatch, effort: Effort) -> float:
         start = stopwatch.mark()
         enter()
         stop = stopwatch.mark()
-        stopwatch.settle()
+        stopwatch.synchronize()
         if run >= effort.warmups:
             samples.append(stopwatch.seconds(start, stop))
-    return duration(samples, quantile=effort.quantile).seconds
+    return typical_duration(samples, quantile=effort.quantile).seconds

@@ -1,4 +1,4 @@
-"""Takes times on any device, and makes of many single runs one that can be relied on."""
+"""Stopwatches for any device, and the rule that turns many runs into one duration."""
 
 from __future__ import annotations
 
@@ -14,78 +14,79 @@ import torch
 from varuna.types import Duration
 
 LEAST_SECONDS = 1e-7
-"""What is left of a part that costs nothing beside its call: a profile holds no zeros."""
+"""The shortest duration that is reported: a profile holds no zeros."""
+MOST_HEAD_START_SECONDS = 0.05
+CYCLES_A_SECOND = 2e9
+"""Clock rate of a fast GPU; on a slower one a head start lasts longer."""
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much is done for one number: runs for so many seconds, within bounds, after some to warm up.
+    """Number of runs behind one measured value.
 
-    The run in the middle counts. On cores that others use too, a quicker one tells what they can do.
+    After `warmups` runs, the measurement repeats for `seconds`, at least `fewest` and at most `most`
+    times. The default reports the median run. On cores shared with other jobs, a lower `quantile`
+    reports what the cores can do alone.
     """
 
     seconds: float = 1.0
     fewest: int = 7
     most: int = 60
     warmups: int = 3
-    quantile: float = 0.5  # of the runs sorted by time: which one counts
+    quantile: float = 0.5  # of the runs sorted by time: the one that is reported
 
     def runs(self, seconds_each: float) -> int:
         return max(self.fewest, min(self.most, round(self.seconds / max(seconds_each, 1e-9))))
 
 
-class Moment(NamedTuple):
-    """On the clocks of a thread."""
+class ThreadClocks(NamedTuple):
+    """The clocks of one thread at one moment."""
 
     wall: float
-    own: float  # in which it had a core
-    waits: int  # how often it has left its core of its own accord
-
-
-MOST_HEAD_START_SECONDS = 0.05
-CYCLES_A_SECOND = 2e9
-"""Of a fast GPU; on a slower one a head start is longer."""
+    cpu: float  # seconds in which the thread had a core
+    waits: int  # number of times the thread gave up its core to wait
 
 
 class Stopwatch:
-    """For a device whose work is done when a call returns. `mark` it often, ask for `seconds` afterwards.
+    """Stopwatch for a device whose work is done when a call returns.
 
-    Where one thread does all the work, the clock is that thread's own: what other processes take from
-    its core does not count. What it waits for (a disk, another device, a timer) does.
+    If one thread does all the work, CPU time counts: time that other processes take from the core does
+    not. If the thread waited (for a disk, a device, a timer), wall time counts.
     """
 
-    runs_behind = False  # whether the host queues what the device does later
+    is_async = False
+    """Whether the host queues work that the device does later."""
 
     def __init__(self) -> None:
-        self._own = torch.get_num_threads() == 1
-        self.mark: Callable[[], Any] = self._mark
+        self._one_thread = torch.get_num_threads() == 1
+        self.mark: Callable[[], Any] = self._mark  # an attribute: one lookup less in timed code
 
     def _mark(self) -> Any:
         waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        return Moment(time.perf_counter(), time.thread_time(), waits)
+        return ThreadClocks(time.perf_counter(), time.thread_time(), waits)
 
-    def settle(self) -> None:
-        """Waits until all that was marked has happened."""
+    def synchronize(self) -> None:
+        """Wait until the device has reached every mark."""
 
     def head_start(self, seconds: float) -> bool:
-        """Lets the host get ahead of the device by so much, as it is in training; False where it cannot."""
+        """Delay the device so that the host queues work ahead, as in training; False if impossible."""
         return False
 
     def seconds(self, start: Any, stop: Any) -> float:
-        computed = self._own and start.waits == stop.waits
-        return float(stop.own - start.own if computed else stop.wall - start.wall)
+        only_computed = self._one_thread and start.waits == stop.waits
+        return float(stop.cpu - start.cpu if only_computed else stop.wall - start.wall)
 
     def host_seconds(self, start: Any, stop: Any) -> float:
-        """In which the host was busy, though the device may have been busy for longer."""
+        """Return the seconds in which the host was busy; the device may be busy for longer."""
         return self.seconds(start, stop)
 
 
 class CudaStopwatch(Stopwatch):
-    """Marks travel with the work, so that nothing waits in between, as nothing does in a stage.
+    """Stopwatch whose marks are CUDA events: they are queued with the work, and nothing waits for them.
 
-    With a head start the host has queued all of it before the device begins, and no gap counts.
+    With a head start the host queues all work before the device begins, so no gap is counted.
     """
 
-    runs_behind = True
+    is_async = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,7 +97,7 @@ class CudaStopwatch(Stopwatch):
         event.record(torch.cuda.current_stream(self._device))
         return event, time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def head_start(self, seconds: float) -> bool:
@@ -117,13 +118,13 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 def typical(samples: Sequence[float], quantile: float) -> float:
-    """The sample that so large a share of them is below, between two of them in proportion."""
+    """Return a quantile of the samples, interpolated between the two nearest."""
     place = quantile * (len(samples) - 1)
     low = int(place)
     below, above = sorted([*samples, max(samples)])[low : low + 2]
     return below + (place - low) * (above - below)
 
 
-def duration(samples: Sequence[float], *, less: float = 0.0, quantile: float = 0.5) -> Duration:
-    """The typical one, less what is counted elsewhere; the spread is that of a single run."""
+def typical_duration(samples: Sequence[float], *, less: float = 0.0, quantile: float = 0.5) -> Duration:
+    """Return the typical sample minus `less`, which is counted elsewhere, and the spread of one run."""
     return Duration(max(typical(samples, quantile) - less, LEAST_SECONDS), pstdev(samples))

@@ -1,1 +1,1 @@
-"""Profiling: the class `Profiler` and what it is built from."""
+"""The class `Profiler`, the measurement driver that it shares with pyrannc, and estimated profiles."""

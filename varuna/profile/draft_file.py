@@ -1,4 +1,4 @@
-"""The file of an unfinished profile: everything measured so far, saved after each measurement."""
+"""File of an unfinished profile: every result is written as soon as it is measured."""
 
 from pathlib import Path
 from typing import Any
@@ -7,37 +7,42 @@ import msgspec
 
 from varuna.codec import decode, encode
 from varuna.files import write_atomic
-from varuna.measure.draft import Draft, Subject, new_draft, reopened, resumed
+from varuna.measure.draft import ProfileDraft, ProfileSubject, new_draft, reopen_profile, resume_draft
 from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
 
 
-def open_draft(folder: Path, subject: Subject, *, extends: bool) -> Draft:
-    """What is there already of this model on this device, finished or not; refused where it is another's."""
+def open_draft(folder: Path, subject: ProfileSubject, *, extends: bool) -> ProfileDraft:
+    """Return the draft to continue: a finished profile, an unfinished one, or an empty draft.
+
+    Raise ValueError if the folder holds a profile of another model, device or precision.
+    """
     finished, unfinished = folder / NAME, folder / UNFINISHED
     if extends and finished.exists():
-        return reopened(read_profile(finished), subject, str(finished))
+        return reopen_profile(read_profile(finished), subject, str(finished))
     if extends and unfinished.exists():
-        draft = decode(unfinished.read_text(), Draft, str(unfinished))
-        return resumed(draft, subject, str(unfinished))
+        draft = decode(unfinished.read_text(), ProfileDraft, str(unfinished))
+        return resume_draft(draft, subject, str(unfinished))
     return new_draft(subject)
 
 
-class Book:
-    """Keeps the draft, and writes it down whenever something is added: a kill costs one item at most."""
+class DraftFile:
+    """The current draft, written to a folder after each change: a killed job loses at most one result.
 
-    def __init__(self, folder: Path, draft: Draft, *, writes: bool) -> None:
-        self.folder = folder
+    With `folder=None` nothing is written.
+    """
+
+    def __init__(self, draft: ProfileDraft, folder: Path | None) -> None:
         self.draft = draft
-        self._writes = writes
+        self._folder = folder
 
-    def add(self, draft: Draft | None = None, **found: Any) -> None:
-        """A draft with more in it, or some of its fields."""
-        self.draft = msgspec.structs.replace(draft or self.draft, **found)
-        if not self._writes:
+    def add(self, draft: ProfileDraft | None = None, **fields: Any) -> None:
+        """Replace the draft, or some of its fields."""
+        self.draft = msgspec.structs.replace(draft or self.draft, **fields)
+        if self._folder is None:
             return
         profile = self.draft.profile()
         if profile is None:
-            write_atomic(self.folder / UNFINISHED, encode(self.draft))
+            write_atomic(self._folder / UNFINISHED, encode(self.draft))
         else:
-            write_atomic(self.folder / NAME, encode(profile))
-            (self.folder / UNFINISHED).unlink(missing_ok=True)
+            write_atomic(self._folder / NAME, encode(profile))
+            (self._folder / UNFINISHED).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The door to planning without devices: what a model would cost, told from its shapes alone."""
+"""Estimated profiles: the costs of a model, computed from its shapes, for planning without devices."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from varuna.capture import Captured, Source
-from varuna.measure.draft import Subject
+from varuna.measure.draft import ProfileSubject
 from varuna.observe.progress_bar import watch
 from varuna.plan.cost.calibrate import calibrate
 from varuna.plan.cost.costs import assumed_link
 from varuna.plan.cost.estimate import Speed, estimate
 from varuna.plan.cut.blocks import partition
-from varuna.profile.runnable import Batches, GetBatch, describe
+from varuna.profile.description import GetBatch, ProfileBatches, describe
 from varuna.types import (
     Duration,
     LinkCost,
@@ -42,7 +42,10 @@ def estimate_profile(
     shared_weights: Sequence[tuple[str, str]] | None = None,
     optimizer: OptimizerCost = ADAM,
 ) -> Profile:
-    """A profile of a model, on `meta` if need be, for a device of which only the speed is known."""
+    """Estimate the profile of a model on a device with a known speed.
+
+    The model may be on the `meta` device.
+    """
     source = Source(
         model,
         batch_dims=batch_dims,
@@ -51,7 +54,7 @@ def estimate_profile(
         partition=partition,
         watch=watch(speaks=True),
     )
-    batches = Batches(get_batch, source)
+    batches = ProfileBatches(get_batch, source)
     return estimate_captured(
         source,
         source.capture(batches.sample, training=True),
@@ -75,7 +78,7 @@ def estimate_captured(
     between: LinkCost | None = None,
     optimizer: OptimizerCost = ADAM,
 ) -> Profile:
-    """The same, of a model that is captured already."""
+    """Estimate the profile of a captured model."""
     return estimate_described(
         describe(
             source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
@@ -90,7 +93,7 @@ def estimate_captured(
 
 
 def estimate_described(
-    subject: Subject,
+    subject: ProfileSubject,
     segments: Sequence[Segment],
     microbatch_sizes: Sequence[int],
     *,
@@ -99,8 +102,8 @@ def estimate_described(
     between: LinkCost | None,
     optimizer: OptimizerCost,
 ) -> Profile:
-    """The same, of a model that is described already."""
-    by_whom = f", by the speed of {speed.measured_on}" if speed.measured_on else ""
+    """Estimate the profile of a model whose facts are known."""
+    basis = f", with the speed of {speed.measured_on}" if speed.measured_on else ""
     return Profile(
         fingerprint=subject.fingerprint,
         device="estimated",
@@ -130,12 +133,12 @@ def estimate_described(
             if link is not None
             for reduction in assumed_reductions(link, far)
         ),
-        notes=(f"everything is estimated from the model's shapes{by_whom}",),
+        notes=(f"everything is estimated from the model's shapes{basis}",),
     )
 
 
 def assumed_reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
-    """A ring of two over the same links: each sends half of the bytes, twice."""
+    """Return the costs of a ring of two ranks over this link: each sends half of the bytes, twice."""
     return [
         ReduceCost(2, message.num_bytes, between, Duration(message.one_way.seconds))
         for message in link.messages

@@ -1,8 +1,7 @@
-"""Measures what goes between processes: with the ranks of a job, or with processes started for it.
+"""Measurement of links and reductions, between the ranks of a job or with processes started for it.
 
-A job of one process has nobody to send to. It starts some neighbours on its own machine, as
-`python -m varuna.profile.link_probe`; they meet in a store, run the very code that the first one
-runs, and end. The user's script is not imported by them.
+A job of one process starts helper processes on its own machine: `python -m varuna.profile.link_probe`. They
+meet in a store, run the same code as the first process, and end. They do not import the user's script.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.processes import die_with_parent
 from varuna.types import LinkCost, ReduceCost
 
-PATIENCE = timedelta(seconds=120)
-"""For a neighbour to appear: it imports torch first."""
+START_LIMIT = timedelta(seconds=120)
+"""Longest wait for a helper process: it must import torch first."""
 
 
-class Findings(msgspec.Struct, frozen=True):
-    """What a process and its neighbours have found together."""
+class ProcessCosts(msgspec.Struct, frozen=True):
+    """What processes of one machine measured together."""
 
     link: LinkCost
     reductions: tuple[ReduceCost, ...]
-    fixed_bytes: int  # of a process on this device in which there is no model yet
+    fixed_bytes: int  # memory of a process without a model
 
 
-class LinkEnd:
-    """One of a network's links, for `measure_link`."""
+class NetworkEnd:
+    """This process's end of a link, for `measure_link`."""
 
     def __init__(self, network: PeerNetwork, link: PeerLink) -> None:
         self._network = network
@@ -60,7 +59,7 @@ class LinkEnd:
         return self._link.ready
 
     def wait(self) -> None:
-        self._network.wait(PATIENCE.total_seconds())
+        self._network.wait(START_LIMIT.total_seconds())
         if self._link.over and not self._link.ready:
             raise self._link.error()
 
@@ -75,56 +74,53 @@ def measure_link_between(
     host: str = "127.0.0.1",
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
-    """Called by every rank of the exchange; the first of the two gets the answer."""
+    """Measure the link between two ranks; the first of them returns the costs, all others None.
+
+    Every rank of the exchange calls it.
+    """
     others = {other: f"rank {other}" for other in ranks if rank in ranks and other != rank}
     with connect(rank, others, exchange, host=host, device=device) as network:
         for link in network.links.values():
             leads = rank == ranks[0]
-            end = LinkEnd(network, link)
+            end = NetworkEnd(network, link)
             return measure_link(end, leads=leads, device=device, sizes=sizes, effort=effort)
     return None
 
 
-def measure_with_neighbours(count: int, device: torch.device, sizes: Sequence[int]) -> Findings:
-    """Starts `count` processes beside this one, on the same device, and measures together with them.
-
-    `sizes`: the bytes of messages and reductions.
-    """
+def measure_with_processes(count: int, device: torch.device, sizes: Sequence[int]) -> ProcessCosts:
+    """Start `count` processes on the same device, and measure messages and reductions of these bytes."""
     free = _free_bytes(device)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=START_LIMIT)
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(_neighbour(store.port, rank, count + 1, device))
-            for rank in range(1, count + 1)
+            stack.enter_context(_helper(store.port, rank, count + 1, device)) for rank in range(1, count + 1)
         ]
-        _await(store, ["bytes"], processes)
+        _wait_for_key(store, "bytes", processes)
         resident = int(store.get("bytes"))
         fixed = resident if free is None else max(0, free - (_free_bytes(device) or 0)) // count
         store.set("sizes", ",".join(map(str, sizes)))
-        link, reductions = _take_part(store, 0, count + 1, device)
+        link, reductions = _measure_all(store, 0, count + 1, device)
         for process in processes:
             process.wait()
     assert link is not None
-    return Findings(link, tuple(reductions), fixed)
+    return ProcessCosts(link, tuple(reductions), fixed)
 
 
 def main() -> None:
     parent, port, rank, count, device = sys.argv[1:]
     die_with_parent(int(parent))
-    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=START_LIMIT)
     matrix = torch.ones(64, 64, device=device, requires_grad=True)
-    torch.autograd.backward((matrix @ matrix).sum())  # all that the first computation brings along is there
+    torch.autograd.backward((matrix @ matrix).sum())  # loads what any first computation loads
     if rank == "1":
-        if device == "cpu":  # and what capturing a model does, where both are in one memory
-            least = _Least()
-            Source(least).capture({"x": torch.ones(2, 1)}, training=True)
+        if device == "cpu":  # here host memory counts, so load what capturing a model loads
+            model = _TinyModel()
+            Source(model).capture({"x": torch.ones(2, 1)}, training=True)
         store.set("bytes", str(_resident_bytes()))
-    _take_part(store, int(rank), int(count), torch.device(device))
+    _measure_all(store, int(rank), int(count), torch.device(device))
 
 
-class _Least(nn.Module):
-    """As little of a model as there can be."""
-
+class _TinyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Linear(1, 1)
@@ -134,10 +130,10 @@ class _Least(nn.Module):
         return summed
 
 
-def _take_part(
+def _measure_all(
     store: Store, rank: int, count: int, device: torch.device
 ) -> tuple[LinkCost | None, list[ReduceCost]]:
-    """The same on all of them."""
+    """Measure one link and all group sizes; every process runs this."""
     sizes = [int(size) for size in store.get("sizes").decode().split(",")]
 
     def exchange(own: object) -> list[object]:
@@ -161,7 +157,7 @@ def _take_part(
                     stopwatch=stopwatch_for(device),
                     sizes=sizes,
                 )
-    # The store lives with the first: it may go when all others have done with it.
+    # The store belongs to the first process, which must not end before the others are done with it.
     store.set(f"done/{rank}", "")
     if rank == 0:
         store.wait([f"done/{other}" for other in range(count)])
@@ -169,16 +165,16 @@ def _take_part(
 
 
 def _gloo(store: Store, rank: int, size: int) -> Any:
-    """A group of its own: torch.distributed of the user's process stays as it is."""
+    """Make a group without torch.distributed, which the user's process may use differently."""
     group: Any = ProcessGroup(store, rank, size)
-    backend: Any = ProcessGroupGloo(store, rank, size, PATIENCE)
+    backend: Any = ProcessGroupGloo(store, rank, size, START_LIMIT)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
 @contextmanager
-def _neighbour(port: int, rank: int, count: int, device: torch.device) -> Iterator[subprocess.Popen[bytes]]:
-    modules = os.pathsep.join(path or os.getcwd() for path in sys.path)  # what is found here is found there
+def _helper(port: int, rank: int, count: int, device: torch.device) -> Iterator[subprocess.Popen[bytes]]:
+    modules = os.pathsep.join(path or os.getcwd() for path in sys.path)  # same modules as here
     arguments = [str(os.getpid()), str(port), str(rank), str(count), str(device)]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "varuna.profile.link_probe", *arguments],
@@ -192,24 +188,25 @@ def _neighbour(port: int, rank: int, count: int, device: torch.device) -> Iterat
         process.wait()
 
 
-def _await(store: Store, keys: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """A neighbour that cannot start says why on stderr; nobody waits two minutes for it."""
-    deadline = time.monotonic() + PATIENCE.total_seconds()
+def _wait_for_key(store: Store, key: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for a key of the store; raise RuntimeError as soon as a process has ended."""
+    deadline = time.monotonic() + START_LIMIT.total_seconds()
     while time.monotonic() < deadline:
-        if store.check(list(keys)):
+        if store.check([key]):
             return
         ended = [process.returncode for process in processes if process.poll() is not None]
         if ended:
             raise RuntimeError(
-                f"a process that was started to measure links ended with status {ended[0]} "
-                "(see what it wrote to stderr)"
+                f"a process started to measure links ended with status {ended[0]} (see its stderr above)"
             )
         time.sleep(0.05)
-    raise RuntimeError("a process that was started to measure links does not answer")
+    raise RuntimeError(
+        f"a process started to measure links did not answer within {START_LIMIT.total_seconds():g} s"
+    )
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Of a device that tells."""
+    """Return the free bytes of a CUDA device; None for other devices."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 

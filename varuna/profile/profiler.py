@@ -1,67 +1,58 @@
-"""The door to measuring: class `Profiler`, which finds out once what a model costs on a kind of device."""
+"""The class `Profiler`: measures once what a model costs on one kind of device."""
 
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
 from varuna.errors import check_name
-from varuna.execute.comm.address import machine_identity, own_address
+from varuna.execute.comm.address import own_address
 from varuna.execute.comm.groups import make_group
-from varuna.execute.device.facts import available_bytes, find_device, ran_out_of_memory
+from varuna.execute.device.facts import find_device
 from varuna.execute.update.shard import share_values
-from varuna.measure.draft import Draft, Subject
+from varuna.measure.draft import ProfileSubject
 from varuna.measure.links import MESSAGE_BYTES
-from varuna.measure.optimizer import NO_OPTIMIZER, Form, MakeOptimizer, measure_optimizer
-from varuna.measure.optimizer import merge as merge_optimizers
+from varuna.measure.optimizer import NO_OPTIMIZER, MakeOptimizer
 from varuna.measure.reductions import measure_reductions
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.observe.progress_bar import watch
 from varuna.plan.cut.blocks import partition
-from varuna.profile.draft_file import Book, open_draft
-from varuna.profile.link_probe import measure_link_between, measure_with_neighbours
-from varuna.profile.ranks import Place, Places, Team
-from varuna.profile.runnable import Batches, GetBatch, Parts, describe, finish_in, trained_forms
-from varuna.profile.timing import AtSize, Bench, held_at_once, in_short, merged, own_kinds
-from varuna.types import (
-    OptimizerCost,
-    PrecisionName,
-    Profile,
-    ReduceCost,
-)
+from varuna.profile.description import GetBatch, ProfileBatches, describe
+from varuna.profile.draft_file import DraftFile, open_draft
+from varuna.profile.driver import CompleteSizes, MeasurementDriver
+from varuna.profile.link_probe import measure_with_processes
+from varuna.profile.ranks import find_places, join_ranks, on_all, on_first
+from varuna.profile.report import open_report
+from varuna.profile.runnable import SegmentFactory
+from varuna.profile.timing import SegmentBench, SizeBatch
+from varuna.types import PrecisionName, Profile, ReduceCost
 
 OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
 OPTIMIZER_ELEMENTS = 1 << 26
-"""As many weights, at most, are made to time an optimizer on: 1 GiB with Adam's state."""
+"""Most weights that an optimizer is measured on: 1 GiB with the state of Adam."""
 REDUCE_TIMEOUT_SECONDS = 120.0
-MOST_NEIGHBOURS = 7
-"""Processes that are started to reduce over: an all-reduce over more of them is estimated."""
+MOST_PROCESSES = 7
+"""Most processes that a single rank starts to reduce over; larger groups are estimated."""
 
 
 class Profiler:
-    """Measures a model's segments, the links, reductions and the optimizer, and writes `profile.json`.
+    """Measures a model's segments, links, reductions and optimizer, and writes `profile.json`.
 
         profiler = Profiler(model, get_batch, out_folder="profiles")
         profile = profiler.profile_all([1, 2, 4, 8])
 
-    `get_batch(size)` returns a dict of the model's keyword arguments with so many samples. What an
-    earlier run has measured, finished or not, is kept and extended. Any number of processes may run
-    it together, started as for training; all get the profile, the first one writes it. The older form
-    works too: `Profiler(model, device)`, `initialize(get_batch)`, `profile_all(get_batch, sizes,
-    out_folder=...)`.
+    `get_batch(size)` returns a dict of the model's keyword arguments with `size` samples. Results of an
+    earlier run, finished or not, are kept and extended. Several processes can run it together, started
+    as for training: all of them return the profile, and rank 0 writes it. The older form works as well:
+    `Profiler(model, device)`, `initialize(get_batch)`, `profile_all(get_batch, sizes, out_folder=...)`.
     """
 
     def __init__(
@@ -87,8 +78,8 @@ class Profiler:
             raise ValueError(f"gpus_per_node must be a positive whole number, not {gpus_per_node!r}")
         if get_batch is not None and not callable(get_batch):
             device, get_batch = get_batch, None
-        self._team = Team()
-        self.device = find_device(device, int(os.environ.get("LOCAL_RANK", -1)), self._team.rank)
+        self._ranks = join_ranks()
+        self.device = find_device(device, int(os.environ.get("LOCAL_RANK", -1)), self._ranks.rank)
         self._get_batch = get_batch
         self._gpus_per_node = gpus_per_node
         self._out_folder = Path(out_folder)
@@ -96,7 +87,7 @@ class Profiler:
         self._extends = add_to_existing
         self._message_bytes = check_sizes("message_bytes", message_bytes)
         self._effort = effort
-        self._model = model  # the source below keeps none of its values
+        self._model = model  # keeps the values alive: the source below does not
         self._source = Source(
             model,
             batch_dims=batch_dims,
@@ -104,25 +95,22 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
             partition=partition,
-            watch=watch(speaks=self._team.rank == 0),
+            watch=watch(speaks=self._ranks.rank == 0),
         )
         self._make_optimizer: MakeOptimizer | None = None
 
     def initialize(self, get_batch: GetBatch) -> None:
-        """Says where samples come from, where that was not said at once."""
+        """Set `get_batch`, if it was not given to `Profiler`."""
         self._get_batch = get_batch
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | MakeOptimizer) -> None:
-        """An optimizer like the one that will train, or what makes one of parameters.
+        """Set the optimizer to measure: one like yours, or a function that makes one from parameters.
 
-        Without, a profile keeps the one that it has, and a new one is made with AdamW.
+        Without this call an existing profile keeps its optimizer, and a new one uses AdamW.
         """
-        if isinstance(optimizer, torch.optim.Optimizer):
-            kind: Any = type(optimizer)
-            defaults = dict(optimizer.defaults)
-            self._make_optimizer = lambda parameters: kind(parameters, **defaults)
-        else:
-            self._make_optimizer = optimizer
+        self._make_optimizer = (
+            same_optimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        )
 
     def profile_all(
         self,
@@ -130,108 +118,100 @@ class Profiler:
         sizes: Iterable[int] = (),
         out_folder: str | os.PathLike[str] | None = None,
     ) -> Profile:
-        """Measures what is not measured yet, at these micro-batch sizes, and returns the whole profile."""
+        """Measure what is missing at these micro-batch sizes, and return the whole profile."""
         if callable(microbatch_sizes):
             self._get_batch, microbatch_sizes = microbatch_sizes, sizes
         wanted = check_sizes("the micro-batch sizes", microbatch_sizes)
         if self._get_batch is None:
-            raise ValueError(
-                "no get_batch is known (give it to Profiler(model, get_batch), or to initialize)"
-            )
-        batches, captured, subject, places = self._prepare(self._get_batch)
+            raise ValueError("get_batch is missing (pass it to Profiler(model, get_batch) or to initialize)")
+        ranks, places = self._ranks, find_places(self._ranks, self.device)
+        devices_per_machine = self._gpus_per_node or places.num_on_machine(ranks.rank)
+        batches, captured, subject = self._prepare(self._get_batch, devices_per_machine)
         folder = Path(out_folder or self._out_folder)
-        draft = self._team.on_first(lambda: open_draft(folder, subject, extends=self._extends))
-        book = Book(folder, draft, writes=self._team.rank == 0)
-        with reporting(self._team.rank == 0) as report:
-            self._measure_processes(book, places, report)
-            self._measure_optimizer(book, captured, places, report)
-            self._measure_sizes(book, batches, wanted, places, report)
-        profile = book.draft.profile()
+        draft = on_first(ranks, lambda: open_draft(folder, subject, extends=self._extends))
+        file = DraftFile(draft, folder if ranks.rank == 0 else None)
+        with open_report(enabled=ranks.rank == 0) as report:
+            driver = MeasurementDriver(ranks, places, self._source, self.device, file, report)
+            self._measure_processes(driver)
+            self._measure_optimizer(driver, captured)
+            self._measure_sizes(driver, batches, wanted)
+        profile = file.draft.profile()
         assert profile is not None
         return profile
 
-    def _prepare(self, get_batch: GetBatch) -> tuple[Batches, Captured, Subject, Places]:
-        """Looks at the model; all ranks must see the same."""
-        cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
-        places = Places(self._team.gather(Place(machine_identity(), str(self.device), cores)))
-        found: list[tuple[Batches, Captured, Subject]] = []
+    def _prepare(
+        self, get_batch: GetBatch, devices_per_machine: int
+    ) -> tuple[ProfileBatches, Captured, ProfileSubject]:
+        """Capture the model on every rank; raise ValueError if ranks captured different models."""
+        prepared: list[tuple[ProfileBatches, Captured, ProfileSubject]] = []
 
-        def look() -> str:
-            batches = Batches(get_batch, self._source)
+        def prepare() -> str:
+            batches = ProfileBatches(get_batch, self._source)
             captured = self._source.capture(batches.sample, training=True)
             subject = describe(
                 self._source,
                 captured,
                 sample_bytes=batches.sample_bytes,
                 device=self.device,
-                devices_per_machine=self._gpus_per_node or places.beside(self._team.rank),
+                devices_per_machine=devices_per_machine,
             )
-            found.append((batches, captured, subject))
+            prepared.append((batches, captured, subject))
             return subject.fingerprint
 
-        fingerprints = self._team.together(look)
+        fingerprints = on_all(self._ranks, prepare)
         if len(set(fingerprints)) > 1:
             differing = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
             raise ValueError(
                 f"ranks {differing} profile another model than rank 0 (build the same model, with the same "
                 "CutPoints and batches, on every rank)"
             )
-        return *found[0], places
+        return prepared[0]
 
-    # ------------------------------------------------------------ what goes between processes
-
-    def _measure_processes(self, book: Book, places: Places, report: Report) -> None:
-        team, draft = self._team, book.draft
-        if draft.fixed_bytes is None or draft.within is None:
-            with report.item("links within a machine"):
-                near = team.on_first(
-                    lambda: measure_with_neighbours(self._neighbours(), self.device, self._message_bytes)
+    def _measure_processes(self, driver: MeasurementDriver) -> None:
+        """Measure links and reductions."""
+        ranks, file = self._ranks, driver.file
+        if file.draft.fixed_bytes is None or file.draft.within is None:
+            with driver.report.item("links within a machine"):
+                found = on_first(
+                    ranks,
+                    lambda: measure_with_processes(self._num_processes(), self.device, self._message_bytes),
                 )
-                book.add(fixed_bytes=near.fixed_bytes, within=near.link)
-                if team.size == 1:
-                    book.add(reductions=near.reductions)
-        pair = places.far_pair
-        if draft.between is None and pair is not None:
-            with report.item("links between machines"):
-                host = own_address()
-                far = team.together(
-                    lambda: measure_link_between(
-                        pair,
-                        team.rank,
-                        team.gather,
-                        device=self.device,
-                        sizes=self._message_bytes,
-                        host=host,
-                    )
-                )
-                book.add(book.draft.without_note("between"), between=far[pair[0]])
-        if book.draft.between is None:
-            book.add(book.draft.with_note("between", "all processes ran on one machine"))
-        if team.size > 1:
-            self._measure_reductions(book, places, report)
-        if not book.draft.reductions:
-            why = "each rank must have a device of its own (start one process for each)"
-            book.add(book.draft.with_note("reductions", why))
+                file.add(fixed_bytes=found.fixed_bytes, within=found.link)
+                if len(ranks.ranks) == 1:
+                    file.add(reductions=found.reductions)
+        pair = driver.places.far_pair
+        if file.draft.between is None and pair is not None:
+            with driver.report.item("links between machines"):
+                link = driver.measure_link(pair, self._message_bytes, host=own_address())
+                file.add(file.draft.without_note("between"), between=link)
+        if file.draft.between is None:
+            file.add(file.draft.with_note("between", "all processes ran on one machine"))
+        if len(ranks.ranks) > 1:
+            self._measure_reductions(driver)
+        if not file.draft.reductions:
+            why = "each rank must have a device of its own (start one process for each device)"
+            file.add(file.draft.with_note("reductions", why))
 
-    def _neighbours(self) -> int:
-        """How many processes to start beside this one: for links one, to reduce over as many as there are."""
-        if self._team.size > 1 or self.device.type != "cpu":
+    def _num_processes(self) -> int:
+        """Return the number of processes to start: one for links, more to reduce over on a CPU."""
+        if len(self._ranks.ranks) > 1 or self.device.type != "cpu":
             return 1
-        return max(1, min((self._gpus_per_node or 2) - 1, MOST_NEIGHBOURS))
+        return max(1, min((self._gpus_per_node or 2) - 1, MOST_PROCESSES))
 
-    def _measure_reductions(self, book: Book, places: Places, report: Report) -> None:
-        known = {(cost.group_size, cost.between_machines) for cost in book.draft.reductions}
-        for ranks, between in places.groups():
-            if (len(ranks), between) in known or places.share_a_device(ranks):
+    def _measure_reductions(self, driver: MeasurementDriver) -> None:
+        file = driver.file
+        known = {(cost.group_size, cost.between_machines) for cost in file.draft.reductions}
+        for ranks, between in driver.places.groups():
+            if (len(ranks), between) in known or driver.places.share_a_device(ranks):
                 continue
             where = "over machines" if between else "within a machine"
-            with report.item(f"all-reduce over {len(ranks)} ranks {where}"):
-                found = self._team.together(lambda: self._reduce(ranks, between))  # noqa: B023 - called here
-                book.add(book.draft.without_note("reductions"))
-                book.add(reductions=(*book.draft.reductions, *found[ranks[0]]))
+            with driver.report.item(f"all-reduce over {len(ranks)} ranks {where}"):
+                found = on_all(self._ranks, lambda: self._reduce(ranks, between))  # noqa: B023 - called here
+                file.add(file.draft.without_note("reductions"))
+                file.add(reductions=(*file.draft.reductions, *found[ranks[0]]))
 
     def _reduce(self, ranks: tuple[int, ...], between: bool) -> list[ReduceCost]:
-        if self._team.rank not in ranks:
+        if self._ranks.rank not in ranks:
             return []
         group = make_group(ranks, timeout_seconds=REDUCE_TIMEOUT_SECONDS)
         assert group is not None
@@ -249,107 +229,58 @@ class Profiler:
             sizes=self._message_bytes,
         )
 
-    # ------------------------------------------------------------ what comes once a step
-
-    def _measure_optimizer(self, book: Book, captured: Captured, places: Places, report: Report) -> None:
-        """On the cores of a processor by all workers at once, for they share its memory when they train."""
-        known = book.draft.optimizer
+    def _measure_optimizer(self, driver: MeasurementDriver, captured: Captured) -> None:
+        known = driver.file.draft.optimizer
         if known is not None and self._make_optimizer is None:
             return
         make = self._make_optimizer or torch.optim.AdamW
         name = type(make([nn.Parameter(torch.zeros(1))])).__name__
         if known is not None and known.name in (name, NO_OPTIMIZER):
             return
-        every = trained_forms(self._source, captured)
-        together = self.device.type == "cpu"
-        workers = places.workers() if together else [0]
-        many = first_of(every, OPTIMIZER_ELEMENTS // (places.beside(self._team.rank) if together else 1))
-        few = first_of(every, sum(form.numel for form in many) // 4)
-
-        def measure() -> OptimizerCost | None:
-            if self._team.rank not in workers:
-                return None
-            return measure_optimizer(
+        on_cpu = self.device.type == "cpu"
+        sharers = driver.places.num_on_machine(self._ranks.rank) if on_cpu else 1
+        with driver.report.item(f"the optimizer, {name}"):
+            cost = driver.measure_optimizer(
                 make,
-                few,
-                many,
-                device=self.device,
-                finish=finish_in(self._source.precision),
-                stopwatch=stopwatch_for(self.device),
+                captured,
+                workers=driver.places.workers() if on_cpu else [0],
+                elements=OPTIMIZER_ELEMENTS // sharers,
                 effort=msgspec.structs.replace(OPTIMIZER_EFFORT, quantile=self._effort.quantile),
             )
-
-        with report.item(f"the optimizer, {name}"):
-            found = self._team.together(measure)
-            book.add(optimizer=merge_optimizers([cost for cost in found if cost is not None]))
-
-    # ------------------------------------------------------------ the segments
+            driver.file.add(optimizer=cost)
 
     def _measure_sizes(
-        self, book: Book, batches: Batches, wanted: Sequence[int], places: Places, report: Report
+        self, driver: MeasurementDriver, batches: ProfileBatches, wanted: Sequence[int]
     ) -> None:
-        missing = book.draft.missing_sizes(wanted)
-        segments = book.draft.subject.segments
-        parts = Parts(self._source, segments, device=self.device, initialize=self._initialize)
-        for size in missing:
-            about = f"micro-batch size {size}"
-            with report.item(about):
-                found = self._team.together(lambda: self._at_size(size, book.draft, batches, parts, places))  # noqa: B023
-                why = next((one for one in found if isinstance(one, str)), None)
-                if why is None:
-                    measured = [one for one in found if isinstance(one, AtSize)]
-                    overheads = book.draft.overheads or measured[0].overheads
-                    draft = book.draft.without_note(about).with_sizes(merged(measured))
-                    book.add(draft, overheads=overheads)
-            if why is not None:
-                self._leave_out(book, size, missing, why, report)
-                break
-        if not book.draft.measured_sizes():
+        file = driver.file
+        factory = SegmentFactory(
+            self._source, file.draft.subject.segments, device=self.device, initialize=self._initialize
+        )
+
+        def batch(size: int) -> SizeBatch:
+            inputs, found = batches.of(size)
+            return SizeBatch(size, self._source.capture(inputs, training=True, batch=found), inputs)
+
+        missing = file.draft.missing_sizes(wanted)
+        ranks_on_machine = driver.places.num_on_machine(self._ranks.rank)
+        driver.sweep(
+            missing,
+            batch,
+            SegmentBench(factory, self.device, self._effort),
+            CompleteSizes(missing, self.device, ranks_on_machine),
+        )
+        if not file.draft.measured_sizes():
             raise ValueError(
-                f"no micro-batch size could be measured: {'; '.join(map(str, book.draft.notes))} "
-                "(profile smaller ones, or on a device with more memory)"
+                f"no micro-batch size could be measured: {'; '.join(map(str, file.draft.notes))} "
+                "(profile smaller sizes, or use a device with more memory)"
             )
 
-    def _leave_out(self, book: Book, size: int, missing: Sequence[int], why: str, report: Report) -> None:
-        draft = book.draft.with_note(f"micro-batch size {size}", why)
-        skipped = [other for other in missing if other > size]
-        for other in skipped:
-            draft = draft.with_note(f"micro-batch size {other}", f"not tried, for {size} was too large")
-        book.add(draft)
-        more = f"; {', '.join(map(str, skipped))} not tried" if skipped else ""
-        report.say(f"micro-batch size {size} is left out: {why}{more}")
 
-    def _at_size(
-        self, size: int, draft: Draft, batches: Batches, parts: Parts, places: Places
-    ) -> AtSize | str | None:
-        """What those kinds of segments cost that fall to this rank; or why that cannot be known."""
-        kinds = self._own_kinds(draft, places)
-        if not kinds:
-            return None
-        why = _no_room(draft, size, available_bytes(self.device), places.beside(self._team.rank))
-        if why is not None:
-            return why
-        inputs, batch = batches.of(size)
-        captured = self._source.capture(inputs, training=True, batch=batch)
-        bench = Bench(parts, self.device, self._effort)
-        with_overheads = draft.overheads is None
-        try:
-            if self.device.type == "cpu":
-                return bench.as_chain(
-                    size, captured, inputs, num_kinds=len(kinds), with_overheads=with_overheads
-                )
-            return bench.one_by_one(size, captured, inputs, kinds=kinds, with_overheads=with_overheads)
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out_of_memory(error):
-                raise
-            why = in_short(error)
-        # From here on the error is gone, and with it the frames that held what it failed on.
-        bench.let_go()
-        return why
-
-    def _own_kinds(self, draft: Draft, places: Places) -> list[int]:
-        weights = [kind.parameter_bytes for kind in draft.subject.kinds]
-        return own_kinds(self._team.rank, places, weights, self.device)
+def same_optimizer(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
+    """Return a function that makes optimizers of the same class with the same defaults."""
+    kind: Any = type(optimizer)
+    defaults = dict(optimizer.defaults)
+    return lambda parameters: kind(parameters, **defaults)
 
 
 def check_sizes(what: str, sizes: object) -> list[int]:
@@ -364,75 +295,3 @@ def check_sizes(what: str, sizes: object) -> list[int]:
 
 def _is_positive(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-def first_of(forms: Sequence[Form], elements: int) -> list[Form]:
-    """As many of the first ones as have so many elements together; one at least, where there is any."""
-    found: list[Form] = []
-    for form in forms:
-        if found and sum(other.numel for other in [*found, form]) > elements:
-            break
-        found.append(form)
-    return found
-
-
-def _no_room(draft: Draft, size: int, available: int | None, ranks: int) -> str | None:
-    """Why a size is not even tried: where memory is lent beyond what there is, asking for it means death."""
-    known = draft.measured_sizes()
-    if available is None or not known:
-        return None
-    costs = [cost for kind in draft.sizes for cost in kind if cost.microbatch_size == known[-1]]
-    most = max(cost.working_bytes + cost.split_bytes for cost in costs)
-    held = held_at_once(len(draft.subject.segments), len(draft.sizes))
-    activations = sum(cost.activation_bytes for cost in costs) * held
-    needed = round((activations + most) * size / known[-1] * ranks)
-    if needed <= available:
-        return None
-    return f"out of memory (it would need about {needed >> 20} MiB, {available >> 20} MiB are available)"
-
-
-# ---------------------------------------------------------------- how far it is
-
-
-class Report:
-    """A line for each item that is done."""
-
-    def __init__(self, speaks: bool) -> None:
-        self._speaks = speaks
-
-    @contextmanager
-    def item(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.say(f"profiled {what} in {time.monotonic() - started:.1f} s")
-
-    def say(self, text: str) -> None:
-        if self._speaks:
-            print(f"varuna: {text}", file=sys.stderr, flush=True)
-
-
-class Bar(Report):
-    """For a person who looks on: what is being measured, and what has been."""
-
-    def __init__(self, bar: Progress) -> None:
-        super().__init__(True)
-        self._bar = bar
-
-    @contextmanager
-    def item(self, what: str) -> Iterator[None]:
-        task = self._bar.add_task(what, total=None)
-        yield
-        self._bar.update(task, total=1, completed=1)
-
-    def say(self, text: str) -> None:
-        self._bar.console.print(text)
-
-
-@contextmanager
-def reporting(speaks: bool) -> Iterator[Report]:
-    console = Console(stderr=True)
-    if not speaks or not console.is_terminal:
-        yield Report(speaks)
-        return
-    with Progress("{task.description}", BarColumn(), TimeElapsedColumn(), console=console) as bar:
-        yield Bar(bar)

@@ -1,4 +1,4 @@
-"""The processes that measure together: what one finds all get, and an error of one is an error of all."""
+"""The ranks that measure together, and where each of them runs."""
 
 from __future__ import annotations
 
@@ -12,64 +12,74 @@ import torch
 import torch.distributed as dist
 
 from varuna.errors import WorkerError
+from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.collective import Collective, RankFailure
 from varuna.measure.reductions import group_sizes
 
-Anything = TypeVar("Anything")
+T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)
-"""For a rank that measures, while the others have nothing to do."""
-
-
-class Team(Collective):
-    """This rank and the others of the job; one alone needs no torch.distributed."""
-
-    def __init__(self) -> None:
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        super().__init__(
-            dist.get_rank() if self.size > 1 else 0,
-            range(self.size),
-            dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None,
-        )
-
-    def together(self, work: Callable[[], Anything]) -> list[Anything]:
-        """Return the result of the work on every rank. If it fails on one rank, all ranks raise."""
-        return self.agree(work, _profiling_error)
-
-    def on_first(self, work: Callable[[], Anything]) -> Anything:
-        """Run the work on the first rank and return its result on all."""
-        found = self.together(lambda: work() if self.rank == 0 else None)[0]
-        return found  # type: ignore[return-value]
+WAIT_LIMIT = timedelta(hours=2)
+"""Longest wait for a rank that measures while the others have nothing to do."""
 
 
-def _profiling_error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
-    first = failures[0]
-    return own or WorkerError(f"rank {first.rank} failed while profiling: {first.kind}: {first.message}")
+def join_ranks() -> Collective:
+    """Return the ranks of torch.distributed; a process alone needs no torch.distributed."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return Collective(0, [0])
+    return Collective(dist.get_rank(), range(size), dist.new_group(backend="gloo", timeout=WAIT_LIMIT))
 
 
-class Place(NamedTuple):
-    """Where a rank runs."""
+def on_all(ranks: Collective, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return all results; an error on one rank raises on all ranks."""
+
+    def error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+        first = failures[0]
+        return own or WorkerError(f"rank {first.rank} failed while profiling: {first.kind}: {first.message}")
+
+    return ranks.agree(work, error)
+
+
+def on_first(ranks: Collective, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its result on all ranks."""
+    result = on_all(ranks, lambda: work() if ranks.rank == 0 else None)[0]
+    return result  # type: ignore[return-value]
+
+
+class RankPlace(NamedTuple):
+    """Machine and device of a rank."""
 
     machine: str
     device: str
-    cores: int  # of the machine, for as many computing threads as this rank uses
+    cores: int  # number of ranks with this many threads for which the machine has cores
+
+
+def find_places(ranks: Collective, device: torch.device) -> RankPlaces:
+    """Return the places of all ranks; every rank calls it."""
+    cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
+    return RankPlaces(ranks.gather(RankPlace(machine_identity(), str(device), cores)))
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where all ranks run, by rank."""
+class RankPlaces:
+    """Machines and devices of all ranks, by rank."""
 
-    of: Sequence[Place]
+    of: Sequence[RankPlace]
 
     @property
     def machines(self) -> list[list[int]]:
-        """The ranks of each machine."""
-        found: dict[str, list[int]] = {}
+        """Ranks of each machine."""
+        by_name: dict[str, list[int]] = {}
         for rank, place in enumerate(self.of):
-            found.setdefault(place.machine, []).append(rank)
-        return list(found.values())
+            by_name.setdefault(place.machine, []).append(rank)
+        return list(by_name.values())
+
+    @property
+    def near_pair(self) -> tuple[int, int] | None:
+        """Two ranks on one machine."""
+        return next(((ranks[0], ranks[1]) for ranks in self.machines if len(ranks) > 1), None)
 
     @property
     def far_pair(self) -> tuple[int, int] | None:
@@ -77,12 +87,12 @@ class Places:
         machines = self.machines
         return (machines[0][0], machines[1][0]) if len(machines) > 1 else None
 
-    def beside(self, rank: int) -> int:
-        """How many ranks share the machine of one, itself included."""
+    def num_on_machine(self, rank: int) -> int:
+        """Return the number of ranks on a rank's machine, itself included."""
         return sum(place.machine == self.of[rank].machine for place in self.of)
 
     def workers(self) -> list[int]:
-        """The ranks that can measure at the same time without taking turns on one device or core."""
+        """Return the ranks that can measure at once without sharing a device or a core."""
         if self.of[0].device != "cpu":
             first: dict[tuple[str, str], int] = {}
             for rank, place in enumerate(self.of):
@@ -95,7 +105,10 @@ class Places:
         return self.of[0].device != "cpu" and len(set(devices)) < len(devices)
 
     def groups(self) -> list[tuple[tuple[int, ...], bool]]:
-        """Groups of growing size to reduce over: within a machine, and with one rank of each of several."""
+        """Return the groups to reduce over, and whether each spans machines.
+
+        Groups of growing size lie within one machine, or take one rank of each of several machines.
+        """
         machines = self.machines
         near = max(machines, key=len)
         far = [ranks[0] for ranks in machines]

@@ -1,7 +1,7 @@
-"""Runs the kinds of a model's segments at one micro-batch size, and tells what each of them costs.
+"""Measurement of all kinds of segments at one micro-batch size, on one device.
 
-As a chain of all of them, where there is room for it: a segment then finds the caches as it will in
-training. Or one at a time, where a chain could need more memory than any stage.
+All kinds run as one chain if they fit: a segment then finds the caches as in training. Otherwise each kind
+runs separately.
 """
 
 from __future__ import annotations
@@ -19,124 +19,129 @@ from varuna.capture import Captured
 from varuna.execute.device.facts import ran_out_of_memory
 from varuna.measure.memory import meter_for
 from varuna.measure.overheads import MANY, measure_overheads
-from varuna.measure.segments import Link, measure_calls, measure_chain, merge, run_once
+from varuna.measure.segments import ChainLink, measure_calls, measure_chain, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
-from varuna.profile.ranks import Places
-from varuna.profile.runnable import Parts, part_that_does_nothing, step_that_does_nothing
-from varuna.types import Overheads, SizeCost, TensorSpec, spread_by_size
+from varuna.profile.runnable import SegmentFactory, empty_link, empty_step
+from varuna.types import Overheads, SizeCost, TensorSpec
 
 CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
 MOST_HELD = 4
 SEED = 0
 
-Refuse = Callable[[int], str | None]
-"""Why a kind of segment is not run: there is no room for it, or no time."""
+RefuseKind = Callable[[int], str | None]
+"""Returns the reason not to run a kind of segment (no memory, no time), or None."""
 
 
-class AtSize(NamedTuple):
-    """What a rank has found at one micro-batch size."""
+class RankResult(NamedTuple):
+    """What one rank measured at one micro-batch size."""
 
     costs: dict[int, SizeCost]  # by kind
     overheads: Overheads | None
-    left_out: dict[int, str]  # kinds, and why
+    left_out: dict[int, str]  # kinds that were not measured, and the reason
+
+
+class SizeBatch(NamedTuple):
+    """A batch of one micro-batch size, and the model captured for it."""
+
+    size: int
+    captured: Captured
+    inputs: Mapping[str, object]
 
 
 @dataclass
-class Bench:
-    """Measures on one device, always with the same care."""
+class SegmentBench:
+    """Measures segments on one device, always with the same effort."""
 
-    parts: Parts
+    factory: SegmentFactory
     device: torch.device
     effort: Effort
-    in_two_parts: bool = True  # whether backwards are measured so too
+    in_two_parts: bool = True  # backwards are measured in two parts, too
 
-    def as_chain(
-        self,
-        size: int,
-        captured: Captured,
-        inputs: Mapping[str, object],
-        *,
-        num_kinds: int,
-        with_overheads: bool,
-    ) -> AtSize:
-        """All kinds, each given what the one before it has made."""
-        held = held_at_once(captured.num_segments, num_kinds)
+    def measure_chain(self, batch: SizeBatch, num_kinds: int, *, with_overheads: bool) -> RankResult:
+        """Measure all kinds as a chain: each gets the outputs of the one before it."""
+        held = held_at_once(batch.captured.num_segments, num_kinds)
         chain = [
-            Link(self.parts.make(kind, captured, inputs), self.parts.before(kind))
+            ChainLink(self.factory.make(kind, batch.captured, batch.inputs), self.factory.before(kind))
             for kind in range(num_kinds)
         ]
-        costs, overheads = self._measure(chain, size, held=held, with_overheads=with_overheads)
-        return AtSize(dict(enumerate(costs)), overheads, {})
+        costs, overheads = self._measure(chain, batch.size, held=held, with_overheads=with_overheads)
+        return RankResult(dict(enumerate(costs)), overheads, {})
 
-    def one_by_one(
+    def measure_separately(
         self,
-        size: int,
-        captured: Captured,
-        inputs: Mapping[str, object],
-        *,
+        batch: SizeBatch,
         kinds: Sequence[int],
+        *,
         with_overheads: bool,
-        refuse: Refuse | None = None,
-    ) -> AtSize:
-        """These kinds, each by itself. What fails raises, or is left out where there is a `refuse`."""
+        refuse: RefuseKind,
+        all_or_nothing: bool,
+    ) -> RankResult:
+        """Measure each of these kinds alone.
+
+        A kind that fails is left out. With `all_or_nothing` the first kind that does not fit the memory
+        ends the measurement, and other errors are raised.
+        """
         by_kind: dict[int, SizeCost] = {}
         left_out: dict[int, str] = {}
         made: dict[int, list[Tensor]] = {}
         overheads = None
         for kind in range(max(kinds) + 1):
-            why = None if refuse is None else refuse(kind)
+            why = refuse(kind)
             if why is None:
                 try:
-                    part = self.parts.make(kind, captured, inputs)
-                    before = self.parts.before(kind)
+                    segment = self.factory.make(kind, batch.captured, batch.inputs)
+                    before = self.factory.before(kind)
                     given = [] if before is None else made[before]
                     if kind in kinds:
-                        chain, more = [Link(part, given=given)], with_overheads and overheads is None
-                        (by_kind[kind],), found = self._measure(chain, size, held=1, with_overheads=more)
+                        chain, wants = [ChainLink(segment, given=given)], with_overheads and overheads is None
+                        (by_kind[kind],), found = self._measure(
+                            chain, batch.size, held=1, with_overheads=wants
+                        )
                         overheads = overheads or found
-                    made[kind] = part.forward([tensor.detach() for tensor in given], keep_graph=False)
-                    part.forget()
+                    made[kind] = segment.forward([tensor.detach() for tensor in given], keep_graph=False)
+                    segment.forget()
                 except Exception as error:
-                    if refuse is None:
+                    if all_or_nothing and not ran_out_of_memory(error):
                         raise
-                    why = in_short(error)
-            # From here on an error is gone, and with it the frames that held what it failed on.
+                    why = shortened(error)
+            # The error is released here, and with it the frames that hold the memory.
             if why is not None:
-                if kind in kinds:
-                    left_out[kind] = why
-                made[kind] = stand_ins(captured.carve(*self.parts.span(kind)).sent, size, self.device)
-            self.let_go()
-        return AtSize(by_kind, overheads, left_out)
+                left_out[kind] = why
+                made[kind] = random_tensors(self.factory.sent(kind, batch.captured), batch.size, self.device)
+            self.free()
+            if why is not None and all_or_nothing:
+                return RankResult({}, None, dict.fromkeys(kinds, why))
+        return RankResult(by_kind, overheads, left_out)
 
-    def let_go(self) -> None:
-        """Of weights and gradients, and of what was found too large for the device."""
-        self.parts.drop_all()
+    def free(self) -> None:
+        """Free weights, gradients and cached device memory."""
+        self.factory.drop_all()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _measure(
-        self, chain: Sequence[Link], size: int, *, held: int, with_overheads: bool
+        self, chain: Sequence[ChainLink], size: int, *, held: int, with_overheads: bool
     ) -> tuple[list[SizeCost], Overheads | None]:
         stopwatch = stopwatch_for(self.device)
-        found = measure_chain(
+        measured = measure_chain(
             chain,
-            nothing=lambda: part_that_does_nothing(self.device),
+            make_empty=lambda: empty_link(self.device),
             held=held,
             microbatch_size=size,
             stopwatch=stopwatch,
-            meter=lambda: meter_for(self.device),
+            make_meter=lambda: meter_for(self.device),
             effort=self.effort,
             in_two_parts=self.in_two_parts,
         )
         if not with_overheads:
-            return found.costs, None
-        return found.costs, measure_overheads(
-            step_that_does_nothing(self.device, MANY),
+            return measured.costs, None
+        return measured.costs, measure_overheads(
+            empty_step(self.device, MANY),
             compute=lambda: run_once(chain, stopwatch),
-            slow_call_seconds=found.call_seconds,
+            slow_call_seconds=measured.call_seconds,
             fast_call_seconds=measure_calls(
-                part_that_does_nothing(self.device),
+                empty_link(self.device),
                 stopwatch=stopwatch,
                 effort=msgspec.structs.replace(CALL_EFFORT, quantile=self.effort.quantile),
             ),
@@ -145,48 +150,29 @@ class Bench:
         )
 
 
-def own_kinds(rank: int, places: Places, weights: Sequence[int], device: torch.device) -> list[int]:
-    """On devices of their own, ranks share the kinds out; on the cores of a processor each takes all.
-
-    For there a segment's time depends on what the other cores do to the caches and the memory that all
-    of them use, as they will when they train.
-    """
-    workers = places.workers()
-    if rank not in workers:
-        return []
-    kinds = range(len(weights))
-    if device.type == "cpu":
-        return list(kinds)
-    owners = spread_by_size(weights, parts=len(workers))
-    return [kind for kind in kinds if workers[owners[kind]] == rank]
-
-
 def held_at_once(segments: int, kinds: int) -> int:
-    """So many micro-batches that as much is held as in training: there, whatever the depth, about one
-    for each segment of the model by the first stage."""
+    """Return the number of micro-batches in flight with which a chain holds as much as a first stage.
+
+    In training, a first stage holds about one micro-batch for each segment of the model.
+    """
     return max(1, min(MOST_HELD, round(segments / kinds)))
 
 
-def merged(found: Sequence[AtSize]) -> dict[int, SizeCost]:
-    """What several ranks have found, by kind."""
-    kinds = sorted({kind for one in found for kind in one.costs})
-    return {kind: merge([one.costs[kind] for one in found if kind in one.costs]) for kind in kinds}
-
-
-def in_short(error: BaseException) -> str:
+def shortened(error: BaseException) -> str:
+    """Return the first line of an error."""
     first = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return f"out of memory ({first})" if ran_out_of_memory(error) else first
 
 
-def stand_ins(specs: Sequence[TensorSpec], size: int, device: torch.device) -> list[Tensor]:
-    """Tensors in place of those that a segment would have made, had it run."""
+def random_tensors(specs: Sequence[TensorSpec], size: int, device: torch.device) -> list[Tensor]:
+    """Return tensors like the outputs of a segment that did not run."""
     generator = torch.Generator(device).manual_seed(SEED)
-    found = []
+    tensors = []
     for spec in specs:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         shape = [1 if dim is None else dim.size(size) for dim in spec.dims]
         if dtype.is_floating_point:
-            found.append(torch.randn(shape, dtype=dtype, device=device, generator=generator))
+            tensors.append(torch.randn(shape, dtype=dtype, device=device, generator=generator))
         else:
-            found.append(torch.zeros(shape, dtype=dtype, device=device))
-    return found
+            tensors.append(torch.zeros(shape, dtype=dtype, device=device))
+    return tensors

@@ -6,12 +6,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.measure.ladders import BRIEF, MESSAGES, Ladder, get_batch
 from tests.pool import Pool
+from tests.profile.ladders import BRIEF, MESSAGES, Ladder, get_batch
 from varuna.measure.reductions import group_sizes
 from varuna.plan.profile_file import read_profile
 from varuna.profile.profiler import Profiler
-from varuna.profile.ranks import Place, Places
+from varuna.profile.ranks import RankPlace, RankPlaces
 from varuna.types import Profile
 
 
@@ -70,8 +70,8 @@ def test_ranks_with_different_models_are_told_apart(pool: Pool, tmp_path: Path) 
     assert all(text.startswith("ValueError: ranks [1] profile another model than rank 0") for text in told)
 
 
-def places(*of: tuple[str, str], cores: int = 8) -> Places:
-    return Places([Place(machine, device, cores) for machine, device in of])
+def places(*of: tuple[str, str], cores: int = 8) -> RankPlaces:
+    return RankPlaces([RankPlace(machine, device, cores) for machine, device in of])
 
 
 def test_ranks_that_share_a_device_or_cores_do_not_measure_at_once() -> None:
@@ -91,6 +91,6 @@ def test_groups_to_reduce_over_lie_within_a_machine_or_take_one_rank_of_each() -
         ((0, 4), True),
         ((0, 4, 8), True),
     ]
-    assert spread.far_pair == (0, 4) and spread.beside(5) == 4
+    assert spread.far_pair == (0, 4) and spread.num_on_machine(5) == 4
     assert places(("a", "cpu")).groups() == [] and places(("a", "cpu")).far_pair is None
     assert [group_sizes(most) for most in (1, 2, 3, 8, 9)] == [[], [2], [2, 3], [2, 4, 8], [2, 4, 8, 9]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.measure.ladders import Ladder, get_batch
+from tests.profile.ladders import Ladder, get_batch
 from tests.toys import make_inputs, make_model
 from varuna import CutPoint, opaque
 from varuna.capture import Source

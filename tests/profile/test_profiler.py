@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.measure import ladders
-from tests.measure.ladders import MESSAGES, WIDTH, Ladder, get_batch
+from tests.profile import ladders
+from tests.profile.ladders import MESSAGES, WIDTH, Ladder, get_batch
 from tests.toys import make_inputs, make_model
 from varuna.codec import decode, encode
 from varuna.errors import CaptureError
@@ -127,7 +127,7 @@ def test_a_size_without_memory_ends_the_sweep_and_larger_ones_are_not_tried(
     assert sizes_of(profile) == [[2, 4]] * 3
     notes = dict(note.split(": ", 1) for note in profile.notes)
     assert "no room for 8 samples" in notes["micro-batch size 8"]
-    assert notes["micro-batch size 16"] == "not tried, for 8 was too large"
+    assert notes["micro-batch size 16"] == "not tried, because 8 was too large"
     assert "micro-batch size 8 is left out" in capfd.readouterr().err
     monkeypatch.setattr(ladders, "largest", 8)
     profile = make_profiler(Ladder(4, ticks=True)).profile_all([8])
@@ -154,10 +154,10 @@ def test_another_models_profile_is_refused_by_name(make_profiler: MakeProfiler, 
     make_profiler(Ladder(4)).profile_all([2])
     with pytest.raises(ValueError, match=rf"{NAME} holds the profile of another model: .*another out_folder"):
         make_profiler(Ladder(5)).profile_all([2])
-    with pytest.raises(ValueError, match="another precision: fp32, not bf16"):
+    with pytest.raises(ValueError, match="another precision: expected bf16, found fp32"):
         make_profiler(Ladder(4), precision="bf16").profile_all([2])
     change_file(tmp_path, device="NVIDIA Abacus")
-    with pytest.raises(ValueError, match="another device: NVIDIA Abacus, not cpu"):
+    with pytest.raises(ValueError, match=r"another device: expected cpu.*, found NVIDIA Abacus"):
         make_profiler(Ladder(4)).profile_all([2])
     change_file(tmp_path, version=7)
     with pytest.raises(ValueError, match=r"profile.json is no Profile: .*version is 7, this library reads 1"):
@@ -187,7 +187,7 @@ def test_a_get_batch_that_does_not_do_as_it_is_told_is_refused(make_profiler: Ma
         make_profiler(Ladder(3), lambda size: get_batch(min(size, 2))).profile_all([4])
     with pytest.raises(TypeError, match=r"get_batch\(2\) must return a dict .*, not tuple"):
         make_profiler(Ladder(3), lambda size: tuple(get_batch(size).values())).profile_all([1])
-    with pytest.raises(ValueError, match="no get_batch is known"):
+    with pytest.raises(ValueError, match="get_batch is missing"):
         make_profiler(Ladder(3), None).profile_all([1])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.measure.ladders import BRIEF, MESSAGES, Ladder, get_batch
+from tests.profile.ladders import BRIEF, MESSAGES, Ladder, get_batch
 from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
 from varuna.profile.profiler import Profiler
 from varuna.types import LinkCost
@@ -28,7 +28,7 @@ def profile(folder: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.measure.test_kills import profile
+from tests.profile.test_resume import profile
 
 profile(Path(sys.argv[1]))
 """
