@@ -140,16 +140,10 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
         within=LINKS[device.type],
         between=FAR,
     )
-<<<<<<< HEAD
-    samples = Samples(leaves, dict.fromkeys(leaves, 0))
-    session = single_rank_session()
-    profile = Measuring(session, source, captured, described, samples, device, wish).run(None, "127.0.0.1")
-=======
     samples = MeasureSamples(leaves, dict.fromkeys(leaves, 0))
-    session = Session(((0,),), 0, 0, 0)
+    session = single_rank_session()
     measurement = ModelMeasurement(session, source, captured, described, samples, device, request)
     profile = measurement.run(None, "127.0.0.1")
->>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
     assert profile is not None and not profile.notes, profile and profile.notes
     segments = captured.graph.segments
     rows = [

@@ -391,13 +391,8 @@ class RaNNCModule(nn.Module):
         if wish is None or not any(counts):
             return wanted.known
         donor = max(range(len(counts)), key=counts.__getitem__)
-<<<<<<< HEAD
-        own = some_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
-        samples = session.broadcast(own, donor)
-=======
         own = first_samples(leaves, dims, max(wish.microbatch_sizes)) if donor == session.rank else None
-        samples = session.tell(own, donor)
->>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
+        samples = session.broadcast(own, donor)
         assert samples is not None
         source, captured, described = subject.source, subject.captured, subject.described
         measuring = ModelMeasurement(session, source, captured, described, samples, self.device, wish)

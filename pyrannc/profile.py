@@ -245,23 +245,6 @@ class ModelMeasurement:
         log.info("measured in %s", duration(time.monotonic() - started))
         return file.draft.profile()
 
-<<<<<<< HEAD
-    def _link(self, pair: Sequence[int] | None, host: str) -> LinkCost | None:
-        """The first of the pair finds it, all get it."""
-        if pair is None:
-            return None
-        first, second = pair
-        found = measure_link_between(
-            (first, second),
-            self.session.rank,
-            self.session.gather,
-            device=self.device,
-            sizes=LINK_BYTES,
-            host=host,
-            effort=LINK_EFFORT,
-        )
-        return self.session.broadcast(found, first)
-=======
     def _measure_processes(self, driver: MeasurementDriver, host: str) -> None:
         """Measure links and reductions; assume those that cannot be measured."""
         within, between = assumed_link(*self.request.within), assumed_link(*self.request.between)
@@ -281,7 +264,6 @@ class ModelMeasurement:
             else:
                 draft = draft.with_note("reductions", "assumed, because ranks share a device")
         driver.file.add(draft, within=within, between=between, reductions=tuple(reductions))
->>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
 
     def _reduce(self, far: bool) -> list[ReduceCost]:
         group, waiter = self.session.replicas, self.session.waiter
@@ -292,44 +274,6 @@ class ModelMeasurement:
             assert work is not None
             waiter.for_work(work, lambda: "an all-reduce of all ranks, to measure it")
 
-<<<<<<< HEAD
-        return self.session.broadcast(
-            measure_reductions(
-                all_reduce,
-                None,
-                group_size=self.session.width,
-                between_machines=far,
-                device=self.device,
-                stopwatch=stopwatch_for(self.device),
-                sizes=LINK_BYTES,
-                effort=LINK_EFFORT,
-            ),
-            0,
-        )
-
-    # ------------------------------------------------------------ the optimizer
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer | None) -> OptimizerCost:
-        """On rank 0: its step on some of the model's weights."""
-        found = ADAM
-        forms = first_of(trained_forms(self.source, self.captured), OPTIMIZER_ELEMENTS)
-        if optimizer is not None and forms and self.session.rank == 0:
-            kind: Any = type(optimizer)
-            defaults = dict(optimizer.defaults)
-            try:
-                found = measure_optimizer(
-                    lambda parameters: kind(parameters, **defaults),
-                    first_of(forms, sum(form.numel for form in forms) // 4),
-                    forms,
-                    device=self.device,
-                    finish=finish_in(self.source.precision),
-                    stopwatch=stopwatch_for(self.device),
-                    effort=OPTIMIZER_EFFORT,
-                )
-            except Exception as error:  # one that cannot be made anew is no reason not to train
-                log.info("%s is taken to cost what %s does: %s", kind.__name__, found.name, in_short(error))
-        return self.session.broadcast(found, 0)
-=======
         return measure_reductions(
             all_reduce,
             None,
@@ -354,7 +298,6 @@ class ModelMeasurement:
             effort=OPTIMIZER_EFFORT,
             fallback=ADAM,  # an optimizer that cannot be made a second time must not stop the job
         )
->>>>>>> 10f205d (Profile: one measurement driver for Profiler and pyrannc; plain names and words in measure and profile)
 
 
 def estimate_missing(draft: ProfileDraft, segments: tuple[Segment, ...]) -> ProfileDraft:
