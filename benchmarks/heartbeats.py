@@ -5,6 +5,7 @@ has its own connection, and tells with each beat of the workers of its machine, 
 """
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -19,10 +20,12 @@ from varuna.morph.journal import Journal
 from varuna.morph.protocol.messages import Beat, Hello, Message, Start, StoreOpen, read_to_agent, write
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.wire import Wire
-from varuna.morph.run.manager import ManagedJob, Manager
+from varuna.morph.run.job_folder import Contact
+from varuna.morph.run.manager import Manager
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import JobState, Proposal, Pulse
 from varuna.plan.search.choose import lay_out
+from varuna.types import JobSpec
 
 SECRET = bytes(32)
 DEVICES, STAGES = 4, 8
@@ -56,25 +59,21 @@ def plan(machines: tuple[str, ...]) -> Proposal:
 
 
 def lead(folder: Path, port: int) -> None:
-    job = ManagedJob(
-        name="job",
+    job = JobSpec(
         script="train.py",
-        arguments=(),
-        flags=(),
         code_dir=str(folder),
         log_dir=str(folder),
         devices_per_machine=DEVICES,
-        environment={},
         machine_list=str(folder / "machines"),
-        port=port,
-        secret=SECRET.hex(),
         slow_file=str(folder / "slow"),
     )
+    contact = Contact("job", os.getpid(), "127.0.0.1", port, SECRET.hex(), str(folder))
 
     async def run() -> None:
         clock = WakingClock(time.monotonic)
         manager = Manager(
             job,
+            contact,
             JobState(since=clock.now()),
             planner=plan,
             starter_of=lambda machine: Elsewhere(),

@@ -13,7 +13,7 @@ scheduling and drawing run anywhere. Every noun reads and writes JSON through `v
     StepReport   both, side by side       (observe makes it)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -625,3 +625,48 @@ class Layout(msgspec.Struct, frozen=True):
             f"{count(self.depth, 'stage')} x {format_widths(self.widths)}, "
             f"batch {self.batch_size} in micro-batches of {self.microbatch_size}"
         )
+
+
+# ---------------------------------------------------------------- the job
+
+StarterName = Literal["ssh", "slurm", "ray"]
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A job: its script, its machines, and how it runs. All paths are absolute."""
+
+    script: str
+    arguments: tuple[str, ...] = ()  # of the script
+    worker_flags: tuple[str, ...] = ()  # flags such as --rank that workers pass to the script
+    code_dir: str  # working directory of the workers
+    log_dir: str
+    environment: Mapping[str, str] = {}  # variables that the user sets for the workers
+    devices_per_machine: int
+    resume_step: int | None = None  # checkpoint to load first
+
+    # Read by the manager.
+    machine_list: str = ""
+    slow_file: str = ""  # list of slow machines, written by the manager
+    exclude_slow: bool = False
+    morphing: bool = True  # False: end with the first failure
+    hang_seconds: float | None = None  # None: default
+    save_every_seconds: float | None = None  # 0: never; None: automatic
+    manager_ip: str = ""
+    starter: StarterName = "ssh"  # starts agents on other machines
+    starter_options: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ("ssh",)  # client and its options
+    python: str = ""  # interpreter on other machines
+    cloud: str = ""  # aws, azure, gcp: watch for preemption notices
+    cloud_url: str = ""  # metadata service, if not at the cloud's own address
+
+
+class MachineWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of a job on one machine, under one layout."""
+
+    job: JobSpec
+    layout: Layout
+    ranks: tuple[int, ...]
+    master_addr: str
+    master_port: int
+    resume_step: int | None = None
+    environment: Mapping[str, str] = {}  # variables that the planner and the manager set

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from tests.plan.profiles import GB, profile, segment
-from varuna.cli.launch import Job
-from varuna.cli.run import parse, tell_workers
+from varuna.cli.run import PreparedRun, parse, planned_environment
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
 from varuna.morph.run.worker_env import ranks_of_machine
@@ -142,9 +141,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def typed(folder: Path, *arguments: str) -> Job:
+def typed(folder: Path, *arguments: str) -> PreparedRun:
     common = ["--machine_list", "machines", "--gpus_per_node", "4"]
-    return parse([*common, *arguments, "script.py"], home=folder / "home").job
+    return parse([*common, *arguments, "script.py"], home=folder / "home")
 
 
 def test_the_plan_and_the_profile_reach_the_workers_by_environment(folder: Path) -> None:
@@ -162,8 +161,8 @@ def test_resuming_asks_the_same_profile_again(folder: Path, monkeypatch: pytest.
     first = typed(folder, "--batch_size", "32", "--profile_folder", "profiles")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    again = parse(["--resume", "--code_dir", str(folder)], home=folder / "home").job
-    assert again.planned == first.planned and again.layout == first.layout
+    again = parse(["--resume", "--code_dir", str(folder)], home=folder / "home")
+    assert again.planned == first.planned and again.choice.layout == first.choice.layout
 
 
 def change(path: Path, **changes: object) -> None:
@@ -223,4 +222,4 @@ def test_what_the_workers_are_told_fits_an_environment() -> None:
         num_machines=512,
         devices_per_machine=8,
     )
-    assert all(len(text) < 1 << 17 for text in tell_workers(choice, "profiles").values())
+    assert all(len(text) < 1 << 17 for text in planned_environment(choice, "profiles").values())

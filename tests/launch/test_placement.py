@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +13,11 @@ from varuna.morph.run.worker_env import (
     flags_taken,
     name_idle,
     ranks_of_machine,
+    worker_arguments,
     worker_environment,
-    worker_flags,
 )
 from varuna.plan.search.choose import lay_out
-from varuna.types import format_stage_map, spread_evenly
+from varuna.types import JobSpec, MachineWorkers, format_stage_map, spread_evenly
 
 
 @given(batch=st.integers(1, 10_000), replicas=st.integers(1, 64))
@@ -82,18 +83,29 @@ def test_a_layout_that_cannot_be_is_refused(
 def test_a_worker_is_told_its_place_by_flags_and_by_environment() -> None:
     """V30"""
     layout = lay_out(4, 2, batch_size=7, microbatch_size=2)
-    assert worker_flags(layout, 3, local_rank=1, resume_step=12, taken=WORKER_FLAGS) == (
+    job = JobSpec(
+        script="/a.py",
+        arguments=("--lr", "1"),
+        worker_flags=WORKER_FLAGS,
+        code_dir="/",
+        log_dir="/logs",
+        devices_per_machine=2,
+    )
+    second = MachineWorkers(
+        job=job, layout=layout, ranks=(2, 3), master_addr="127.0.0.1", master_port=5, resume_step=12
+    )
+    assert worker_arguments(second, 1) == (
         "--rank=3",
         "--local_rank=1",
         "--stage_to_rank_map=0,2;1,3;",
         "--chunk_size=2",
         "--batch-size=3",
         "--resume_step=12",
+        *("--lr", "1"),
     )
-    told = worker_environment(
-        layout, 0, local_rank=0, local_world_size=2, master_addr="127.0.0.1", master_port=5, resume_step=None
-    )
-    assert told == {
+    first = msgspec.structs.replace(second, ranks=(0, 1), resume_step=None, environment={"PLANNED": "1"})
+    assert worker_environment(first, 0) == {
+        "PLANNED": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "5",
         "WORLD_SIZE": "4",
@@ -104,6 +116,7 @@ def test_a_worker_is_told_its_place_by_flags_and_by_environment() -> None:
         "VARUNA_CHUNK_SIZE": "2",
         "VARUNA_BATCH_SIZE": "7",
         "VARUNA_REPLICA_BATCH_SIZE": "4",
+        "VARUNA_LOG_DIR": "/logs",
     }
 
 

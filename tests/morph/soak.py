@@ -373,7 +373,7 @@ class Soak:
         self.lose([host], dies=dies)
         self.job.wait_for_ended()
         self.job.start("--resume")
-        self.job.wait_for("taken up again")
+        self.job.wait_for("is resumed")
         self.bring_back([host], died=dies)
         self.recovers(restarts=dies)
 

@@ -20,8 +20,10 @@ from varuna.morph.protocol.messages import Answer, Ask, Hello, Welcome, read_to_
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
 from varuna.morph.protocol.wire import Wire
 from varuna.morph.run.client import talk
-from varuna.morph.run.manager import ManagedJob, Manager
+from varuna.morph.run.job_folder import Contact
+from varuna.morph.run.manager import Manager
 from varuna.morph.state import JobState, Proposal
+from varuna.types import JobSpec
 
 SECRET = b"s" * 32
 
@@ -53,25 +55,22 @@ class Led:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         self.folder = folder
-        job = ManagedJob(
-            name="job",
+        job = JobSpec(
             script="script.py",
-            arguments=(),
-            flags=(),
             code_dir=str(folder),
             log_dir=str(folder),
             devices_per_machine=1,
             environment={"COLOUR": "green"},
             machine_list=str(folder / "machines"),
-            port=self.port,
-            secret=secret.hex(),
             slow_file=str(folder / "slow"),
         )
+        contact = Contact("job", os.getpid(), "127.0.0.1", self.port, secret.hex(), str(folder))
 
         async def lead() -> None:
             clock = WakingClock(time.monotonic)
             manager = Manager(
                 job,
+                contact,
                 JobState(since=clock.now()),
                 planner=lambda machines: Proposal(machines, problem="no plan"),
                 starter_of=lambda machine: starter or Nobody(),

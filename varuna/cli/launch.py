@@ -12,15 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from varuna.environment import VarunaEnvironment
 from varuna.morph.failures import WorkerFailure, describe, find_cause
 from varuna.morph.run import orphan_guard, worker
 from varuna.morph.run.worker_env import (
@@ -29,12 +26,12 @@ from varuna.morph.run.worker_env import (
     flags_taken,
     name_idle,
     ranks_of_machine,
+    worker_arguments,
     worker_environment,
-    worker_flags,
 )
 from varuna.morph.run.worker_logs import last_lines, read_error
 from varuna.plan.search.choose import lay_out_as_typed
-from varuna.types import Layout, format_stage_map
+from varuna.types import JobSpec, MachineWorkers, format_stage_map
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
@@ -48,56 +45,35 @@ CLOSE_SECONDS = 5
 """From SIGTERM to SIGKILL."""
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One machine's part of a job, ready to start; all paths are absolute."""
-
-    script: str
-    arguments: tuple[str, ...]
-    layout: Layout
-    code_dir: str
-    log_dir: str
-    machine: int = 0
-    devices_per_machine: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    resume_step: int | None = None
-    flags: tuple[str, ...] = ()  # those that the script takes
-    environment: Mapping[str, str] = {}  # the user's own, for the workers
-    planned: Mapping[str, str] = {}  # what the planner has for them, by environment too
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return ranks_of_machine(self.layout, self.machine, devices_per_machine=self.devices_per_machine)
-
-
 # ---------------------------------------------------------------- running a job
 
 
-def launch(job: Job) -> int:
-    """Runs the job to its end; the exit status says how that was."""
-    announce(job)
-    if not job.ranks:
-        say(f"finished: machine {job.machine} has no part in this layout")
+def launch(group: MachineWorkers) -> int:
+    """Run this machine's workers until they end. Return the exit status."""
+    announce(group)
+    if not group.ranks:
+        say("finished: this machine has no rank in this layout")
         return 0
     started = time.monotonic()
     guard = start_guard()
     hold_signals()
     try:
-        return run_workers(job, guard, started)
+        return run_workers(group, guard, started)
     finally:
         guard.communicate("done\n")
 
 
-def run_workers(job: Job, guard: subprocess.Popen[str], started: float) -> int:
+def run_workers(group: MachineWorkers, guard: subprocess.Popen[str], started: float) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
 
+    logs = group.job.log_dir
     workers: SubprocessContext | None = None
     try:
-        workers = start_workers(job)
+        workers = start_workers(group)
         print(*workers.pids().values(), sep="\n", file=guard.stdin, flush=True)
         forward_usr1(workers)
         release_signals()
-        failures = watch(job, workers)
+        failures = watch(group, workers)
     except SignalException as caught:
         say(f"{caught.sigval.name}: ending all workers", error=True)
         return 128 + caught.sigval
@@ -106,20 +82,21 @@ def run_workers(job: Job, guard: subprocess.Popen[str], started: float) -> int:
             end(workers)
     if failures:
         cause = find_cause(failures)
-        reason = describe(cause, job.layout, last_lines=last_lines(log_path(job, cause.rank, "err")))
-        say(f"failed: {reason}\n\nall workers are ended; logs in {job.log_dir}", error=True)
+        reason = describe(cause, group.layout, last_lines=last_lines(log_path(group, cause.rank, "err")))
+        say(f"failed: {reason}\n\nall workers have ended; logs in {logs}", error=True)
         return 1
-    took = f"{time.monotonic() - started:.1f} s"
-    say(f"finished: every worker ended normally, after {took}; logs in {job.log_dir}")
+    seconds = time.monotonic() - started
+    say(f"finished: every worker ended normally, after {seconds:.1f} s; logs in {logs}")
     return 0
 
 
-def announce(job: Job) -> None:
-    say(f"{job.layout}; stage to rank map {format_stage_map(job.layout.stage_map)!r}; logs in {job.log_dir}")
-    if job.layout.idle:
-        idle = name_idle(job.layout, devices_per_machine=job.devices_per_machine)
-        total = job.layout.num_ranks + len(job.layout.idle)
-        say(f"{job.layout.num_ranks} of {total} devices are used; idle: {idle}")
+def announce(group: MachineWorkers) -> None:
+    layout, job = group.layout, group.job
+    say(f"{layout}; stage to rank map {format_stage_map(layout.stage_map)!r}; logs in {job.log_dir}")
+    if layout.idle:
+        idle = name_idle(layout, devices_per_machine=job.devices_per_machine)
+        total = layout.num_ranks + len(layout.idle)
+        say(f"{layout.num_ranks} of {total} devices are used; idle: {idle}")
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -129,39 +106,27 @@ def say(text: str, *, error: bool = False) -> None:
 # ---------------------------------------------------------------- the workers
 
 
-def start_workers(job: Job) -> "SubprocessContext":
+def start_workers(group: MachineWorkers) -> "SubprocessContext":
     from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
 
     # Its notes on signals sent to workers would stand between the user and the reason.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     unset = {name: value for name, value in WORKER_DEFAULTS.items() if name not in os.environ}
-    runner = (worker.__file__, str(os.getpid()), job.code_dir, job.script)
-    args: dict[int, tuple[str, ...]] = {}
-    environments: dict[int, dict[str, str]] = {}
-    for local_rank, rank in enumerate(job.ranks):
-        flags = worker_flags(
-            job.layout, rank, local_rank=local_rank, resume_step=job.resume_step, taken=job.flags
-        )
-        args[local_rank] = ("-P", *runner, *flags, *job.arguments)
-        told = worker_environment(
-            job.layout,
-            rank,
-            local_rank=local_rank,
-            local_world_size=len(job.ranks),
-            master_addr=job.master_addr,
-            master_port=job.master_port,
-            resume_step=job.resume_step,
-        )
-        where = VarunaEnvironment(log_dir=job.log_dir).write()
-        environments[local_rank] = {**unset, **job.environment, **told, **where, **job.planned}
+    job, local_ranks = group.job, range(len(group.ranks))
+    runner = ("-P", worker.__file__, str(os.getpid()), job.code_dir, job.script)
+    args = {local_rank: (*runner, *worker_arguments(group, local_rank)) for local_rank in local_ranks}
+    environments = {
+        local_rank: {**unset, **job.environment, **worker_environment(group, local_rank)}
+        for local_rank in local_ranks
+    }
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     context = start_processes(
         name="rank",
         entrypoint=sys.executable,
         args=args,
         envs=environments,
-        logs_specs=logs_specs(job),
-        log_line_prefixes={0: f"[rank {job.ranks[0]}] "},
+        logs_specs=logs_specs(group),
+        log_line_prefixes={0: f"[rank {group.ranks[0]}] "},
     )
     if under_nohup:  # torch elastic has set its own handler, and the job would end with its terminal
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -169,18 +134,18 @@ def start_workers(job: Job) -> "SubprocessContext":
     return context
 
 
-def logs_specs(job: Job) -> "LogsSpecs":
+def logs_specs(group: MachineWorkers) -> "LogsSpecs":
     """rank_N.out and rank_N.err for every worker; the machine's first is shown in the terminal too."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
         @property
         def root_log_dir(self) -> str:
-            return job.log_dir
+            return group.job.log_dir
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             out, err, errors = (
-                {local_rank: str(log_path(job, rank, kind)) for local_rank, rank in enumerate(job.ranks)}
+                {local_rank: str(log_path(group, rank, kind)) for local_rank, rank in enumerate(group.ranks)}
                 for kind in ("out", "err", "error.json")
             )
             for local_rank, place in errors.items():
@@ -193,12 +158,12 @@ def logs_specs(job: Job) -> "LogsSpecs":
                 error_files=errors,
             )
 
-    Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+    Path(group.job.log_dir).mkdir(parents=True, exist_ok=True)
     return RankLogs()
 
 
-def log_path(job: Job, rank: int, kind: str) -> Path:
-    return Path(job.log_dir) / f"rank_{rank}.{kind}"
+def log_path(group: MachineWorkers, rank: int, kind: str) -> Path:
+    return Path(group.job.log_dir) / f"rank_{rank}.{kind}"
 
 
 def hold_signals() -> None:
@@ -221,18 +186,18 @@ def forward_usr1(workers: "SubprocessContext") -> None:
     signal.signal(signal.SIGUSR1, forward)
 
 
-def watch(job: Job, workers: "SubprocessContext") -> list[WorkerFailure]:
+def watch(group: MachineWorkers, workers: "SubprocessContext") -> list[WorkerFailure]:
     """Waits until all have ended well, which is no failure, or until one to blame is known."""
     deadline = float("inf")
     while True:
         codes = {
             rank: workers.subprocess_handlers[local_rank].proc.poll()
-            for local_rank, rank in enumerate(job.ranks)
+            for local_rank, rank in enumerate(group.ranks)
         }
         failures = [
             WorkerFailure(rank, code, error)
             for rank, code in codes.items()
-            if (error := read_error(log_path(job, rank, "error.json"))) is not None or code
+            if (error := read_error(log_path(group, rank, "error.json"))) is not None or code
         ]
         if failures:
             deadline = min(deadline, time.monotonic() + LAST_WORD_SECONDS)
@@ -335,14 +300,13 @@ SWITCHES = ("-h", "--help", "--worker_args", "--no_worker_args")
 
 def prepare(
     command: Sequence[str],
-    layout: Layout,
     *,
     devices_per_machine: int,
     code_dir: str | None,
     log_dir: str,
     worker_args: bool | None,
     resume_step: int | None,
-) -> Job:
+) -> JobSpec:
     """Everything that can be wrong with what the user typed is found here, before anything starts."""
     if not command:
         raise ValueError(
@@ -352,19 +316,18 @@ def prepare(
     if not folder.is_dir():
         raise ValueError(f"--code_dir {folder} is no folder")
     script = find_script(command[0], folder)
-    return Job(
+    return JobSpec(
         script=str(script),
         arguments=tuple(command[1:]),
-        layout=layout,
         code_dir=str(folder),
         log_dir=new_log_dir(log_dir),
         devices_per_machine=devices_per_machine,
         resume_step=resume_step,
-        flags=choose_flags(script, worker_args),
+        worker_flags=choose_flags(script, worker_args),
     )
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> MachineWorkers:
     parser = argparse.ArgumentParser(
         prog="python -m varuna.launcher",
         usage="python -m varuna.launcher [options] script.py [its arguments]",
@@ -401,7 +364,6 @@ def parse(argv: Sequence[str]) -> Job:
         )
         job = prepare(
             command,
-            layout,
             devices_per_machine=options.ngpus_per_server,
             code_dir=options.code_dir,
             log_dir=options.log_dir,
@@ -412,8 +374,13 @@ def parse(argv: Sequence[str]) -> Job:
         parser.error(str(error))
     # Machines that start apart must agree on a port without a word; one machine alone takes any.
     port = options.master_port or (free_port() if options.nservers == 1 else 29500)
-    return msgspec.structs.replace(
-        job, machine=options.node_rank, master_addr=options.master_addr, master_port=port
+    return MachineWorkers(
+        job=job,
+        layout=layout,
+        ranks=ranks_of_machine(layout, options.node_rank, devices_per_machine=options.ngpus_per_server),
+        master_addr=options.master_addr,
+        master_port=port,
+        resume_step=job.resume_step,
     )
 
 

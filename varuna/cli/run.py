@@ -7,7 +7,7 @@ What a job was started with is kept, so that `--resume` needs no more than the f
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -16,7 +16,6 @@ import msgspec
 
 from varuna.cli.launch import (
     SWITCHES,
-    Job,
     add_common_arguments,
     free_port,
     launch,
@@ -24,7 +23,7 @@ from varuna.cli.launch import (
     say,
     split_command,
 )
-from varuna.cli.manage import StarterName, lead
+from varuna.cli.manage import manage
 from varuna.codec import decode, encode
 from varuna.environment import VarunaEnvironment
 from varuna.files import write_atomic
@@ -32,13 +31,14 @@ from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
 from varuna.morph.run.worker_env import ranks_of_machine
-from varuna.morph.state import Proposal, Settings
+from varuna.morph.state import Proposal
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import Choice, Wanted, choose
+from varuna.types import JobSpec, MachineWorkers, StarterName
 
 
-class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
+class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a job was started with, as it is kept for `--resume`; None stands for the default."""
 
     machine_list: str | None = None
@@ -64,7 +64,7 @@ class LaunchArguments(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
 
 
-def update(saved: LaunchArguments, given: LaunchArguments) -> LaunchArguments:
+def update(saved: JobOptions, given: JobOptions) -> JobOptions:
     """What is given now wins over what was given then."""
     fields = msgspec.structs.asdict(given)
     return msgspec.structs.replace(
@@ -72,16 +72,16 @@ def update(saved: LaunchArguments, given: LaunchArguments) -> LaunchArguments:
     )
 
 
-def read_saved(path: Path, code_dir: Path) -> LaunchArguments:
+def read_saved(path: Path, code_dir: Path) -> JobOptions:
     if not path.is_file():
         raise ValueError(
             f"--resume finds no earlier job of {code_dir} (start it once without --resume, "
             "or name its folder with --code_dir)"
         )
-    return decode(path.read_bytes(), LaunchArguments, str(path))
+    return decode(path.read_bytes(), JobOptions, str(path))
 
 
-def save(path: Path, arguments: LaunchArguments) -> None:
+def save(path: Path, arguments: JobOptions) -> None:
     write_atomic(path, encode(arguments))
 
 
@@ -92,7 +92,7 @@ def read_file(path: str, what: str) -> str:
         raise ValueError(f"the {what} {path!r} cannot be read: {error.strerror}") from None
 
 
-def user_environment(arguments: LaunchArguments) -> dict[str, str]:
+def user_environment(arguments: JobOptions) -> dict[str, str]:
     """The file that was named, or `varuna.env` where there is one."""
     named = arguments.env_file
     path = named or ("varuna.env" if Path("varuna.env").is_file() else None)
@@ -160,70 +160,89 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Typed(msgspec.Struct, frozen=True):
-    """What was typed, made sense of."""
+class PreparedRun(msgspec.Struct, frozen=True):
+    """A job that is ready to start."""
 
-    job: Job
+    job: JobSpec
     choice: Choice
     wanted: Wanted
-    arguments: LaunchArguments
     machines: tuple[str, ...]
     resume: bool
     folder: Path
+    planned: Mapping[str, str]  # variables of the workers under the layout chosen
+    profile_folder: str | None
 
 
-def parse(argv: Sequence[str], *, home: Path) -> Typed:
+def parse(argv: Sequence[str], *, home: Path) -> PreparedRun:
     parser = make_parser()
     own, command = split_command(argv, (*SWITCHES, "--no_morphing", "--exclude_slow", "--resume"))
     options = parser.parse_args(own)
     try:
         code_dir = Path(options.code_dir or ".").absolute()
         memory = saved_path(home, code_dir)
-        arguments = LaunchArguments(
-            **{
-                name: getattr(options, name)
-                for name in LaunchArguments.__struct_fields__
-                if name != "command"
-            },
+        arguments = JobOptions(
+            **{name: getattr(options, name) for name in JobOptions.__struct_fields__ if name != "command"},
             command=tuple(command),
         )
         if options.resume:
             arguments = update(read_saved(memory, code_dir), arguments)
-        machine_list = arguments.machine_list or "available_machines.out"
-        machines, problems = read_machines(read_file(machine_list, "machine list"))
+        arguments = absolute(arguments)
+        assert arguments.machine_list is not None
+        machines, problems = read_machines(read_file(arguments.machine_list, "machine list"))
         for problem in problems:
             say(problem)
         require_machines(machines)
-        every = read_every(arguments.save_every)
-        environment = user_environment(arguments)
-        devices = 4 if arguments.gpus_per_node is None else arguments.gpus_per_node
-        wanted = read_wanted(arguments)
-        choice = choose(wanted, num_machines=len(machines), devices_per_machine=devices)
-        job = prepare(
-            arguments.command,
-            choice.layout,
-            devices_per_machine=devices,
-            code_dir=str(code_dir),
-            log_dir=options.log_dir,
-            worker_args=arguments.worker_args,
-            resume_step=options.resume_step,
+        job = job_spec(
+            arguments, code_dir=str(code_dir), log_dir=options.log_dir, resume_step=options.resume_step
         )
-        # Kept whole: `--resume` may be typed in another folder.
-        arguments = absolute(arguments, machine_list)
+        wanted = read_wanted(arguments)
+        choice = choose(wanted, num_machines=len(machines), devices_per_machine=job.devices_per_machine)
         save(memory, arguments)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    job = msgspec.structs.replace(
+    planned = planned_environment(choice, arguments.profile_folder)
+    return PreparedRun(
         job,
-        environment=environment
-        | VarunaEnvironment(saves=msgspec.json.encode(SaveRhythm(every_seconds=every)).decode()).write(),
-        planned=tell_workers(choice, arguments.profile_folder),
-        master_port=free_port(),
+        choice,
+        wanted,
+        machines,
+        options.resume,
+        memory.with_suffix(""),
+        planned,
+        arguments.profile_folder,
     )
-    return Typed(job, choice, wanted, arguments, machines, options.resume, memory.with_suffix(""))
 
 
-def read_wanted(arguments: LaunchArguments) -> Wanted:
+def job_spec(arguments: JobOptions, *, code_dir: str, log_dir: str, resume_step: int | None) -> JobSpec:
+    """Return the job with all defaults filled in."""
+    job = prepare(
+        arguments.command,
+        devices_per_machine=4 if arguments.gpus_per_node is None else arguments.gpus_per_node,
+        code_dir=code_dir,
+        log_dir=log_dir,
+        worker_args=arguments.worker_args,
+        resume_step=resume_step,
+    )
+    return msgspec.structs.replace(
+        job,
+        environment=user_environment(arguments),
+        machine_list=arguments.machine_list,
+        slow_file=str(Path("slow_machines.out").absolute()),
+        exclude_slow=bool(arguments.exclude_slow),
+        morphing=not arguments.no_morphing,
+        hang_seconds=arguments.hang_seconds,
+        save_every_seconds=read_every(arguments.save_every),
+        manager_ip=arguments.manager_ip or "",
+        starter=arguments.starter or "ssh",
+        starter_options=tuple(shlex.split(arguments.starter_options or "")),
+        ssh=tuple(shlex.split(arguments.ssh or "ssh")),
+        python=arguments.python or sys.executable,
+        cloud=arguments.cloud or "",
+        cloud_url=arguments.cloud_url or "",
+    )
+
+
+def read_wanted(arguments: JobOptions) -> Wanted:
     """What the user typed, and what is in the files that it names."""
     return Wanted(
         batch_size=arguments.batch_size,
@@ -249,7 +268,7 @@ def read_every(text: str | None) -> float | None:
     return seconds
 
 
-def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
+def planned_environment(choice: Choice, profile_folder: str | None) -> dict[str, str]:
     """The plan itself, for machines without a common disk; and the profile, for those that can read it."""
     return VarunaEnvironment(
         plan=None if choice.proposal is None else msgspec.json.encode(choice.proposal).decode(),
@@ -257,8 +276,9 @@ def tell_workers(choice: Choice, profile_folder: str | None) -> dict[str, str]:
     ).write()
 
 
-def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
-    paths = {"machine_list": machine_list} | {
+def absolute(arguments: JobOptions) -> JobOptions:
+    """Make paths absolute: `--resume` may be typed in another folder."""
+    paths = {"machine_list": arguments.machine_list or "available_machines.out"} | {
         name: path
         for name in ("env_file", "profile_folder", "plan")
         if (path := getattr(arguments, name)) is not None
@@ -269,53 +289,46 @@ def absolute(arguments: LaunchArguments, machine_list: str) -> LaunchArguments:
 
 
 def main() -> None:
-    typed = parse(sys.argv[1:], home=home_folder())
-    job = typed.job
-    if typed.arguments.no_morphing and len(typed.machines) == 1 and is_loopback(typed.machines[0]):
-        for reason in typed.choice.reasons:
-            say(reason)
-        say(f"one machine, this one: {len(job.ranks)} workers of {job.devices_per_machine} devices")
-        sys.exit(launch(job))
+    run = parse(sys.argv[1:], home=home_folder())
+    if not run.job.morphing and len(run.machines) == 1 and is_loopback(run.machines[0]):
+        sys.exit(run_here(run))
     try:
-        sys.exit(morph(typed))
+        code = manage(
+            run.job,
+            machines=run.machines,
+            planner=partial(make_plan, run),
+            folder=JobFolder(run.folder),
+            resume=run.resume,
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"varuna: {error}")
+    sys.exit(code)
 
 
-def morph(typed: Typed) -> int:
-    job, arguments = typed.job, typed.arguments
-    assert arguments.machine_list is not None
-    return lead(
-        job,
-        machine_list=arguments.machine_list,
-        machines=typed.machines,
-        planner=partial(make_plan, typed),
-        folder=JobFolder(typed.folder),
-        resume=typed.resume,
-        manager_ip=arguments.manager_ip,
-        leaves_slow=bool(arguments.exclude_slow),
-        save_every_seconds=read_every(arguments.save_every),
-        starter=arguments.starter or "ssh",
-        starter_options=shlex.split(arguments.starter_options or ""),
-        ssh=shlex.split(arguments.ssh or "ssh"),
-        python=arguments.python or sys.executable,
-        cloud=arguments.cloud or "",
-        cloud_url=arguments.cloud_url or "",
-        settings=read_settings(arguments),
+def run_here(run: PreparedRun) -> int:
+    """Run a job on this machine alone, without a manager."""
+    job, layout = run.job, run.choice.layout
+    rhythm = SaveRhythm(every_seconds=job.save_every_seconds)
+    saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
+    group = MachineWorkers(
+        job=job,
+        layout=layout,
+        ranks=ranks_of_machine(layout, 0, devices_per_machine=job.devices_per_machine),
+        master_addr="127.0.0.1",
+        master_port=free_port(),
+        resume_step=job.resume_step,
+        environment={**run.planned, **saves.write()},
     )
+    for reason in run.choice.reasons:
+        say(reason)
+    say(f"one machine, this one: {len(group.ranks)} workers of {job.devices_per_machine} devices")
+    return launch(group)
 
 
-def read_settings(arguments: LaunchArguments) -> Settings:
-    settings = Settings(morphs=not arguments.no_morphing)
-    if arguments.hang_seconds is None:
-        return settings
-    return msgspec.structs.replace(settings, hang_seconds=arguments.hang_seconds)
-
-
-def make_plan(typed: Typed, machines: tuple[str, ...]) -> Proposal:
-    """What to run on these machines, by the plan, profile or sizes that were typed."""
-    devices = typed.job.devices_per_machine
-    choice = choose(typed.wanted, num_machines=len(machines), devices_per_machine=devices)
+def make_plan(run: PreparedRun, machines: tuple[str, ...]) -> Proposal:
+    """Return the layout for these machines, by the plan, profile or sizes that the user gave."""
+    devices = run.job.devices_per_machine
+    choice = choose(run.wanted, num_machines=len(machines), devices_per_machine=devices)
     ranks = {
         machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices)
         for index, machine in enumerate(machines)
@@ -327,7 +340,7 @@ def make_plan(typed: Typed, machines: tuple[str, ...]) -> Proposal:
         tuple(ranks[machine] for machine in used),
         choice.layout,
         plan="" if choice.proposal is None else encode(choice.proposal.plan),
-        environment=tell_workers(choice, typed.arguments.profile_folder),
+        environment=planned_environment(choice, run.profile_folder),
         reasons=choice.reasons,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from varuna.morph.state import Outcome, Pulse
-from varuna.types import Layout
+from varuna.types import MachineWorkers
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -87,17 +87,7 @@ class Start(Message, frozen=True):
     """One machine's part of a generation."""
 
     generation: int
-    layout: Layout
-    ranks: tuple[int, ...]
-    master_addr: str
-    master_port: int
-    resume_step: int | None
-    script: str
-    arguments: tuple[str, ...]
-    flags: tuple[str, ...]
-    code_dir: str
-    log_dir: str
-    environment: Mapping[str, str]
+    workers: MachineWorkers
 
 
 class Save(Message, frozen=True):

@@ -51,7 +51,7 @@ from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.wire import Refused, Wire
 from varuna.morph.run.cloud_poll import listen, tell_done
 from varuna.morph.run.progress_page import Reading
-from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_environment, worker_flags
+from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_arguments, worker_environment
 from varuna.morph.run.worker_logs import last_lines, read_error
 from varuna.morph.state import Outcome, Pulse
 
@@ -412,38 +412,22 @@ class Agent:
         for key in self.stores[:-1]:
             self.nursery.ask("signal", key=key, number=int(signal.SIGKILL))
             self.stores.remove(key)
-        if start.master_port == self.store_port:
+        workers = start.workers
+        if workers.master_port == self.store_port:
             self.open_store()
         self.start, self.told_end = start, False
-        folder = Path(start.log_dir) / f"generation_{start.generation}"
+        folder = Path(workers.job.log_dir) / f"generation_{start.generation}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.workers = {rank: Worker(rank, folder) for rank in start.ranks}
+            self.workers = {rank: Worker(rank, folder) for rank in workers.ranks}
         except OSError as error:  # a full disk: the job can do without this machine, but not with half of it
             print(f"no worker can be started: {error}", flush=True)
             self.end("no worker can be started")
             return
         for local_rank, (rank, worker) in enumerate(self.workers.items()):
-            flags = worker_flags(
-                start.layout,
-                rank,
-                local_rank=local_rank,
-                resume_step=start.resume_step,
-                taken=start.flags,
-            )
-            told = worker_environment(
-                start.layout,
-                rank,
-                local_rank=local_rank,
-                local_world_size=len(start.ranks),
-                master_addr=start.master_addr,
-                master_port=start.master_port,
-                resume_step=start.resume_step,
-            )
             ours = VarunaEnvironment(
                 generation=start.generation,
                 machine=self.orders.machine,
-                log_dir=start.log_dir,
                 agent_socket=self.socket_name,
                 progress_file=str(worker.reading.path),
             )
@@ -454,12 +438,12 @@ class Agent:
             self.nursery.ask(
                 "fork",
                 key=self.key_of(rank),
-                environment={**start.environment, **told, **ours.write(), **elastic},
+                environment={**worker_environment(workers, local_rank), **ours.write(), **elastic},
                 out=str(worker.out),
                 err=str(worker.err),
-                code_dir=start.code_dir,
-                script=start.script,
-                arguments=[*flags, *start.arguments],
+                code_dir=workers.job.code_dir,
+                script=workers.job.script,
+                arguments=worker_arguments(workers, local_rank),
             )
 
     def worker_ended(self, worker: Worker, code: int) -> None:
@@ -503,7 +487,7 @@ class Agent:
     def read_log(self, asked: AskLog) -> str:
         if self.start is None:
             return ""
-        folder = Path(self.start.log_dir) / f"generation_{asked.generation}"
+        folder = Path(self.start.workers.job.log_dir) / f"generation_{asked.generation}"
         parts = []
         for kind in ("out", "err"):
             if text := last_lines(folder / f"rank_{asked.rank}.{kind}", asked.lines):

@@ -55,6 +55,7 @@ from varuna.morph.protocol.messages import (
 )
 from varuna.morph.protocol.orders import AgentOrders, StartedAgent, Starter
 from varuna.morph.protocol.wire import Refused, Wire
+from varuna.morph.run.job_folder import Contact
 from varuna.morph.state import (
     AgentJoined,
     AgentLeft,
@@ -90,6 +91,7 @@ from varuna.morph.state import (
     WorkersEnded,
 )
 from varuna.morph.stragglers import Rule, Watch, look
+from varuna.types import JobSpec, MachineWorkers
 
 TICK_SECONDS = 0.25
 HELLO_SECONDS = 5.0
@@ -98,27 +100,6 @@ MAX_STRANGERS = 2048
 """Callers that have not done so yet; more are turned away at once."""
 LINGER_SECONDS = 5.0
 """How long agents may take to go when the job is over."""
-
-
-class ManagedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager runs, and where; all paths are absolute."""
-
-    name: str
-    script: str
-    arguments: tuple[str, ...]
-    flags: tuple[str, ...]  # those that the script takes
-    code_dir: str
-    log_dir: str
-    devices_per_machine: int
-    environment: Mapping[str, str]  # the user's own, for the workers
-    machine_list: str
-    port: int  # that agents dial
-    secret: str
-    slow_file: str  # where slow machines are listed
-    leaves_slow: bool = False
-    save_every_seconds: float | None = None  # 0: never; None: what loses the least
-    cloud: str = ""
-    cloud_url: str = ""
 
 
 Heard = tuple[str, int | None, tuple[Pulse, ...]]
@@ -198,7 +179,8 @@ class Connection(asyncio.Protocol):
 class Manager:
     def __init__(
         self,
-        job: ManagedJob,
+        job: JobSpec,
+        contact: Contact,
         state: JobState,
         *,
         planner: Planner,
@@ -210,8 +192,9 @@ class Manager:
         say: Callable[..., None],
     ) -> None:
         self.job = job
+        self.contact = contact
         self.state = state
-        self.secret = bytes.fromhex(job.secret)
+        self.secret = bytes.fromhex(contact.secret)
         self.planner = planner
         self.starter_of = starter_of
         self.newest = newest
@@ -272,10 +255,10 @@ class Manager:
 
     async def listen(self, address: str, listener: socket.socket | None = None) -> None:
         if address not in self.servers:
-            sock = listener or socket.create_server((address, self.job.port))
+            sock = listener or socket.create_server((address, self.contact.port))
             loop = asyncio.get_running_loop()
             self.servers[address] = await loop.create_server(lambda: Connection(self), sock=sock)
-            self.log("listening", f"{address}:{self.job.port}")
+            self.log("listening", f"{address}:{self.contact.port}")
 
     def interrupted(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -348,7 +331,7 @@ class Manager:
             Path(self.job.slow_file).write_text("".join(f"{name}\n" for name in self.slow))
             why = f"{machine} computes more slowly than others that do the same work"
             self.log("slow machine", f"{why}; see {self.job.slow_file}")
-            if self.job.leaves_slow:
+            if self.job.exclude_slow:
                 self.noticed(machine, None, why)
 
     # ------------------------------------------------------------ what happens
@@ -398,9 +381,9 @@ class Manager:
             asker.close("answered")
 
     def let_in(self, connection: Connection, hello: Hello) -> None:
-        if hello.job != self.job.name:
+        if hello.job != self.contact.job:
             connection.send(Dismiss("its job is over"))
-            connection.refuse(f"it is an agent of job {hello.job}, this is {self.job.name}")
+            connection.refuse(f"it is an agent of job {hello.job}, this is {self.contact.job}")
             return
         if earlier := self.agents.get(hello.machine):
             if earlier.agent != hello.agent:
@@ -425,8 +408,8 @@ class Manager:
         self.events.put_nowait(Notice(machine, deadline, why))
 
     def answer(self, connection: Connection, ask: Ask) -> None:
-        if ask.job != self.job.name:
-            connection.refuse(f"it asks about job {ask.job}, this is {self.job.name}")
+        if ask.job != self.contact.job:
+            connection.refuse(f"it asks about job {ask.job}, this is {self.contact.job}")
             return
         if ask.what == "status":
             connection.send(Answer(True, "", msgspec.Raw(msgspec.json.encode(self.status()))))
@@ -466,7 +449,7 @@ class Manager:
         state, now = self.state, self.clock.now()
         generation = state.generation
         return Status(
-            job=self.job.name,
+            job=self.contact.job,
             pid=os.getpid(),
             phase=state.phase,
             phase_seconds=round(now - state.since, 3),
@@ -546,13 +529,12 @@ class Manager:
         try:
             address = await asyncio.to_thread(self.address_for, machine)
             await self.listen(address)
+            host = f"[{address}]" if ":" in address else address
             orders = AgentOrders(
-                job=self.job.name,
+                job=self.contact.job,
                 machine=machine,
-                managers=(
-                    f"[{address}]:{self.job.port}" if ":" in address else f"{address}:{self.job.port}",
-                ),
-                secret=self.job.secret,
+                managers=(f"{host}:{self.contact.port}",),
+                secret=self.contact.secret,
                 cloud=self.job.cloud,
                 cloud_url=self.job.cloud_url,
             )
@@ -611,21 +593,16 @@ class Manager:
         saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
         environment = {**generation.environment, **saves.write()}
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
-            start = Start(
-                generation=generation.number,
+            workers = MachineWorkers(
+                job=self.job,
                 layout=generation.layout,
                 ranks=ranks,
                 master_addr=generation.master_addr,
                 master_port=generation.master_port,
                 resume_step=generation.resume_step,
-                script=self.job.script,
-                arguments=self.job.arguments,
-                flags=self.job.flags,
-                code_dir=self.job.code_dir,
-                log_dir=self.job.log_dir,
                 environment=environment,
             )
-            self.tell_agents((machine,), start)
+            self.tell_agents((machine,), Start(generation.number, workers))
 
     def name_idle(self, generation: Generation) -> str:
         """Of machines with ranks; whoever has none is a spare."""

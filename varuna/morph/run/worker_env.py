@@ -1,10 +1,9 @@
 """Which device runs which stage, and what its worker is told: by flags, and by environment."""
 
 import ast
-from collections.abc import Collection
 
 from varuna.environment import VarunaEnvironment
-from varuna.types import Layout, format_stage_map
+from varuna.types import Layout, MachineWorkers, format_stage_map
 
 WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of a worker's environment, unless they are set already: all that starts workers goes by these."""
@@ -59,44 +58,43 @@ def flags_taken(source: str) -> frozenset[str]:
     return frozenset(texts & set(WORKER_FLAGS)) if "--stage_to_rank_map" in texts else frozenset()
 
 
-def worker_flags(
-    layout: Layout, rank: int, *, local_rank: int, resume_step: int | None, taken: Collection[str]
-) -> tuple[str, ...]:
+def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...]:
+    """The script's arguments in one worker: the flags that it takes, then its own."""
+    layout, rank = workers.layout, workers.ranks[local_rank]
     values: dict[str, object] = {
         "--rank": rank,
         "--local_rank": local_rank,
         "--stage_to_rank_map": format_stage_map(layout.stage_map),
         "--chunk_size": layout.microbatch_size,
         "--batch-size": layout.replica_batch(rank),
-        "--resume_step": resume_step,
+        "--resume_step": workers.resume_step,
     }
-    return tuple(f"{flag}={value}" for flag, value in values.items() if flag in taken and value is not None)
+    taken = workers.job.worker_flags
+    flags = (f"{flag}={value}" for flag, value in values.items() if flag in taken and value is not None)
+    return (*flags, *workers.job.arguments)
 
 
-def worker_environment(
-    layout: Layout,
-    rank: int,
-    *,
-    local_rank: int,
-    local_world_size: int,
-    master_addr: str,
-    master_port: int,
-    resume_step: int | None,
-) -> dict[str, str]:
+def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, str]:
     """Torch's own names, so that `init_process_group()` needs nothing more, and ours."""
+    layout, rank = workers.layout, workers.ranks[local_rank]
     torch_values: dict[str, object] = {
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
+        "MASTER_ADDR": workers.master_addr,
+        "MASTER_PORT": workers.master_port,
         "WORLD_SIZE": layout.num_ranks,
         "RANK": rank,
         "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
+        "LOCAL_WORLD_SIZE": len(workers.ranks),
     }
     ours = VarunaEnvironment(
         stage_to_rank_map=format_stage_map(layout.stage_map),
         batch_size=layout.batch_size,
         replica_batch_size=layout.replica_batch(rank),
         chunk_size=layout.microbatch_size,
-        resume_step=resume_step,
+        resume_step=workers.resume_step,
+        log_dir=workers.job.log_dir,
     )
-    return {**{name: str(value) for name, value in torch_values.items()}, **ours.write()}
+    return {
+        **workers.environment,
+        **{name: str(value) for name, value in torch_values.items()},
+        **ours.write(),
+    }
