@@ -13,6 +13,7 @@ The launcher passes --stage_to_rank_map, --chunk_size and --batch-size, because 
 import argparse
 import math
 import os
+import time
 from collections.abc import Iterator
 
 import torch
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--store", help="folder or URL for checkpoints; goes on from the newest")
     parser.add_argument("--save_every", type=int, default=5, help="steps from checkpoint to checkpoint")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
     parser.add_argument("--plain", action="store_true", help="one process, without varuna")
     args = parser.parse_args()
 
@@ -190,6 +192,7 @@ def main() -> None:
     for what, loss in progress:
         if os.environ.get("RANK", "0") == "0":
             print(f"{what} loss {loss:.9g}")
+        time.sleep(args.pause)
 
 
 if __name__ == "__main__":

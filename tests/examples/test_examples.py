@@ -72,6 +72,19 @@ def test_the_demo_ends_with_losses_equal_to_one_process(tmp_path: Path) -> None:
     assert float(re.search(r"largest difference: (\S+) relative", output)[1]) <= 1e-5  # type: ignore[index]
 
 
+@pytest.mark.timeout(600)
+def test_the_job_whose_machines_change_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    """V39, V42, V47: machines join, a worker is killed, a machine leaves; the picture shows each of them."""
+    picture = tmp_path / "morphing.svg"
+    output = run(
+        [sys.executable, script("morphing"), "--steps", "160", "--pause", "0.3", "--out", str(picture)],
+        tmp_path,
+    )
+    assert "steps missing: 0" in output
+    for event in ("two machines", "two join", "worker killed", "one leaves"):
+        assert event in output and event in picture.read_text()
+
+
 @pytest.mark.timeout(300)
 def test_the_gpt_reads_the_flags_of_run_varuna(tmp_path: Path) -> None:
     """V10, V13, V15, V16, V18, V30"""
