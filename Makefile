@@ -9,6 +9,9 @@ MOTO   := $(VENV)/moto/pinned
 RAY    := $(VENV)/ray/pinned
 HOSTS  := $(VENV)/.hosts
 
+# Processes that run tests side by side. Tests wait for other processes much of the time.
+TEST_WORKERS ?= 3
+
 # Workers share the machine: one thread each, so that timings and results do not depend on its cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -18,7 +21,7 @@ demo: $(READY)
 	$(PY) examples/demo.py
 
 test: lint types $(MOTO) $(RAY) $(HOSTS)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 bench: $(READY) $(HOSTS)
 	$(PY) -m benchmarks

@@ -36,7 +36,40 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+# Tests that start whole jobs with deadlines of seconds run one at a time; the longest groups start first.
+WHOLE_MACHINE = (
+    "tests/morph/test_morphing.py",
+    "tests/morph/test_care.py",
+    "tests/morph/test_soak.py",
+    "tests/morph/test_hosts.py",
+    "tests/morph/test_ssh.py",
+    "tests/morph/test_ray.py",
+    "tests/morph/test_slurm.py",
+    "tests/checkpoint/test_kills.py",
+)
+EACH_ALONE = ("tests/examples/", "tests/benchmarks/", "tests/docs/", "tests/launch/")
+"""Tests that share nothing with others of their file, and may run beside them."""
+LONGEST_FIRST = (*WHOLE_MACHINE, *EACH_ALONE, "tests/pyrannc/", "tests/train/", "tests/checkpoint/")
+
+
+def group_of(nodeid: str) -> str:
+    """The tests of one group run one after another in one process of pytest-xdist."""
+    if nodeid.startswith(WHOLE_MACHINE):
+        return "whole machine"
+    return nodeid if nodeid.startswith(EACH_ALONE) else nodeid.partition("::")[0]
+
+
+def turn_of(nodeid: str) -> int:
+    return next(
+        (turn for turn, start in enumerate(LONGEST_FIRST) if nodeid.startswith(start)), len(LONGEST_FIRST)
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: turn_of(item.nodeid))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not cuda_is_here():
         for item in gpu_tests:
