@@ -16,15 +16,14 @@ from benchmarks.coarsening import coarsen
 from benchmarks.measure import spread
 from benchmarks.partition_models import MODELS, Subject, llama, two_towers
 from benchmarks.report import Row
-from tests.plan.test_stages import every_layout, random_case
+from tests.plan.brute_force import every_uneven_plan, random_case
 from varuna.capture import Captured, Source, cut_after
-from varuna.errors import PlanError
 from varuna.plan.cost.costs import Costs, assumed_link
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
 from varuna.plan.cut.place import Ground
 from varuna.plan.search.search import search
-from varuna.plan.search.stages import Table, stage
+from varuna.plan.search.uneven import UnevenRequest, UnevenSearch, best_uneven
 from varuna.profile.estimate import estimate_captured
 from varuna.types import Cluster, Machine, OperationGraph, Partition, Profile
 
@@ -148,19 +147,18 @@ def _timed(do: Callable[[], Made]) -> tuple[float, Made]:
 
 
 def _against_everything(cases: int) -> Row:
-    """Cuts, replicas and micro-batches, up to 8 segments and 6 devices; in some cases nothing fits."""
+    """Compare layouts with unequal replicas of up to 6 segments on 5 devices; in some cases nothing fits."""
     worst = 1.0
     for seed in range(cases):
-        profile, cluster, batch_size, microbatches = random_case(seed)
-        tables = [Table(Costs(profile), Ground(cluster), batch_size, number) for number in microbatches]
-        layouts = [(table, shares) for table in tables if table.sensible for shares in every_layout(table)]
-        try:
-            found = stage(profile, cluster, batch_size=batch_size, microbatches=microbatches).seconds
-        except PlanError:
-            if layouts:
-                raise
-            continue
-        worst = max(worst, found / min(table.simulated(shares) for table, shares in layouts))
+        profile, cluster, batch_size, counts = random_case(seed, most_segments=6, most_devices=5)
+        costs, ground = Costs(profile), Ground(cluster)
+        request = UnevenRequest(batch_size, range(2, 6), ("1f1b",), microbatch_counts=counts)
+        found = best_uneven(costs, ground, request)
+        tried = UnevenSearch(costs, ground, request).counts
+        every = [forecast.seconds for _, forecast in every_uneven_plan(costs, ground, batch_size, tried)]
+        assert (found is None) == (not every)
+        if found is not None:
+            worst = max(worst, found.forecast.seconds / min(every))
     return _row(f"worst of {cases} random plans", "trying everything", "of the best", worst, 1.0)
 
 

@@ -171,7 +171,7 @@ def _fastest(subject: Subject, configuration: Configuration, layouts: Layouts, c
                     recompute=configuration.checkpointing,
                     headroom=configuration.mem_margin,
                     cuts=separable_cuts(subject.captured) if len(widths) > 1 else None,
-                    one_of_many=True,
+                    suggest=False,
                 )
             except PlanError as error:
                 refused.append(f"micro-batches of {size}, {error}")

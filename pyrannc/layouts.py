@@ -10,9 +10,8 @@ from varuna.errors import CaptureError, PlanError, some
 from varuna.plan.cost.costs import Costs
 from varuna.plan.cut.partition import Spans, balance_over
 from varuna.plan.cut.place import Ground
-from varuna.plan.search.climb import best_uneven
 from varuna.plan.search.search import UNEVEN_GAIN
-from varuna.plan.search.stages import Terms
+from varuna.plan.search.uneven import UnevenRequest, best_uneven
 from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, in_few
 from varuna.units import count
 
@@ -129,23 +128,18 @@ def best_unequal(
     than: float,  # seconds, of the best in which stages have equally many replicas
 ) -> Proposal | None:
     """The fastest in which they have not, where that is faster still."""
-    found = best_uneven(
-        Costs(profile),
-        Ground(cluster),
-        batch_size=batch_size,
-        depths=depths,
-        schedules=(schedule,),
-        shard_optimizer=False,
-        terms=Terms(
-            schedule,
-            configuration.checkpointing,
-            configuration.mem_margin,
-            separable_cuts(captured),
-            leaves_none_idle=True,
-        ),
-        microbatches=numbers_of_microbatches(batch_size, configuration),
-        than=than / UNEVEN_GAIN,
+    request = UnevenRequest(
+        batch_size,
+        depths,
+        (schedule,),
+        recompute=configuration.checkpointing,
+        headroom=configuration.mem_margin,
+        cuts=separable_cuts(captured),
+        uses_all_devices=True,
+        microbatch_counts=numbers_of_microbatches(batch_size, configuration),
+        start_schedule=schedule,
     )
+    found = best_uneven(Costs(profile), Ground(cluster), request, limit=than / UNEVEN_GAIN)
     if found is None:
         return None
     gain = "" if than == inf else f", {1 - found.forecast.seconds / than:.1%} less than with equal numbers"

@@ -182,11 +182,11 @@ def change(path: Path, **changes: object) -> None:
         ),
         (
             ["--batch_size", "32", "--profile_folder", "profiles", "--nstages", "5"],
-            "no layout fits: 5 stages",
+            "no layout fits: at least 5 stages",
         ),
         (
             ["--batch_size", "32", "--profile_folder", "profiles", "--nstages", "2", "--chunk_size", "64"],
-            "the profile tells of 1 to 4",
+            "the profile covers 1 to 4",
         ),
         (["--batch_size", "32", "--profile_folder", "small"], "too little"),
         (["--plan", "nowhere.json"], "there is no plan nowhere.json"),

@@ -49,7 +49,7 @@ def test_infeasible_depths_are_reported_and_never_chosen(
     assert config.get_min()[0] > 1 and 1 not in config.batch_times
     told = capsys.readouterr().err
     assert "4 devices on 1 machine" in told
-    assert "1 stage: stage 0 needs 16 GiB at least, a device has 9 GiB: 7 GiB too little" in told
+    assert "1 stage: stage 0 needs at least 16 GiB, but a device has 9 GiB: 7 GiB too little" in told
     with pytest.raises(PlanError, match="no layout fits"):
         AutoConfig(2, 4, 8, folder, gpu_memory_capacity=5 * GB, verbose=False)
 

@@ -170,7 +170,7 @@ def test_refusals_and_estimates_are_told(planner: Planner) -> None:
     told = planner.tell(*asked, "--memory", "12GiB")
     assert "note: the all-reduce between machines is estimated from the link between neighbours" in told
     told = planner.tell(*asked[:-1], "1,2,4", "--memory", "12GiB")
-    assert "refused: 1 stage: stage 0 needs 16 GiB at least, a device has 11.4 GiB: 4.6 GiB too" in told
+    assert "refused: 1 stage: stage 0 needs at least 16 GiB, but a device has 11.4 GiB: 4.6 GiB" in told
 
 
 # ---------------------------------------------------------------- machines that differ
@@ -393,12 +393,20 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
         ("--memory", "1.2.3GiB", "--memory '1.2.3GiB' is no number above zero"),
         ("--network", "25Gb", "--network '25Gb' is no number above zero with one of the units Gbit, Mbit"),
         ("--latency", "5us", "--latency says how quick a network is that --network must describe"),
-        ("--schedule", "2f2b", "there is no schedule '2f2b' (choose among varuna, 1f1b"),
-        ("--stages", "9", "9 stages asked for, but the model has 4 segments and so allows 1 to 4"),
+        ("--schedule", "2f2b", "there is no schedule '2f2b' (choose one of varuna, 1f1b"),
+        ("--stages", "9", "9 stages were requested, but the model has 4 segments and so allows 1 to 4"),
         ("--stages", "0", "--stages must be 1 or more, not 0"),
-        ("--chunk-size", "64", "micro-batches of 64 asked for, but the profile tells of 1 to 4"),
-        ("--headroom", "1.5", "headroom is the share of a device's memory to leave free, 0 to 1, not 1.5"),
-        ("--headroom", "nan", "headroom is the share of a device's memory to leave free, 0 to 1, not nan"),
+        ("--chunk-size", "64", "micro-batches of 64 were requested, but the profile covers 1 to 4"),
+        (
+            "--headroom",
+            "1.5",
+            "share of a device's memory to leave free, from 0 to below 1, not 1.5",
+        ),
+        (
+            "--headroom",
+            "nan",
+            "share of a device's memory to leave free, from 0 to below 1, not nan",
+        ),
         ("--runners-up", "-1", "--runners-up must be 0 to 100, not -1"),
     ],
 )
@@ -419,7 +427,7 @@ def test_an_infeasible_request_says_which_limit_by_how_much_and_what_would_fit(p
     planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
     refused = planner.refuse("plan", planner.folder, "--devices", 2, "--batch-size", 8, "--memory", "5GiB")
     assert (
-        "takes 8 GiB and its device has 4.75 GiB, 3.25 GiB too little (with 2 devices more, 4 st" in refused
+        "needs 8 GiB and the device has 4.75 GiB, 3.25 GiB too little (with 2 more devices, 4 st" in refused
     )
 
 

@@ -31,8 +31,7 @@ from varuna.plan.cut.blocks import partition
 from varuna.plan.cut.partition import all_cuts
 from varuna.plan.cut.place import Ground
 from varuna.plan.plan_file import read_plan
-from varuna.plan.search.climb import best_uneven
-from varuna.plan.search.stages import Terms
+from varuna.plan.search.uneven import UnevenRequest, best_uneven
 from varuna.types import Cluster, Plan, Profile, StagePlan, Work, spread_evenly
 
 Layout = tuple[str | tuple[int, ...], int]
@@ -236,16 +235,16 @@ def test_no_layout_with_unequal_replicas_is_better(
     ]
     model = profile(kinds, list(range(len(costs))))
     cluster = machines(1, world, memory_bytes=memory * MB)
-    best = best_uneven(
-        Costs(model),
-        Ground(cluster),
-        batch_size=batch,
-        depths=range(2, world),
-        schedules=("gpipe",),
-        shard_optimizer=False,
-        terms=Terms("gpipe", headroom=0.1, leaves_none_idle=True),
-        microbatches=[1, 2, 4],
+    request = UnevenRequest(
+        batch,
+        range(2, world),
+        ("gpipe",),
+        headroom=0.1,
+        uses_all_devices=True,
+        microbatch_counts=[1, 2, 4],
+        start_schedule="gpipe",
     )
+    best = best_uneven(Costs(model), Ground(cluster), request)
     expected = brute_force(model, cluster, world, [1, 2, 4], batch)
     assert (best.forecast.seconds if best else float("inf")) == pytest.approx(expected, rel=1e-9)
 

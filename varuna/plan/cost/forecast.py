@@ -17,8 +17,8 @@ from varuna.plan.cost.simulate import (
     name_orders,
     simulate,
 )
+from varuna.plan.cost.uneven import TOTALS_BYTES, forecast_uneven
 from varuna.plan.cut.place import Ground, Placement, ReplicaKind
-from varuna.plan.search.uneven import forecast_uneven
 from varuna.types import (
     Cluster,
     Forecast,
@@ -31,9 +31,6 @@ from varuna.types import (
 )
 
 Spans = tuple[tuple[int, int], ...]
-
-TOTALS_BYTES = 16
-"""The sums of losses and of weights over all ranks: two numbers in double precision."""
 
 
 class Draft(NamedTuple):

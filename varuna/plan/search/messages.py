@@ -1,4 +1,4 @@
-"""What the planner says of layouts that do not fit, and of those that lost."""
+"""Texts about layouts that do not fit, and about layouts that are slower than the best."""
 
 from typing import NamedTuple
 
@@ -6,44 +6,42 @@ from varuna.types import Forecast, Plan
 from varuna.units import count, duration, memory
 
 EQUAL = 1e-9
-"""Steps whose times differ by less than this share take equally long."""
+"""Steps whose times differ by less than this share count as equally long."""
 
 
-class Need(NamedTuple):
-    """The memory of a stage."""
+class StageNeed(NamedTuple):
+    """Memory that a stage needs, and that its device has."""
 
     stage: int
     num_bytes: float
-    device_bytes: int  # what its device has
+    device_bytes: int
 
     @property
     def missing(self) -> float:
         return self.num_bytes - self.device_bytes
 
 
-def shortage(depth: int, need: Need) -> str:
+def shortage(depth: int, need: StageNeed) -> str:
     return (
-        f"{count(depth, 'stage')}: stage {need.stage} needs {memory(need.num_bytes)} at least, a device has "
-        f"{memory(need.device_bytes)}: {memory(need.missing)} too little"
+        f"{count(depth, 'stage')}: stage {need.stage} needs at least {memory(need.num_bytes)}, but a device "
+        f"has {memory(need.device_bytes)}: {memory(need.missing)} too little"
     )
 
 
 def too_few_devices(depth: int, num_devices: int) -> str:
     return (
-        f"no layout fits: {count(depth, 'stage')} asked for at least, each needs a "
-        f"device, and there are {num_devices} (try fewer stages, or add devices)"
+        f"no layout fits: at least {count(depth, 'stage')} were requested, each needs a device, and there "
+        f"are {num_devices} (use fewer stages, or add devices)"
     )
 
 
-def nothing_fits(depth: int, need: Need, *, microbatch_size: int, recompute: bool, way_out: str) -> str:
-    # Where the layout that needs least is none of those asked for, it may fit.
-    short = (
-        f", {memory(need.missing)} too little" if need.missing > 0 else "; but that is not what was asked for"
-    )
+def nothing_fits(depth: int, need: StageNeed, *, microbatch_size: int, recompute: bool, solution: str) -> str:
+    # The layout that needs least memory may fit although it was not requested.
+    short = f", {memory(need.missing)} too little" if need.missing > 0 else "; but it was not requested"
     return (
-        f"no layout fits: with {count(depth, 'stage')}, micro-batches of {microbatch_size} and "
-        f"{'with' if recompute else 'without'} recompute, which needs least, stage {need.stage} takes "
-        f"{memory(need.num_bytes)} and its device has {memory(need.device_bytes)}{short} ({way_out})"
+        f"no layout fits: the layout that needs least memory has {count(depth, 'stage')}, micro-batches of "
+        f"{microbatch_size} and {'' if recompute else 'no '}recompute; its stage {need.stage} needs "
+        f"{memory(need.num_bytes)} and the device has {memory(need.device_bytes)}{short} ({solution})"
     )
 
 
@@ -56,18 +54,16 @@ def fits_otherwise(plan: Plan) -> str:
 
 
 def fits_with_more(depth: int, num_devices: int) -> str:
-    return f"with {count(depth - num_devices, 'device')} more, {count(depth, 'stage')} would fit"
+    return f"with {count(depth - num_devices, 'more device')}, {count(depth, 'stage')} would fit"
 
 
-def needs_larger_devices(need: Need, *, spreads_already: bool) -> str:
-    ways = f"take devices with {memory(need.num_bytes)}"
-    if not spreads_already:
-        ways += ", or spread the optimizer's state over replicas"
-    return ways + ", or cut the model finer"
+def needs_larger_devices(need: StageNeed, *, shards_optimizer: bool) -> str:
+    shard = "" if shards_optimizer else ", shard the optimizer state over the replicas"
+    return f"use devices with {memory(need.num_bytes)}{shard}, or cut the model into more segments"
 
 
 def why_slower(forecast: Forecast, best: Forecast) -> str:
-    """Where the time goes that the best one does not need."""
+    """Name the part of the step on which a layout loses most against the best one."""
 
     def mean(of: Forecast, part: str) -> float:
         parts: list[float] = [getattr(stage, part) for stage in of.stages]

@@ -1,4 +1,4 @@
-"""What a search is about, held against what the profile tells of."""
+"""Requirements of a search, checked against the profile."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
@@ -9,11 +9,11 @@ from varuna.plan.cut.cuts import Mode
 from varuna.types import ScheduleName
 
 PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
-"""Among equally fast ones: the one that bears jitter best, then those that hold least."""
+"""Order of preference among equally fast schedules: the one least sensitive to jitter, then by memory."""
 
 
-class Asked(NamedTuple):
-    """What the search is about."""
+class SearchRequest(NamedTuple):
+    """Batch, and all depths, sizes, schedules and recompute modes that a search may choose from."""
 
     batch_size: int
     depths: tuple[int, ...]
@@ -24,31 +24,34 @@ class Asked(NamedTuple):
     headroom: float
 
 
-def depths_of(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
-    every = range(1, costs.num_segments + 1)
-    for depth in asked or ():
-        if depth not in every:
+def check_depths(costs: Costs, depths: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the depths in ascending order; None stands for all."""
+    possible = range(1, costs.num_segments + 1)
+    for depth in depths or ():
+        if depth not in possible:
             raise PlanError(
-                f"{depth} stages asked for, but the model has {costs.num_segments} segments and so allows "
-                f"1 to {costs.num_segments}"
+                f"{depth} stages were requested, but the model has {costs.num_segments} segments and so "
+                f"allows 1 to {costs.num_segments}"
             )
-    return tuple(sorted(set(every if asked is None else asked)))
+    return tuple(sorted(set(possible if depths is None else depths)))
 
 
-def microbatch_sizes_of(costs: Costs, asked: Sequence[int] | None) -> tuple[int, ...]:
+def check_microbatch_sizes(costs: Costs, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the sizes in ascending order; None stands for all measured ones."""
     measured = costs.microbatch_sizes()
-    for size in asked or ():
+    for size in sizes or ():
         if not 1 <= size <= measured[-1]:
             raise PlanError(
-                f"micro-batches of {size} asked for, but the profile tells of 1 to {measured[-1]} "
-                "(profile that size, or choose one of these)"
+                f"micro-batches of {size} were requested, but the profile covers 1 to {measured[-1]} "
+                "(profile that size, or choose one in this range)"
             )
-    return tuple(sorted(set(measured if asked is None else asked)))
+    return tuple(sorted(set(measured if sizes is None else sizes)))
 
 
-def schedules_of(asked: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]:
-    for name in asked or ():
+def check_schedules(names: Sequence[ScheduleName] | None) -> tuple[ScheduleName, ...]:
+    """Return the schedules in order of preference; None stands for all."""
+    for name in names or ():
         if name not in get_args(ScheduleName):
             known = ", ".join(get_args(ScheduleName))
-            raise PlanError(f"there is no schedule {name!r} (choose among {known})")
-    return tuple(name for name in PREFERENCE if asked is None or name in asked)
+            raise PlanError(f"there is no schedule {name!r} (choose one of {known})")
+    return tuple(name for name in PREFERENCE if names is None or name in names)

@@ -1,0 +1,299 @@
+"""Cost of a layout whose stages have different numbers of replicas.
+
+All stages run the same micro-batches, and each stage divides every micro-batch equally among its replicas
+(see `varuna.execute.step.division`). So one simulated pipeline stands for the whole job: each of its stages
+is one replica of that stage.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil, inf
+from typing import NamedTuple
+
+import msgspec
+
+from varuna.plan.cost.bounds import least_seconds
+from varuna.plan.cost.costs import Costs, Message
+from varuna.plan.cost.memory import Room, keeps, stage_memory
+from varuna.plan.cost.simulate import (
+    Orders,
+    Pipeline,
+    Simulation,
+    StageTimes,
+    Tie,
+    Way,
+    name_orders,
+    simulate,
+)
+from varuna.plan.cut.place import Ground, lanes
+from varuna.types import Forecast, MemoryForecast, Plan, StageForecast, StagePlan
+
+TOTALS_BYTES = 16
+"""Sums of losses and of weights over all ranks: two numbers in double precision."""
+COUNTS_BYTES = 8
+"""Number of samples of each rank, exchanged before each step."""
+
+
+def forecast_uneven(
+    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], *, shard_optimizer: bool = False
+) -> tuple[Forecast, Simulation]:
+    """Predict the step of a plan; `devices[rank]` is the device of a rank."""
+    layout = UnevenCost(costs, ground, plan, devices, shard_optimizer)
+    costs.start_notes()
+    orders = layout.orders
+    simulation = simulate(orders, [layout.pipeline(orders)])
+    stages = []
+    for stage in range(plan.depth):
+        compute, reduce = simulation.compute_seconds(stage), simulation.finishing_seconds(stage)
+        ending = simulation.replicas[0].stages[stage].ending_seconds
+        waiting = max(0.0, simulation.seconds - compute - reduce - ending)
+        stages.append(StageForecast(compute, waiting, reduce, ending, layout.memory(stage)))
+    return Forecast(simulation.seconds, tuple(stages), costs.profile.notes + costs.take_notes()), simulation
+
+
+def simulate_if_it_fits(
+    costs: Costs,
+    ground: Ground,
+    plan: Plan,
+    devices: Sequence[int],
+    *,
+    shard_optimizer: bool,
+    recompute: bool | None,  # None: only stages that do not fit without it
+    headroom: float,  # share of each device's memory to leave free
+    limit: float = inf,  # seconds: a step must be shorter
+) -> tuple[Plan, Simulation] | None:
+    """Set the recompute flags of a plan and simulate it. None: it does not fit, or is not below the limit."""
+    layout = UnevenCost(
+        costs, ground, _with_recompute(plan, (bool(recompute),) * plan.depth), devices, shard_optimizer
+    )
+    too_large = layout.stages_out_of_memory(headroom)
+    if too_large and recompute is None:
+        flags = [stage in too_large for stage in range(plan.depth)]
+        layout = UnevenCost(costs, ground, _with_recompute(plan, flags), devices, shard_optimizer)
+        too_large = layout.stages_out_of_memory(headroom)
+    if too_large:
+        return None
+    orders = layout.orders
+    pipeline = layout.pipeline(orders)
+    if least_seconds(orders, pipeline)[0] >= limit:
+        return None
+    simulation = simulate(orders, [pipeline])
+    return (layout.plan, simulation) if simulation.seconds < limit else None
+
+
+def _with_recompute(plan: Plan, flags: Sequence[bool]) -> Plan:
+    stages = tuple(
+        StagePlan(stage.first, stage.stop, stage.ranks, flag)
+        for stage, flag in zip(plan.stages, flags, strict=True)
+    )
+    return msgspec.structs.replace(plan, stages=stages)
+
+
+class CutSide(NamedTuple):
+    """Messages of one micro-batch that one replica on one side of a cut sends or receives."""
+
+    message: Message
+    number: int  # one for each replica on the other side that shares samples with this one
+    card_users: int  # replicas of the stage that share a network card
+
+    @property
+    def sending(self) -> float:
+        return self.message.sending * self.number * self.card_users
+
+
+CutSides = tuple[CutSide, CutSide]
+"""A replica of the stage before a cut, and one of the stage after it."""
+
+Seconds = tuple[float, float, float, float, float]
+"""Seconds of the instructions F, R, B, I, W."""
+
+
+class UnevenCost:
+    """Times and memory of one plan on the machines of its ranks."""
+
+    def __init__(
+        self, costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool
+    ) -> None:
+        self.costs, self.plan = costs, plan
+        self._machines = ground.cluster.machines
+        self._machines_of = [
+            [ground.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
+        ]
+        self._shard = shard_optimizer
+        self._microbatches = ceil(ceil(plan.batch_size / plan.width) / plan.microbatch_size)
+
+    @property
+    def orders(self) -> Orders:
+        return name_orders(
+            self.plan.schedule,
+            stages=self.plan.depth,
+            microbatches=self._microbatches,
+            recompute=tuple(stage.recompute for stage in self.plan.stages),
+        )
+
+    def pipeline(self, orders: Orders) -> Pipeline:
+        cuts = range(self.plan.depth - 1)
+        forward = [self._messages(cut, gradients=False) for cut in cuts]
+        backward = [self._messages(cut, gradients=True) for cut in cuts]
+        split = "I" in orders.letters[0]
+        return Pipeline(
+            tuple(self._stage_times(stage, forward, backward, split) for stage in range(self.plan.depth)),
+            tuple(_link_direction(sender, receiver) for sender, receiver in forward),
+            tuple(_link_direction(sender, receiver) for receiver, sender in backward),
+            sharing=tuple(
+                max(side.message.sharing for side in (*there, *back))
+                for there, back in zip(forward, backward, strict=True)
+            ),
+            lanes=lanes([machines[0] for machines in self._machines_of], self._machines)
+            if any(map(self._spans_machines, range(self.plan.depth)))
+            else (),
+            ties=self._ties(),
+            totals_seconds=self._all_ranks_seconds(TOTALS_BYTES),
+            ends_together=self.costs.profile.precision == "fp16",
+        )
+
+    def memory(self, stage: int) -> MemoryForecast:
+        own = self.plan.stages[stage]
+        kept = keeps(
+            self.plan.schedule,
+            stage=stage,
+            stages=self.plan.depth,
+            microbatches=self._microbatches,
+            recompute=own.recompute,
+        )
+        sizes = self.costs.sizes(self._largest_microbatch(stage))
+        room = Room(sizes, self.plan.widths[stage], self._samples(stage), self._shard)
+        return stage_memory(self.costs, room, own.first, own.stop, kept)
+
+    def stages_out_of_memory(self, headroom: float) -> list[int]:
+        """Return the stages that need more memory than their smallest device has."""
+        return [
+            stage
+            for stage, machines in enumerate(self._machines_of)
+            if self.memory(stage).total
+            > min(self._machines[machine].memory_bytes for machine in set(machines)) * (1 - headroom)
+        ]
+
+    # ------------------------------------------------------------ one stage
+
+    def _samples(self, stage: int) -> int:
+        """Samples per step of the replica that gets most."""
+        return ceil(self.plan.batch_size / self.plan.widths[stage])
+
+    def _largest_microbatch(self, stage: int) -> int:
+        return ceil(self._samples(stage) / self._microbatches)
+
+    def _stage_times(
+        self, stage: int, forward: list[CutSides], backward: list[CutSides], split: bool
+    ) -> StageTimes:
+        seconds = self._instructions(stage, forward, backward)
+        first, stop = self.plan.stages[stage].first, self.plan.stages[stage].stop
+        width, between = self.plan.widths[stage], self._spans_machines(stage)
+        buckets = self.costs.buckets(
+            self.costs.sizes(self._largest_microbatch(stage)),
+            first,
+            stop,
+            group_size=width,
+            between=between,
+            split=split,
+        )
+        ending = self.costs.ending_seconds(first, stop, width=width, between=between, shard=self._shard)
+        return StageTimes(
+            seconds,
+            seconds,
+            buckets=tuple(buckets),
+            ending_seconds=ending + self._all_ranks_seconds(COUNTS_BYTES),
+        )
+
+    def _instructions(self, stage: int, forward: list[CutSides], backward: list[CutSides]) -> Seconds:
+        """Return the mean seconds of each instruction: micro-batches may differ by one sample."""
+        smaller, num_larger = divmod(self._samples(stage), self._microbatches)
+        few = self._compute(stage, smaller) if num_larger < self._microbatches else (0.0,) * 5
+        many = self._compute(stage, smaller + 1) if num_larger else (0.0,) * 5
+        share = num_larger / self._microbatches
+        overhead = self.costs.profile.overheads.instruction_seconds
+        run, again, whole, inputs, weights = (
+            overhead + share * m + (1 - share) * f for m, f in zip(many, few, strict=True)
+        )
+        with_forward = with_backward = 0.0
+        if stage:
+            activations, gradients = forward[stage - 1][1], backward[stage - 1][1]
+            with_forward += activations.number * activations.message.taking
+            with_backward += gradients.number * gradients.message.leaving
+        if stage < self.plan.depth - 1:
+            activations, gradients = forward[stage][0], backward[stage][0]
+            with_forward += activations.number * activations.message.leaving
+            with_backward += gradients.number * gradients.message.taking
+        return run + with_forward, again, whole + with_backward, inputs + with_backward, weights
+
+    def _compute(self, stage: int, size: int) -> Seconds:
+        """Return the compute seconds of a micro-batch, without messages and overheads."""
+        if not size:
+            return (0.0,) * 5
+        own, sizes = self.plan.stages[stage], self.costs.sizes(size)
+        speed = min(self._machines[machine].speed for machine in self._machines_of[stage])
+
+        def run(sums: list[float]) -> float:
+            return (sums[own.stop] - sums[own.first]) / speed
+
+        entry = sizes.entry_seconds[own.first] / speed
+        forward = run(sizes.forward) + entry
+        first = run(sizes.forward_only) + entry if own.recompute else forward
+        backward = run(sizes.backward)
+        inputs, weights = (run(sizes.inputs), run(sizes.weights)) if stage else (backward, 0.0)
+        return first, forward, backward, inputs, weights
+
+    # ------------------------------------------------------------ between stages and ranks
+
+    def _all_ranks_seconds(self, num_bytes: int) -> float:
+        several = len({machine for machines in self._machines_of for machine in machines}) > 1
+        return self.costs.reduce_seconds(len(self.plan.ranks), num_bytes, between=several)
+
+    def _spans_machines(self, stage: int) -> bool:
+        return len(set(self._machines_of[stage])) > 1
+
+    def _messages(self, cut: int, *, gradients: bool) -> CutSides:
+        """Return the messages over the cut after stage number `cut`."""
+        crossing = len({*self._machines_of[cut], *self._machines_of[cut + 1]}) > 1
+        widths = self.plan.widths[cut : cut + 2]
+        sides = []
+        for stage, own, other in ((cut, *widths), (cut + 1, *reversed(widths))):
+            peers = 1 + ceil((other - 1) / own) if own != other else 1
+            sizes = self.costs.sizes(self._largest_microbatch(stage))
+            crossed = sizes.returned_bytes if gradients else sizes.sent_bytes
+            num_bytes = ceil(crossed[self.plan.stages[cut].stop] / peers)
+            message = self.costs.message(num_bytes, between=crossing)
+            sides.append(CutSide(message, peers, self._card_users(stage) if crossing else 1))
+        return sides[0], sides[1]
+
+    def _card_users(self, stage: int) -> int:
+        replicas = Counter(self._machines_of[stage])
+        return max(ceil(number / self._machines[machine].cards) for machine, number in replicas.items())
+
+    def _ties(self) -> tuple[Tie, ...]:
+        """Return the reductions of tied weights.
+
+        Stages with equal numbers of replicas reduce a tied tensor pair by pair; otherwise all their ranks
+        reduce it together.
+        """
+        found = []
+        for tie in self.costs.profile.ties:
+            stages = [
+                number
+                for number, stage in enumerate(self.plan.stages)
+                if any(stage.first <= segment < stage.stop for segment in tie.segments)
+            ]
+            if len(stages) > 1:
+                widths = [self.plan.widths[stage] for stage in stages]
+                group = len(stages) if len(set(widths)) == 1 else sum(widths)
+                several = len({machine for stage in stages for machine in self._machines_of[stage]}) > 1
+                seconds = self.costs.reduce_seconds(group, tie.num_bytes, between=several)
+                found.append(Tie(tuple(stages), seconds))
+        return tuple(found)
+
+
+def _link_direction(sender: CutSide, receiver: CutSide) -> Way:
+    """Return a link that is as slow as the side with more to carry."""
+    sending = max(sender.sending, receiver.sending)
+    latency = max(sender.message.latency, receiver.message.latency)
+    return Way(sending, sending, latency, 0.0, sender.message.leaving)

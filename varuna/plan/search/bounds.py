@@ -1,0 +1,167 @@
+"""Lower bounds on the step time of layouts that are not cut yet.
+
+A search expands the layout with the smallest bound first. Every bound is sound: no simulated step of the
+layouts that it covers is shorter.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from math import ceil, inf
+
+from varuna.plan.cost.bounds import Open, least_of_any_cut, least_seconds
+from varuna.plan.cost.forecast import orders_of, pipelines
+from varuna.plan.cost.least import Least, least_of
+from varuna.plan.cost.simulate import Orders, Pipeline
+from varuna.plan.cut.cuts import Cut
+from varuna.plan.cut.place import Placement
+from varuna.plan.search.space import LayoutSpace, Node, PlacedNode
+
+
+class LayoutBounds:
+    """Bounds for the nodes of a space."""
+
+    def __init__(self, space: LayoutSpace) -> None:
+        self.space = space
+        self._nodes: dict[Node, float] = {}
+        self._leasts: dict[tuple[int, bool], Least] = {}
+        self._rates: dict[tuple[int, bool], float] = {}
+        self._simulated: dict[tuple[object, ...], tuple[Node, float]] = {}
+
+    def of_space(self, space: LayoutSpace) -> "LayoutBounds":
+        """Return the same bounds for a space with fewer depths; they share the caches."""
+        one = copy(self)
+        one.space, one._simulated = space, {}
+        return one
+
+    # ------------------------------------------------------------ one node
+
+    def of_node(self, node: Node) -> float:
+        """Return the bound for any cut on any devices."""
+        if node not in self._nodes:
+            self._nodes[node] = self.of_placement(node, None)
+        return self._nodes[node]
+
+    def of_placement(self, node: Node, placement: Placement | None) -> float:
+        """Return the bound for any cut. With a placement, it includes messages and reductions."""
+        costs, profile, depth = self.space.costs, self.space.costs.profile, node.depth
+        microbatches, last_size = self.space.microbatches(node)
+        last = self._least(last_size, node.split)
+        each = self._least(node.microbatch_size, node.split) if microbatches > 1 else last
+        overhead = depth * profile.overheads.instruction_seconds
+        tied_bytes, tied_elements = costs.tied_twice(0, costs.num_segments)
+        optimizer = (costs.num_trained[-1] - tied_elements) * profile.optimizer.seconds_per_element
+        layout = Open(
+            depth,
+            microbatches,
+            each.forward + overhead,
+            each.backward + overhead,
+            each.weights + overhead if node.split else 0.0,
+            last.forward + overhead,
+            last.backward + overhead,
+            last.weights + overhead if node.split else 0.0,
+            (microbatches - 1) * each.heaviest(depth) + last.heaviest(depth),
+            each.forward_share,
+            depth * profile.overheads.step_seconds
+            + optimizer / (node.width if self.space.request.shard_optimizer else 1),
+        )
+        if placement is None:
+            return least_of_any_cut(layout)
+        if node.width > 1:
+            rate = self._rate(node.width, any(placement.between))
+            hidden = (last.weights if node.split else last.backward) + overhead
+            reduction = (costs.gradient_bytes[-1] - tied_bytes) * rate
+            layout = layout._replace(
+                at_the_end=layout.at_the_end + max(0.0, reduction - hidden),
+                lanes=len(set(placement.lanes)) if all(placement.between) else 0,
+                longest_lane=max(Counter(placement.lanes).values()),
+                reduction=rate * each.gradient_bytes,
+            )
+        return least_of_any_cut(layout._replace(messages=self._messages(node, placement, last_size)))
+
+    def of_fastest_cut(self, placed: PlacedNode) -> tuple[float, float]:
+        """Return the bounds, with and without reductions, of the best cut if memory were unlimited."""
+        recompute, depth = self.space.recomputes_everywhere, placed.node.depth
+        cut = Cut(placed.tempo.fastest(recompute), (recompute,) * depth)
+        slowest = placed.placement._replace(kinds=placed.placement.kinds[:1])  # or nearly the slowest
+        draft = self.space.draft(placed.node, slowest, self.space.schedules(placed.node.split)[0], cut)
+        orders = orders_of(draft)
+        orders = orders._replace(limits=(orders.microbatches,) * depth)
+        return least_of_replicas(orders, pipelines(self.space.costs, draft, orders))
+
+    def _messages(self, node: Node, placement: Placement, last_size: int) -> tuple[float, float]:
+        """Return the least and the most seconds of messages down the pipeline, over all cuts."""
+        if node.depth == 1:
+            return 0.0, 0.0
+        costs = self.space.costs
+        size = min(node.microbatch_size, ceil(self.space.request.batch_size / node.width))
+        fewest_bytes, most_bytes = costs.extremes(last_size)[0], costs.extremes(size)[1]
+        least = most = 0.0
+        hops = Counter(zip(placement.kinds[0].crossing, placement.crowding, strict=True))
+        for (crossing, card_users), number in hops.items():
+            low = costs.message(fewest_bytes, between=crossing)
+            high = costs.message(most_bytes, between=crossing)
+            least += number * max(0.0, low.sending * card_users + low.latency - low.leaving)
+            most += number * (high.sending * card_users + high.latency)
+        return least, most
+
+    def _least(self, size: int, split: bool) -> Least:
+        key = (size, split)
+        if key not in self._leasts:
+            self._leasts[key] = least_of(self.space.costs, size, split, self.space.ground.fastest)
+        return self._leasts[key]
+
+    # ------------------------------------------------------------ fewer replicas
+
+    def of_fewer_replicas(self, placed: PlacedNode, seconds: float, bare: float) -> float:
+        """Return a bound for fewer replicas, from the bounds of this node with and without reductions.
+
+        With fewer replicas, reductions may become faster, and nothing else does.
+        """
+        if self.space.ground.unequal:  # fewer replicas may avoid the slower machines
+            return 0.0
+        narrower = self.space.fewer_replicas(max(2, placed.node.width))
+        placement = placed.placement
+        rate = self._rate(placement.width, any(placement.between)) if placement.width > 1 else inf
+        # A rate is zero if larger reductions took no longer when they were measured.
+        faster = min(1.0, self._least_rate(narrower) / rate) if rate else 0.0
+        return bare + faster * (seconds - bare)
+
+    def record_simulated(self, node: Node, bare_seconds: float) -> None:
+        """Record a simulated step without reductions, for `from_more_replicas`."""
+        other, bare = self._simulated.get(node[:3], (node, inf))
+        if other.width <= node.width:
+            self._simulated[node[:3]] = (node, min(bare_seconds, bare if other == node else inf))
+
+    def from_more_replicas(self, node: Node) -> float:
+        """Scale a simulated step with more replicas by the node bounds. Not sound, but close."""
+        wider, seconds = self._simulated.get(node[:3], (node, 0.0))
+        if wider.width <= node.width or self.space.ground.unequal:
+            return 0.0
+        return seconds + self.of_node(node) - self.of_node(wider)
+
+    def _least_rate(self, width: int) -> float:
+        """Return the best rate over all placements of so many replicas."""
+        if width == 1:
+            return 0.0
+        machines = self.space.ground.cluster.machines
+        placements = {len(machines) > 1, width > self.space.largest_machine}
+        return min(self._rate(width, between) for between in placements)
+
+    def _rate(self, width: int, between: bool) -> float:
+        """Return the least seconds per byte of an all-reduce of any size."""
+        key = (width, between)
+        if key not in self._rates:
+            costs = self.space.costs
+            measured = costs.reduction_sizes(width, between=between)
+            seconds = [costs.reduce_seconds(width, size, between=between) for size in measured]
+            beyond = costs.reduce_seconds(width, 2 * measured[-1], between=between) - seconds[-1]
+            rates = [taken / size for taken, size in zip(seconds, measured, strict=True)]
+            self._rates[key] = min(*rates, beyond / measured[-1])
+        return self._rates[key]
+
+
+def least_of_replicas(orders: Orders, replicas: Sequence[Pipeline]) -> tuple[float, float]:
+    """Return the bounds, with and without reductions, of the slowest replica."""
+    bounds = [least_seconds(orders, pipeline) for pipeline in replicas]
+    return max(least for least, _ in bounds), max(bare for _, bare in bounds)
