@@ -12,7 +12,7 @@ from varuna.codec import decode, encode
 from varuna.errors import PlanError
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.plan.plan_file import PinnedPlan, write_plan
-from varuna.plan.search.choose import Wanted, choose
+from varuna.plan.search.choose import LayoutRequest, choose
 from varuna.plan.search.search import search
 from varuna.types import Layout, Profile, Proposal, format_stage_map
 
@@ -21,7 +21,7 @@ TIGHT = profile([segment(1e-3, parameter_bytes=2 * GB)], [0] * 8, device_memory_
 
 
 def pinned(found: Profile = EIGHT, devices: int = 4, **asked: object) -> Proposal:
-    from varuna.plan.search.auto_config import equal_machines
+    from varuna.plan.cluster_file import equal_machines
 
     cluster = equal_machines(devices, 4, memory_bytes=found.device_memory_bytes)
     return search(found, cluster, batch_size=32, **asked).best  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def pinned(found: Profile = EIGHT, devices: int = 4, **asked: object) -> Proposa
 
 def test_what_is_not_typed_is_the_planners_choice() -> None:
     """V27"""
-    choice = choose(Wanted(batch_size=32, profile=EIGHT), num_machines=1, devices_per_machine=4)
+    choice = choose(LayoutRequest(batch_size=32, profile=EIGHT), num_machines=1, devices_per_machine=4)
     best = pinned()
     assert choice.proposal == best
     assert choice.layout.stage_map == tuple(stage.ranks for stage in best.plan.stages)
@@ -44,14 +44,14 @@ def test_what_is_not_typed_is_the_planners_choice() -> None:
 @pytest.mark.parametrize(("stages", "size"), [(2, None), (None, 1), (3, None)])
 def test_what_is_typed_binds_the_planner(stages: int | None, size: int | None) -> None:
     """V27"""
-    wanted = Wanted(batch_size=32, profile=EIGHT, num_stages=stages, microbatch_size=size)
+    wanted = LayoutRequest(batch_size=32, profile=EIGHT, num_stages=stages, microbatch_size=size)
     layout = choose(wanted, num_machines=1, devices_per_machine=4).layout
     assert (stages or layout.depth, size or layout.microbatch_size) == (layout.depth, layout.microbatch_size)
 
 
 def test_other_machines_get_another_layout() -> None:
     """V27: at every morph the same question, with the machines of then."""
-    wanted = Wanted(batch_size=32, profile=TIGHT)
+    wanted = LayoutRequest(batch_size=32, profile=TIGHT)
     many, few = (choose(wanted, num_machines=n, devices_per_machine=4).layout for n in (4, 1))
     assert (many.num_ranks + len(many.idle), few.num_ranks + len(few.idle)) == (16, 4)
     assert few.depth >= 2  # one device cannot hold the model
@@ -62,7 +62,7 @@ def test_other_machines_get_another_layout() -> None:
 def test_both_typed_are_kept_and_the_profile_tells_where_to_cut() -> None:
     """V26, V27"""
     uneven = profile([segment(6e-3), segment(1e-3)], [0, *[1] * 6])
-    wanted = Wanted(batch_size=32, profile=uneven, num_stages=2, microbatch_size=2)
+    wanted = LayoutRequest(batch_size=32, profile=uneven, num_stages=2, microbatch_size=2)
     choice = choose(wanted, num_machines=1, devices_per_machine=5)
     assert format_stage_map(choice.layout.stage_map) == "0,2;1,3;" and choice.layout.idle == (4,)
     assert choice.proposal is not None
@@ -72,13 +72,13 @@ def test_both_typed_are_kept_and_the_profile_tells_where_to_cut() -> None:
 
 def test_without_a_profile_both_must_be_typed() -> None:
     with pytest.raises(ValueError, match=r"--chunk_size missing .*--profile_folder"):
-        choose(Wanted(batch_size=32, num_stages=2), num_machines=1, devices_per_machine=4)
+        choose(LayoutRequest(batch_size=32, num_stages=2), num_machines=1, devices_per_machine=4)
 
 
 def test_devices_that_the_plan_leaves_idle_have_no_rank_on_any_machine() -> None:
     """V27, V32: three stages on machines of four devices leave one of each idle."""
     slow_network = profile([segment(1e-3)], [0] * 3, cut_bytes=1 << 30)
-    wanted = Wanted(batch_size=32, profile=slow_network, num_stages=3)
+    wanted = LayoutRequest(batch_size=32, profile=slow_network, num_stages=3)
     layout = choose(wanted, num_machines=2, devices_per_machine=4).layout
     assert layout.idle == (3, 7)
     ranks = [ranks_of_machine(layout, machine, devices_per_machine=4) for machine in (0, 1)]
@@ -96,7 +96,7 @@ def test_ranks_are_where_devices_are_used() -> None:
 def test_a_pinned_plan_is_used_as_it_is() -> None:
     """V27, B3"""
     plan = pinned(depths=[2], microbatch_sizes=[1])
-    choice = choose(Wanted(pinned=plan), num_machines=1, devices_per_machine=5)
+    choice = choose(LayoutRequest(pinned=plan), num_machines=1, devices_per_machine=5)
     assert choice.proposal == plan
     assert (choice.layout.depth, choice.layout.batch_size, choice.layout.microbatch_size) == (2, 32, 1)
     assert choice.layout.idle == (4,)
@@ -124,7 +124,7 @@ def test_a_pinned_plan_that_does_not_fit_is_refused(
     plan = pinned(depths=[2], microbatch_sizes=[1])
     assert plan.plan.width == 2
     with pytest.raises(PlanError, match=complaint):
-        choose(Wanted(pinned=plan, **typed), num_machines=1, devices_per_machine=devices)  # type: ignore[arg-type]
+        choose(LayoutRequest(pinned=plan, **typed), num_machines=1, devices_per_machine=devices)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what is typed
@@ -218,7 +218,7 @@ def test_what_the_workers_are_told_fits_an_environment() -> None:
     """A variable may hold 128 KiB."""
     large = profile([segment(1e-3)], [0] * 96)
     choice = choose(
-        Wanted(batch_size=8192, profile=large, num_stages=16, microbatch_size=1),
+        LayoutRequest(batch_size=8192, profile=large, num_stages=16, microbatch_size=1),
         num_machines=512,
         devices_per_machine=8,
     )

@@ -31,18 +31,18 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"stages": ()}, "`plan.stages` must hold at least one stage, not none"),
+        ({"stages": ()}, "`plan.stages` must have at least one stage, not none"),
         ({"batch_size": 0}, "`plan.batch_size` must be 1 or more, not 0"),
         ({"microbatch_size": -4}, "`plan.microbatch_size` must be 1 or more, not -4"),
-        ({"stages": (StagePlan(1, 4, (0,)),)}, r"`plan.stages\[0\]` must begin with segment 0 "),
-        ({"stages": (StagePlan(0, 0, (0,)),)}, r"`plan.stages\[0\]` must begin with segment 0 and hold one"),
+        ({"stages": (StagePlan(1, 4, (0,)),)}, r"`plan.stages\[0\]` must start with segment 0 "),
+        ({"stages": (StagePlan(0, 0, (0,)),)}, r"`plan.stages\[0\]` must start with segment 0 and have at"),
         (
             {"stages": (StagePlan(0, 2, (0,)), StagePlan(3, 4, (1,)))},
-            r"`plan.stages\[1\]` must begin with segment 2",
+            r"`plan.stages\[1\]` must start with segment 2",
         ),
         (
             {"stages": (StagePlan(0, 2, (0, 1)), StagePlan(2, 4, ()))},
-            r"`plan.stages\[1\].ranks` must hold one",
+            r"`plan.stages\[1\].ranks` must have at least one",
         ),
         ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (0,)))}, "each of the ranks 0 to 1 once"),
         ({"stages": (StagePlan(0, 2, (0,)), StagePlan(2, 4, (7,)))}, "each of the ranks 0 to 1 once"),
@@ -55,7 +55,7 @@ def test_an_edited_plan_is_refused_with_its_key(tmp_path: Path, change: dict[str
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no plan .*nowhere.json \(`varuna plan --out` makes"):
+    with pytest.raises(FileNotFoundError, match=r"no plan .*nowhere.json \(`varuna plan --out` writes"):
         read_plan(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match="is a folder"):
         read_plan(tmp_path)

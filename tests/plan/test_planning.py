@@ -226,9 +226,9 @@ def test_a_cluster_file_may_tell_of_the_network_and_leave_out_the_memory(tmp_pat
             "`machines[0].memory` '80' is no number above zero with one of the units GiB",
         ),
         ({"machines": [{"name": "a", "devices": 1}] * 2}, "gives two machines one name"),
-        ({"machines": [{"name": "a", "devices": 1 << 20, "count": 2}]}, "2097152 devices are more than"),
+        ({"machines": [{"name": "a", "devices": 1 << 20, "count": 2}]}, "2097152 devices are too many"),
         ({"network": "fast"}, "network 'fast' is no number above zero with one of the units Gbit"),
-        ({"latency": "5us"}, "latency says how quick a network is that"),
+        ({"latency": "5us"}, "latency needs "),
     ],
 )
 def test_a_cluster_file_with_nonsense_is_refused_with_its_key(
@@ -383,7 +383,7 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
         ("--devices", "8,0", "--devices must be 1 or more, not 0"),
         ("--devices", "many", "--devices 'many' must be whole numbers, parted by commas"),
         ("--devices", "1.5", "--devices '1.5' must be whole numbers"),
-        ("--devices", str(10**12), "--devices: 1000000000000 devices are more than can be planned for"),
+        ("--devices", str(10**12), "--devices: 1000000000000 devices are too many"),
         ("--per-machine", "0", "--per-machine must be 1 or more, not 0"),
         ("--batch-size", "0", "--batch-size must be 1 to 1048576, not 0"),
         ("--batch-size", str(10**15), "--batch-size must be 1 to 1048576, not 1000000000000000"),
@@ -392,7 +392,7 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
         ("--memory", "-1GiB", "--memory '-1GiB' is no number above zero"),
         ("--memory", "1.2.3GiB", "--memory '1.2.3GiB' is no number above zero"),
         ("--network", "25Gb", "--network '25Gb' is no number above zero with one of the units Gbit, Mbit"),
-        ("--latency", "5us", "--latency says how quick a network is that --network must describe"),
+        ("--latency", "5us", "--latency needs --network as well: the bandwidth, such as 25Gbit"),
         ("--schedule", "2f2b", "there is no schedule '2f2b' (choose one of varuna, 1f1b"),
         ("--stages", "9", "9 stages were requested, but the model has 4 segments and so allows 1 to 4"),
         ("--stages", "0", "--stages must be 1 or more, not 0"),
@@ -444,7 +444,7 @@ def test_a_link_that_nobody_measured_is_asked_for(planner: Planner) -> None:
     )
     asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
     assert planner.refuse(*asked) == (
-        "the profile knows of no link between machines, and there are 2 (say what the network can do: "
+        "the profile has no link between machines, and there are 2 machines (describe the network: "
         "--network 25Gbit --latency 20us; or profile with workers on two machines)"
     )
     told = planner.tell(*asked, "--network", "25Gbit")
@@ -463,7 +463,7 @@ def test_what_is_no_profile_is_refused(planner: Planner) -> None:
     assert "there is no profile" in planner.refuse("plan", empty, *asked)
     assert "there is no profile" in planner.refuse("explain", empty)
     (empty / "profile.unfinished.json").write_text("{}")
-    assert "only a part of one (run the Profiler again" in planner.refuse("plan", empty, *asked)
+    assert "only an unfinished one (run the Profiler again" in planner.refuse("plan", empty, *asked)
     file = planner.folder / "profile.json"
     whole = file.read_text()
     file.write_text(whole.replace('"version": 1', '"version": 7'))

@@ -300,7 +300,7 @@ def test_work_is_balanced_over_replicas_as_well_as_any_cut_could(costs: list[int
 
 def test_a_plan_with_an_empty_stage_is_refused() -> None:
     plan = Plan((StagePlan(0, 1, (0,)), StagePlan(1, 2, ())), 4, 1)
-    with pytest.raises(ValueError, match="hold one at least"):
+    with pytest.raises(ValueError, match="have at least one rank"):
         check_plan(plan, "it")
     with pytest.raises(ValueError, match="a stage without a rank"):
         parse_stage_map("0,1;,;")

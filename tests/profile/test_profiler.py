@@ -141,7 +141,7 @@ def test_no_size_that_fits_is_an_error(
     monkeypatch.setattr(ladders, "largest", 2)
     with pytest.raises(ValueError, match=r"no micro-batch size could be measured: .*no room for 4 samples"):
         make_profiler(Ladder(4, ticks=True)).profile_all([4, 8])
-    with pytest.raises(FileNotFoundError, match="only a part of one"):
+    with pytest.raises(FileNotFoundError, match="only an unfinished one"):
         read_profile(tmp_path)
 
 

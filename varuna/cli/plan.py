@@ -13,11 +13,10 @@ from varuna.errors import PlanError
 from varuna.files import write_atomic
 from varuna.observe import to_perfetto, to_svg, to_text
 from varuna.plan import tables
-from varuna.plan.cluster_file import read_cluster, read_machines, read_network
-from varuna.plan.cost.costs import with_network
+from varuna.plan.cluster_file import read_cluster, read_machines, read_network, with_links
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.cost.simulate import Simulation
-from varuna.plan.plan_file import Network, PinnedPlan, read_plan, write_plan
+from varuna.plan.plan_file import AssumedNetwork, PinnedPlan, read_plan, write_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.messages import why_slower
 from varuna.plan.search.search import HEADROOM, Ranking, search
@@ -74,7 +73,7 @@ class Ground(NamedTuple):
 
     profile: Profile
     cluster: Cluster
-    network: Network | None  # None: as it was measured
+    network: AssumedNetwork | None  # None: as it was measured
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -377,34 +376,16 @@ def _look(profile: Profile, asked: Asked) -> Ground:
     else:
         cluster, told = read_cluster(asked.cluster, memory_bytes=profile.device_memory_bytes)
         network = network or told
-    return _without_holes(profile, _with_memory(cluster, asked.memory), network)
+    cluster = _with_memory(cluster, asked.memory)
+    return Ground(with_links(profile, cluster, network), cluster, network)
 
 
 def _look_again(profile: Profile, pinned: PinnedPlan, asked: Asked) -> Ground:
     """At the machines that a plan was made for."""
     assert pinned.cluster is not None
     network = read_network(asked.network, asked.latency) or pinned.network
-    return _without_holes(profile, _with_memory(pinned.cluster, asked.memory), network)
-
-
-def _without_holes(profile: Profile, cluster: Cluster, network: Network | None) -> Ground:
-    if network is not None or len(cluster.machines) == 1:  # then nobody asks why it was not measured
-        rest = tuple(note for note in profile.notes if not note.startswith("between:"))
-        profile = msgspec.structs.replace(profile, notes=rest)
-    if network is not None:
-        profile = with_network(profile, network.latency_seconds, network.bytes_per_second)
-    if profile.between is None and len(cluster.machines) > 1:
-        raise PlanError(
-            f"the profile knows of no link between machines, and there are {len(cluster.machines)} "
-            "(say what the network can do: --network 25Gbit --latency 20us; or profile with workers on two "
-            "machines)"
-        )
-    if profile.within is None and any(machine.devices > 1 for machine in cluster.machines):
-        raise PlanError(
-            "the profile knows of no link within a machine, and there are machines with several devices "
-            "(profile again: one process on one machine measures it)"
-        )
-    return Ground(profile, cluster, network)
+    cluster = _with_memory(pinned.cluster, asked.memory)
+    return Ground(with_links(profile, cluster, network), cluster, network)
 
 
 def _with_memory(cluster: Cluster, text: str) -> Cluster:

@@ -34,7 +34,7 @@ from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import Proposal
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
-from varuna.plan.search.choose import Choice, Wanted, choose
+from varuna.plan.search.choose import Choice, LayoutRequest, choose
 from varuna.types import JobSpec, MachineWorkers, StarterName
 
 
@@ -165,7 +165,7 @@ class PreparedRun(msgspec.Struct, frozen=True):
 
     job: JobSpec
     choice: Choice
-    wanted: Wanted
+    wanted: LayoutRequest
     machines: tuple[str, ...]
     resume: bool
     folder: Path
@@ -242,9 +242,9 @@ def job_spec(arguments: JobOptions, *, code_dir: str, log_dir: str, resume_step:
     )
 
 
-def read_wanted(arguments: JobOptions) -> Wanted:
+def read_wanted(arguments: JobOptions) -> LayoutRequest:
     """What the user typed, and what is in the files that it names."""
-    return Wanted(
+    return LayoutRequest(
         batch_size=arguments.batch_size,
         num_stages=arguments.nstages,
         microbatch_size=arguments.chunk_size,

@@ -1,13 +1,10 @@
-"""Choosing: which segments make a stage, what a layout will cost, and the whole layout. Imports no torch.
+"""The planner: predicts the cost of layouts and chooses the fastest one. Imports no torch.
 
-costs, memory    what a span of segments takes, in seconds and bytes
-partition, cuts  where to cut
-place            which device runs what
-simulate         what a step looks like
-bounds           what it takes at least
-forecast         what a plan will cost
-search           the best plan
-stages, uneven   the same where stages may differ in their number of replicas
+cost/        seconds and bytes of a layout: profile sums, memory, simulation, bounds, forecast
+cut/         segments of a model, cuts between stages, devices of stages
+search/      the fastest layout for a cluster
+*_file.py    profiles, plans and clusters on disk
+tables.py    plans and profiles in a terminal
 """
 
 from varuna.plan.cut.partition import balance, balance_over

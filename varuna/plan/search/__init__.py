@@ -1,1 +1,1 @@
-"""Searches for the best layout."""
+"""Search for the fastest layout."""

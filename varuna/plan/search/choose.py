@@ -1,6 +1,6 @@
-"""Which layout a job gets on the machines that there are: as typed, as pinned, or as the planner has it.
+"""Choose the layout of a job for the machines that are available: as typed, as pinned, or as planned.
 
-`choose` reads nothing but its arguments, so that it can be asked again whenever the machines change.
+`choose` depends only on its arguments, so it can be called again whenever the machines change.
 """
 
 import re
@@ -8,17 +8,15 @@ import re
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.plan.search.auto_config import equal_machines
+from varuna.plan.cluster_file import equal_machines
 from varuna.plan.search.search import HEADROOM, Ranking, cut_layout, search
+from varuna.plan.search.space import FEW_DEVICES
 from varuna.types import Cluster, Layout, Plan, Profile, Proposal, StageMap
 from varuna.units import count, duration
 
-FEW_DEVICES = 64
-"""On up to so many a runner-up is looked for, where none came near enough to be met on the way."""
 
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a layout, whatever machines there are. None: to be chosen."""
+class LayoutRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Requirements for a layout, independent of the machines. None: to be chosen."""
 
     batch_size: int | None = None
     num_stages: int | None = None
@@ -28,42 +26,44 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A layout; where a profile or a pinned plan tells more, the whole plan too, and why it is taken."""
+    """A layout. With a profile or a pinned plan, also the whole plan and the reasons for it."""
 
     layout: Layout
     proposal: Proposal | None = None
     reasons: tuple[str, ...] = ()
 
 
-def choose(wanted: Wanted, *, num_machines: int, devices_per_machine: int) -> Choice:
-    """A ValueError (a PlanError, where it is the planner's) says what does not fit, and the way out."""
-    if wanted.pinned is not None:
-        return _as_pinned(wanted, wanted.pinned, num_machines, devices_per_machine)
-    if wanted.profile is None or (wanted.num_stages and wanted.microbatch_size):
+def choose(request: LayoutRequest, *, num_machines: int, devices_per_machine: int) -> Choice:
+    """Return the layout of a job; raise ValueError or PlanError if the request cannot be met."""
+    if request.pinned is not None:
+        return _as_pinned(request, request.pinned, num_machines, devices_per_machine)
+    if request.profile is None or (request.num_stages and request.microbatch_size):
         layout = lay_out_as_typed(
-            wanted.num_stages,
-            batch_size=wanted.batch_size,
-            microbatch_size=wanted.microbatch_size,
+            request.num_stages,
+            batch_size=request.batch_size,
+            microbatch_size=request.microbatch_size,
             num_machines=num_machines,
             devices_per_machine=devices_per_machine,
         )
-        return Choice(layout) if wanted.profile is None else _cut(layout, wanted.profile, devices_per_machine)
-    return _as_planned(wanted, wanted.profile, num_machines, devices_per_machine)
+        return (
+            Choice(layout) if request.profile is None else _cut(layout, request.profile, devices_per_machine)
+        )
+    return _as_planned(request, request.profile, num_machines, devices_per_machine)
 
 
-# ---------------------------------------------------------------- as the planner has it
+# ---------------------------------------------------------------- as planned
 
 
-def _as_planned(wanted: Wanted, profile: Profile, num_machines: int, devices_per_machine: int) -> Choice:
-    if wanted.batch_size is None:
-        raise ValueError("--batch_size is missing: the samples per step of the whole job")
+def _as_planned(
+    request: LayoutRequest, profile: Profile, num_machines: int, devices_per_machine: int
+) -> Choice:
     cluster = _cluster(profile, num_machines * devices_per_machine, devices_per_machine)
     ranking = search(
         profile,
         cluster,
-        batch_size=wanted.batch_size,
-        depths=None if wanted.num_stages is None else [wanted.num_stages],
-        microbatch_sizes=None if wanted.microbatch_size is None else [wanted.microbatch_size],
+        batch_size=_checked_batch_size(request.batch_size),
+        depths=None if request.num_stages is None else [request.num_stages],
+        microbatch_sizes=None if request.microbatch_size is None else [request.microbatch_size],
         headroom=HEADROOM,
         every_depth=cluster.num_devices <= FEW_DEVICES,
     )
@@ -72,7 +72,7 @@ def _as_planned(wanted: Wanted, profile: Profile, num_machines: int, devices_per
 
 
 def _cut(layout: Layout, profile: Profile, devices_per_machine: int) -> Choice:
-    """Where depth and micro-batch are typed, the profile still tells where to cut, and what to recompute."""
+    """Keep the typed depth and micro-batch; choose cuts and recompute flags from the profile."""
     proposal = cut_layout(
         profile,
         _cluster(profile, layout.num_ranks, devices_per_machine),
@@ -83,7 +83,7 @@ def _cut(layout: Layout, profile: Profile, devices_per_machine: int) -> Choice:
         headroom=HEADROOM,
     )
     proposal = msgspec.structs.replace(proposal, reason="stages and micro-batch as typed, cut by the profile")
-    return Choice(layout, proposal, (f"planned: {_in_words(proposal)}",))
+    return Choice(layout, proposal, (f"planned: {_describe(proposal)}",))
 
 
 def _cluster(profile: Profile, num_devices: int, devices_per_machine: int) -> Cluster:
@@ -93,10 +93,10 @@ def _cluster(profile: Profile, num_devices: int, devices_per_machine: int) -> Cl
 
 
 def _layout(proposal: Proposal, num_machines: int, devices_per_machine: int) -> Layout:
-    """Idle are the devices that the plan names; the last ones, where it was made for other machines."""
+    """Return the layout with the plan's idle devices; with the last ones, if it is for other machines."""
     plan = proposal.plan
     num_devices, num_ranks = num_machines * devices_per_machine, len(plan.ranks)
-    named = [re.fullmatch(r"vm(\d+):(\d+)", name) for name in proposal.idle]  # as `equal_machines` names them
+    named = [re.fullmatch(r"vm(\d+):(\d+)", name) for name in proposal.idle]  # names from `equal_machines`
     places = [(int(found[1]), int(found[2])) for found in named if found is not None]
     idle = tuple(machine * devices_per_machine + device for machine, device in places)
     fits = all(machine < num_machines and device < devices_per_machine for machine, device in places)
@@ -112,66 +112,73 @@ def _stage_map(plan: Plan) -> StageMap:
 def _reasons(ranking: Ranking, notes: tuple[str, ...]) -> tuple[str, ...]:
     best, *others = ranking.proposals
     return (
-        f"planned: {_in_words(best)}",
-        *(f"the runner-up: {_in_words(other)}" for other in others[:1]),
-        *(f"refused: {what}" for what in ranking.refused[:1]),
-        *(f"estimated: {what}" for what in best.forecast.estimates if what not in notes),
+        f"planned: {_describe(best)}",
+        *(f"the runner-up: {_describe(other)}" for other in others[:1]),
+        *(f"refused: {reason}" for reason in ranking.refused[:1]),
+        *(f"estimated: {note}" for note in best.forecast.estimates if note not in notes),
     )
 
 
-def _in_words(proposal: Proposal) -> str:
+def _describe(proposal: Proposal) -> str:
     plan = proposal.plan
     cuts = ", ".join(str(stage.stop) for stage in plan.stages[:-1])
-    recompute = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute]
+    num_recomputing = sum(stage.recompute for stage in plan.stages)
+    recompute = (
+        f"recompute in {num_recomputing} of {plan.depth} stages" if num_recomputing else "no recompute"
+    )
     return (
         f"{Layout(_stage_map(plan), plan.batch_size, plan.microbatch_size)}, schedule {plan.schedule}, "
         + (f"cut before segments {cuts}, " if cuts else "")
-        + (f"recompute in {len(recompute)} of {plan.depth} stages, " if recompute else "no recompute, ")
-        + f"{duration(proposal.forecast.seconds)} a step ({proposal.reason})"
+        + f"{recompute}, {duration(proposal.forecast.seconds)} a step ({proposal.reason})"
     )
 
 
 # ---------------------------------------------------------------- as pinned
 
 
-def _as_pinned(wanted: Wanted, pinned: Proposal, num_machines: int, devices_per_machine: int) -> Choice:
+def _as_pinned(
+    request: LayoutRequest, pinned: Proposal, num_machines: int, devices_per_machine: int
+) -> Choice:
     plan, num_devices = pinned.plan, num_machines * devices_per_machine
-    for option, typed, has in (
-        ("--batch_size", wanted.batch_size, plan.batch_size),
-        ("--nstages", wanted.num_stages, plan.depth),
-        ("--chunk_size", wanted.microbatch_size, plan.microbatch_size),
+    for option, typed, planned in (
+        ("--batch_size", request.batch_size, plan.batch_size),
+        ("--nstages", request.num_stages, plan.depth),
+        ("--chunk_size", request.microbatch_size, plan.microbatch_size),
     ):
-        if typed is not None and typed != has:
+        if typed is not None and typed != planned:
             raise PlanError(
-                f"the plan has {option} {has}, but {typed} was typed (leave it out, or plan anew)"
+                f"the plan has {option} {planned}, but {typed} was typed (leave it out, or make a new plan)"
             )
     num_ranks = len(plan.ranks)
     if num_ranks > num_devices:
         raise PlanError(
             f"the plan needs {count(num_ranks, 'device')}, there are {num_devices} "
-            f"(plan anew for {num_devices}, or add machines)"
+            f"(make a new plan for {num_devices}, or add machines)"
         )
     if plan.batch_size < max(plan.widths):
         raise PlanError(
             f"the plan's batch of {plan.batch_size} leaves some of its {max(plan.widths)} replicas idle"
         )
-    profile = wanted.profile
+    profile = request.profile
     if profile is not None and plan.fingerprint not in ("", profile.fingerprint):
         raise PlanError(
             f"the plan is for the model {plan.fingerprint}, the profile is of {profile.fingerprint} "
-            "(give the profile that the plan was made from, or plan anew)"
+            "(give the profile from which the plan was made, or make a new plan)"
         )
     layout = _layout(pinned, num_machines, devices_per_machine)
-    bare = Proposal(plan, pinned.forecast, pinned.idle, pinned.reason)  # the file may tell more
-    return Choice(layout, bare, (f"pinned: {_in_words(bare)}",))
+    proposal = Proposal(plan, pinned.forecast, pinned.idle, pinned.reason)  # a plan file has more fields
+    return Choice(layout, proposal, (f"pinned: {_describe(proposal)}",))
+
+
+# ---------------------------------------------------------------- as typed
 
 
 def lay_out(
     num_devices: int, num_stages: int, *, batch_size: int, microbatch_size: int, num_replicas: int = 0
 ) -> Layout:
-    """Rank r gets stage r mod P of replica r div P, so that a replica's stages are neighbours.
+    """Return a layout in which rank r runs stage r mod P of replica r div P, for P stages.
 
-    Without `num_replicas`, as many as the devices allow.
+    So the stages of a replica are on adjacent ranks. `num_replicas=0`: as many as the devices allow.
     """
     for name, number in [
         ("devices", num_devices),
@@ -183,19 +190,19 @@ def lay_out(
             raise ValueError(f"{name} must be 1 or more, not {number}")
     if num_replicas < 0:
         raise ValueError(
-            f"replicas of each stage must be 1 or more (or 0: all there is room for), not {num_replicas}"
+            f"replicas of each stage must be 1 or more (0: as many as the devices allow), not {num_replicas}"
         )
     width = num_replicas or num_devices // num_stages
     if not width or width * num_stages > num_devices:
         wanted = f"{count(num_stages, 'stage')} x {count(max(width, 1), 'replica')}"
         raise ValueError(
             f"too few devices: {wanted} need {max(width, 1) * num_stages}, there are {num_devices} "
-            "(try fewer stages or replicas, or more devices)"
+            "(use fewer stages or replicas, or more devices)"
         )
     if batch_size < width:
         raise ValueError(
             f"a batch of {batch_size} leaves some of the {width} replicas without a sample "
-            f"(try a batch of at least {width}, or no more than {batch_size} devices for each stage)"
+            f"(use a batch of at least {width}, or at most {batch_size} devices for each stage)"
         )
     stage_map = tuple(tuple(range(stage, width * num_stages, num_stages)) for stage in range(num_stages))
     return Layout(stage_map, batch_size, microbatch_size, tuple(range(width * num_stages, num_devices)))
@@ -210,8 +217,8 @@ def lay_out_as_typed(
     devices_per_machine: int,
     num_replicas: int = 0,
 ) -> Layout:
-    if batch_size is None:
-        raise ValueError("--batch_size is missing: the samples per step of the whole job")
+    """Return the layout that the command line describes; raise ValueError if an option is missing."""
+    batch_size = _checked_batch_size(batch_size)
     if num_stages is None or microbatch_size is None:
         missing = [
             name
@@ -219,8 +226,8 @@ def lay_out_as_typed(
             if value is None
         ]
         raise ValueError(
-            f"{' and '.join(missing)} missing (give them; or a profile to choose them from, "
-            "`varuna.run_varuna --profile_folder DIR`, which varuna.Profiler makes)"
+            f"{' and '.join(missing)} missing (give them, or a profile made by varuna.Profiler from which to "
+            "choose them: `varuna.run_varuna --profile_folder DIR`)"
         )
     for name, number in [("machines", num_machines), ("devices on each machine", devices_per_machine)]:
         if number < 1:
@@ -232,3 +239,9 @@ def lay_out_as_typed(
         microbatch_size=microbatch_size,
         num_replicas=num_replicas,
     )
+
+
+def _checked_batch_size(batch_size: int | None) -> int:
+    if batch_size is None:
+        raise ValueError("--batch_size is missing: the samples per step of the whole job")
+    return batch_size
