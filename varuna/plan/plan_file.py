@@ -7,7 +7,7 @@ import msgspec
 
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.files import write_whole
+from varuna.files import write_atomic
 from varuna.plan.cost.estimate import Speed
 from varuna.types import Cluster, Plan, Proposal
 
@@ -59,7 +59,7 @@ def read_plan(file: str | os.PathLike[str]) -> PinnedPlan:
 
 
 def write_plan(file: Path, pinned: PinnedPlan) -> None:
-    write_whole(file, encode(pinned))
+    write_atomic(file, encode(pinned))
 
 
 def check_plan(plan: Plan, source: str) -> None:
