@@ -172,7 +172,7 @@ def change(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--batch_size", "32", "--profile_folder", "nowhere"], "there is no profile nowhere"),
+        (["--batch_size", "32", "--profile_folder", "nowhere"], "nowhere (make one with varuna.Profiler"),
         (["--batch_size", "32", "--profile_folder", "old"], "version is 0, this library reads 1"),
         (["--batch_size", "32", "--profile_folder", "broken"], "is no Profile"),
         (["--profile_folder", "profiles"], "--batch_size is missing"),
@@ -189,7 +189,7 @@ def change(path: Path, **changes: object) -> None:
             "the profile covers 1 to 4",
         ),
         (["--batch_size", "32", "--profile_folder", "small"], "too little"),
-        (["--plan", "nowhere.json"], "there is no plan nowhere.json"),
+        (["--plan", "nowhere.json"], "nowhere.json (`varuna plan --out` writes one"),
         (["--plan", "machines"], "is no PinnedPlan"),
         (["--plan", "plan.json", "--gpus_per_node", "2"], "the plan needs 4 devices, there are 2"),
     ],
