@@ -15,15 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from varuna.cli.launch import free_port
-from varuna.morph.clock import WakingClock
+from varuna.morph import events
+from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
-from varuna.morph.protocol.messages import Beat, Hello, Message, Start, StoreOpen, read_to_agent, write
+from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.wire import Wire
-from varuna.morph.run.job_folder import Contact
+from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.manager import Manager
 from varuna.morph.run.worker_env import ranks_of_machine
-from varuna.morph.state import JobState, Proposal, Pulse
+from varuna.morph.state import JobState, MachinePlan, WorkerProgress
 from varuna.plan.search.choose import lay_out
 from varuna.types import JobSpec
 
@@ -52,10 +53,10 @@ class Elsewhere:
         return Running()
 
 
-def plan(machines: tuple[str, ...]) -> Proposal:
+def plan(machines: tuple[str, ...]) -> MachinePlan:
     layout = lay_out(len(machines) * DEVICES, STAGES, batch_size=2**16, microbatch_size=1)
     ranks = tuple(ranks_of_machine(layout, i, devices_per_machine=DEVICES) for i in range(len(machines)))
-    return Proposal(machines, machines, ranks, layout)
+    return MachinePlan(machines, machines, ranks, layout)
 
 
 def lead(folder: Path, port: int) -> None:
@@ -67,10 +68,10 @@ def lead(folder: Path, port: int) -> None:
         machine_list=str(folder / "machines"),
         slow_file=str(folder / "slow"),
     )
-    contact = Contact("job", os.getpid(), "127.0.0.1", port, SECRET.hex(), str(folder))
+    contact = ManagerContact("job", os.getpid(), "127.0.0.1", port, SECRET.hex(), str(folder))
 
     async def run() -> None:
-        clock = WakingClock(time.monotonic)
+        clock = SuspendAwareClock(time.monotonic)
         manager = Manager(
             job,
             contact,
@@ -83,7 +84,7 @@ def lead(folder: Path, port: int) -> None:
             clock=clock,
             say=lambda text: None,
         )
-        await manager.lead(socket.create_server(("127.0.0.1", port), backlog=1024))
+        await manager.run(socket.create_server(("127.0.0.1", port), backlog=1024))
 
     asyncio.run(run())
 
@@ -97,43 +98,44 @@ class Agent:
     def __init__(self, machine: str) -> None:
         self.machine = machine
         self.at_work = asyncio.Event()
-        self.start: Start | None = None
+        self.start: messages.StartWorkers | None = None
         self.step = 0
 
     async def live(self, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        wire = Wire(SECRET, calls=True)
+        wire = Wire(SECRET, is_caller=True)
 
-        def send(message: Message) -> None:
-            writer.write(wire.pack(write(message)))
+        def send(message: messages.ManagerMessage | events.Event) -> None:
+            writer.write(wire.pack(messages.write_message(message)))
 
         writer.write(wire.greeting)
         while not wire.greeted:
             wire.feed(await reader.read(65536))
-        send(Hello("job", self.machine, self.machine, 1, "127.0.0.1", None, 0))
-        send(StoreOpen(1))
+        joined = events.AgentJoined(self.machine, self.machine, None, "127.0.0.1", 0)
+        send(messages.AgentHello("job", 1, joined))
+        send(events.StoreReady(self.machine, self.machine, 1))
         beating = asyncio.create_task(self.beat(send))
         try:
             while data := await reader.read(65536):
                 for payload in wire.feed(data):
-                    message = read_to_agent(payload)
-                    if isinstance(message, Start):
+                    message = messages.read_from_manager(payload)
+                    if isinstance(message, messages.StartWorkers):
                         self.start = message
                         self.at_work.set()
         finally:
             beating.cancel()
             writer.close()
 
-    async def beat(self, send: Callable[[Message], None]) -> None:
+    async def beat(self, send: Callable[[messages.ManagerMessage], None]) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             self.step += 1
-            ranks = self.start.ranks if self.start is not None else ()
+            ranks = self.start.workers.ranks if self.start is not None else ()
             generation = self.start.generation if self.start is not None else None
-            send(Beat(generation, tuple(self.pulse(rank) for rank in ranks)))
+            send(messages.AgentHeartbeat(generation, tuple(self.progress(rank) for rank in ranks)))
 
-    def pulse(self, rank: int) -> Pulse:
-        return Pulse(
+    def progress(self, rank: int) -> WorkerProgress:
+        return WorkerProgress(
             rank,
             pid=1000 + rank,
             iteration=self.step,

@@ -4,7 +4,14 @@ import signal
 
 import pytest
 
-from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure, describe, find_cause
+from varuna.morph.failures import (
+    ErrorFile,
+    ErrorMessage,
+    ExtraInfo,
+    WorkerFailure,
+    describe_failure,
+    find_cause,
+)
 from varuna.plan.search.choose import lay_out
 
 LAYOUT = lay_out(4, 2, batch_size=4, microbatch_size=1)
@@ -55,7 +62,7 @@ def test_an_error_file_of_torch_elastics_own_is_understood() -> None:
 
 def test_the_message_names_rank_stage_and_original_traceback() -> None:
     """V33"""
-    assert describe(raised(3, at=1.0), LAYOUT) == (
+    assert describe_failure(raised(3, at=1.0), LAYOUT) == (
         "rank 3 (stage 1, replica 1) raised ValueError: of rank 3\n\nTraceback of 3"
     )
 
@@ -66,6 +73,6 @@ def test_the_message_names_rank_stage_and_original_traceback() -> None:
 )
 def test_a_worker_without_an_exception_is_quoted_from_its_log(code: int, words: str) -> None:
     """V33"""
-    told = describe(ended(0, code), LAYOUT, last_lines="out of memory\n")
+    told = describe_failure(ended(0, code), LAYOUT, last_lines="out of memory\n")
     assert told.startswith(f"rank 0 (stage 0, replica 0) {words}")
     assert told.endswith("its last words:\n\nout of memory")

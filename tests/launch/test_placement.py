@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from varuna.cli.launch import SWITCHES, choose_flags, split_command
 from varuna.morph.run.worker_env import (
     WORKER_FLAGS,
-    flags_taken,
-    name_idle,
+    accepted_flags,
+    name_idle_devices,
     ranks_of_machine,
     worker_arguments,
     worker_environment,
@@ -52,7 +52,7 @@ def test_the_map_reads_as_the_launcher_writes_it() -> None:
 def test_devices_that_do_not_divide_are_named_by_machine() -> None:
     """V32"""
     layout = lay_out(8, 3, batch_size=6, microbatch_size=2)
-    assert name_idle(layout, devices_per_machine=4) == "machine 1: devices 2, 3"
+    assert name_idle_devices(layout, devices_per_machine=4) == "machine 1: devices 2, 3"
     assert ranks_of_machine(layout, 1, devices_per_machine=4) == (4, 5)
 
 
@@ -131,7 +131,7 @@ def test_a_worker_is_told_its_place_by_flags_and_by_environment() -> None:
 )
 def test_a_script_gets_the_flags_that_its_source_names(source: str, taken: bool) -> None:
     """V30"""
-    assert flags_taken(source) == ({"--stage_to_rank_map", "--chunk_size"} if taken else set())
+    assert accepted_flags(source) == ({"--stage_to_rank_map", "--chunk_size"} if taken else set())
 
 
 def test_what_the_user_says_about_the_flags_wins_over_the_source(tmp_path: Path) -> None:

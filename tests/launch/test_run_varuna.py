@@ -50,7 +50,7 @@ def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: li
     ("arguments", "complaint"),
     [
         ([*SIZES, "script.py"], "machine list 'available_machines.out' cannot be read"),
-        (["--machine_list", "empty", *SIZES, "script.py"], "names no machine"),
+        (["--machine_list", "empty", *SIZES, "script.py"], "the machine list is empty"),
         (["--machine_list", "machines", *SIZES], "no training script was given"),
         (["--machine_list", "machines", *SIZES, "nowhere.py"], "no script 'nowhere.py'"),
         (["--machine_list", "machines", *SIZES, "--nstages", "two", "script.py"], "invalid int value: 'two'"),

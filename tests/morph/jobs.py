@@ -23,9 +23,9 @@ import pytest
 
 from tests.launch.jobs import environment
 from varuna.codec import decode
-from varuna.morph.protocol.messages import Ask
-from varuna.morph.run.client import talk
-from varuna.morph.run.job_folder import Contact
+from varuna.morph.protocol.messages import ManagerRequest
+from varuna.morph.run.client import send_request
+from varuna.morph.run.job_folder import ManagerContact
 
 STEPS = 300
 
@@ -199,14 +199,17 @@ class Job:
 
     def status(self) -> Any:
         contact = self.contact()
-        answer = talk(
-            contact.address, contact.port, bytes.fromhex(contact.secret), Ask(contact.job, "status")
+        answer = send_request(
+            contact.address,
+            contact.port,
+            bytes.fromhex(contact.secret),
+            ManagerRequest(contact.job, "status"),
         )
         return json.loads(bytes(answer.status))
 
-    def contact(self) -> Contact:
+    def contact(self) -> ManagerContact:
         (place,) = (self.folder / "home").glob("jobs/*/manager.json")
-        return decode(place.read_bytes(), Contact)
+        return decode(place.read_bytes(), ManagerContact)
 
     def varuna(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(

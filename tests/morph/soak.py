@@ -33,7 +33,7 @@ from benchmarks.report import machine
 from tests.launch.jobs import environment
 from tests.morph.hosts.lab import ROOT, Host, Lab
 from tests.morph.jobs import NET, Job
-from varuna.morph.clock import WakingClock
+from varuna.morph.clock import SuspendAwareClock
 
 PATIENCE_SECONDS = 120.0
 """Without a sign of what is waited for, the soak has failed: a machine that flaps waits for half a minute."""
@@ -106,7 +106,7 @@ CHATTER = re.compile(r"\[rank 0\] (step|uses|\[W)")
 LAUNCHED = re.compile(r"varuna: generation: (\d+): .* on ([^(]*)")
 
 
-clock = WakingClock(time.monotonic)
+clock = SuspendAwareClock(time.monotonic)
 """Stands still where the whole soak does, on a machine that has something better to do."""
 
 

@@ -7,40 +7,10 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given, settings
 
+from varuna.morph import commands, events
 from varuna.morph.decide import decide
 from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
-from varuna.morph.state import (
-    AgentJoined,
-    AgentLeft,
-    AgentNotStarted,
-    CheckpointFound,
-    Command,
-    EndAgent,
-    Event,
-    FindCheckpoint,
-    Finish,
-    JobState,
-    KillWorkers,
-    Launch,
-    ListRead,
-    MakePlan,
-    Notice,
-    Outcome,
-    Planned,
-    Proposal,
-    Pulse,
-    Recalled,
-    ReleaseMachine,
-    SaveAndEnd,
-    Settings,
-    StartAgent,
-    StopAsked,
-    StoreReady,
-    Tell,
-    Tick,
-    WorkerFailed,
-    WorkersEnded,
-)
+from varuna.morph.state import JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
 
 WELL = Outcome(None)
@@ -60,33 +30,33 @@ class World:
     """Machines, agents and workers as they would be, driven by the commands; the clock is a number."""
 
     def __init__(self, machines: Sequence[str], *, stages: int = 1) -> None:
-        self.state = JobState(settings=Settings())
+        self.state = JobState(settings=ManagerSettings())
         self.stages = stages
         self.now = 100.0
         self.agents: dict[str, str] = {}  # those that are connected
         self.deaf: set[str] = set()  # connected, but silent and without hands
         self.workers: dict[str, int] = {}  # machine: generation of its live workers
-        self.pending: list[Command] = []
-        self.launched: list[Launch] = []
+        self.pending: list[commands.Command] = []
+        self.launched: list[commands.Launch] = []
         self.told: list[str] = []
         self.released: list[str] = []
         self.iteration = 0
         self.num_agents = 0
         self.starts_agents = True
         self.hung = False  # its workers hear nothing
-        self.verdict: Finish | None = None
-        self.happens(ListRead(tuple(machines)))
+        self.verdict: commands.Finish | None = None
+        self.happens(events.MachineListRead(tuple(machines)))
 
     # ------------------------------------------------------------ the two halves of the loop
 
-    def happens(self, event: Event) -> None:
-        self.state, commands = decide(self.state, event, self.now)
-        for command in commands:
-            if isinstance(command, Launch):
+    def happens(self, event: events.Event) -> None:
+        self.state, found = decide(self.state, event, self.now)
+        for command in found:
+            if isinstance(command, commands.Launch):
                 self.check_launch(command)
             self.pending.append(command)
 
-    def check_launch(self, launch: Launch) -> None:
+    def check_launch(self, launch: commands.Launch) -> None:
         generation = launch.generation
         assert not set(self.workers) - self.given_up(), "an older generation is alive"
         for machine, agent in zip(generation.machines, generation.agents, strict=True):
@@ -108,51 +78,52 @@ class World:
         """All that was commanded, and what follows from it at once."""
         while self.pending:
             command = self.pending.pop(0)
-            if isinstance(command, StartAgent):
+            if isinstance(command, commands.StartAgent):
                 if self.starts_agents:
                     self.join(command.machine)
                 else:
-                    self.happens(AgentNotStarted(command.machine, "the machine is dead"))
-            elif isinstance(command, EndAgent) and command.machine in self.deaf:
+                    self.happens(events.AgentNotStarted(command.machine, "the machine is dead"))
+            elif isinstance(command, commands.EndAgent) and command.machine in self.deaf:
                 pass  # it will see when it comes back
-            elif isinstance(command, EndAgent):
+            elif isinstance(command, commands.EndAgent):
                 self.agents.pop(command.machine, None)
                 self.workers.pop(command.machine, None)
                 self.deaf.discard(command.machine)
-            elif isinstance(command, MakePlan):
-                self.happens(Planned(self.plan(command.machines)))
-            elif isinstance(command, FindCheckpoint):
-                self.happens(CheckpointFound(self.iteration // 10 * 10))
-            elif isinstance(command, Launch):
+            elif isinstance(command, commands.MakePlan):
+                self.happens(events.PlanReady(self.plan(command.machines)))
+            elif isinstance(command, commands.FindCheckpoint):
+                self.happens(events.CheckpointFound(self.iteration // 10 * 10))
+            elif isinstance(command, commands.Launch):
                 for machine in command.generation.machines:
                     if machine in self.agents and machine not in self.deaf:
                         self.workers[machine] = command.generation.number
-                        self.happens(StoreReady(machine, self.agents[machine], 2000))
-            elif isinstance(command, SaveAndEnd):
+                        self.happens(events.StoreReady(machine, self.agents[machine], 2000))
+            elif isinstance(command, commands.SaveAndEnd):
                 if not self.hung and not self.deaf & set(command.machines):
                     for machine in command.machines:
                         self.end_workers(machine, SAVED)
-            elif isinstance(command, KillWorkers):
-                if command.machine in self.agents and command.machine not in self.deaf:
-                    self.workers.pop(command.machine, None)
-                    self.happens(
-                        WorkersEnded(command.machine, self.agents[command.machine], command.generation, ())
-                    )
-            elif isinstance(command, ReleaseMachine):
-                self.released.append(command.machine)
-            elif isinstance(command, Tell):
+            elif isinstance(command, commands.KillWorkers):
+                for machine in command.machines:
+                    if machine in self.agents and machine not in self.deaf:
+                        self.workers.pop(machine, None)
+                        self.happens(
+                            events.WorkersEnded(machine, self.agents[machine], command.generation, ())
+                        )
+            elif isinstance(command, commands.ReleaseMachines):
+                self.released.extend(command.machines)
+            elif isinstance(command, commands.LogEvent):
                 self.told.append(f"{command.what}: {command.why}")
-            elif isinstance(command, Finish):
+            elif isinstance(command, commands.Finish):
                 assert self.verdict is None
                 self.verdict = command
 
-    def plan(self, machines: tuple[str, ...]) -> Proposal:
+    def plan(self, machines: tuple[str, ...]) -> MachinePlan:
         try:
             layout = lay_out(len(machines), self.stages, batch_size=12, microbatch_size=1)
         except ValueError as error:
-            return Proposal(machines, problem=str(error))
+            return MachinePlan(machines, problem=str(error))
         used = machines[: layout.num_ranks]
-        return Proposal(machines, used, tuple((rank,) for rank in range(len(used))), layout)
+        return MachinePlan(machines, used, tuple((rank,) for rank in range(len(used))), layout)
 
     # ------------------------------------------------------------ what may happen
 
@@ -161,14 +132,14 @@ class World:
             return
         self.num_agents += 1
         self.agents[machine] = f"agent {self.num_agents}"
-        self.happens(AgentJoined(machine, self.agents[machine], None, machine))
-        self.happens(StoreReady(machine, self.agents[machine], 1000 + self.num_agents))
+        self.happens(events.AgentJoined(machine, self.agents[machine], None, machine))
+        self.happens(events.StoreReady(machine, self.agents[machine], 1000 + self.num_agents))
 
     def lose_agent(self, machine: str) -> None:
         self.workers.pop(machine, None)
         self.deaf.discard(machine)
         if agent := self.agents.pop(machine, None):
-            self.happens(AgentLeft(machine, agent, "it hung up"))
+            self.happens(events.AgentLeft(machine, agent, "it hung up"))
 
     def go_silent(self, machine: str) -> None:
         if machine in self.agents:
@@ -179,16 +150,16 @@ class World:
         if machine in self.deaf:
             self.deaf.discard(machine)
             has = self.workers.get(machine)
-            self.happens(AgentJoined(machine, self.agents[machine], has, machine, 999))
+            self.happens(events.AgentJoined(machine, self.agents[machine], has, machine, 999))
 
     def end_workers(self, machine: str, outcome: Outcome) -> None:
         if machine in self.workers and machine in self.agents and machine not in self.deaf:
             generation = self.workers.pop(machine)
-            self.happens(WorkersEnded(machine, self.agents[machine], generation, (outcome,)))
+            self.happens(events.WorkersEnded(machine, self.agents[machine], generation, (outcome,)))
 
     def fail_worker(self, machine: str, outcome: Outcome) -> None:
         if machine in self.workers and machine in self.agents and machine not in self.deaf:
-            self.happens(WorkerFailed(machine, self.agents[machine], self.workers[machine], outcome))
+            self.happens(events.WorkerFailed(machine, self.agents[machine], self.workers[machine], outcome))
 
     def all_finish(self) -> None:
         for machine in list(self.workers):
@@ -204,14 +175,14 @@ class World:
                 for machine, agent in self.agents.items()
                 if machine not in self.deaf
             }
-            self.happens(Tick(beats))
+            self.happens(events.Tick(beats))
             self.carry_out()
 
-    def pulses(self, machine: str, *, in_step: bool) -> tuple[Pulse, ...]:
+    def pulses(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
         if machine not in self.workers:
             return ()
         return (
-            Pulse(
+            WorkerProgress(
                 0,
                 iteration=self.iteration,
                 steps=self.iteration,
@@ -248,7 +219,7 @@ def test_a_job_starts_when_all_its_machines_are_there_and_ends_when_its_workers_
 def test_a_machine_that_joins_is_taken_in_after_a_save() -> None:
     """V39"""
     world = begun("a", "b")
-    world.happens(ListRead(("a", "b", "c")))
+    world.happens(events.MachineListRead(("a", "b", "c")))
     world.passes(3, steps=1)
     assert world.generations == [("a", "b"), ("a", "b", "c")]
     assert world.launched[-1].why == "c joins"
@@ -258,7 +229,7 @@ def test_a_machine_that_joins_is_taken_in_after_a_save() -> None:
 def test_a_machine_that_is_taken_off_the_list_is_left_after_a_save_and_its_agent_dismissed() -> None:
     """V39"""
     world = begun("a", "b")
-    world.happens(ListRead(("b",)))
+    world.happens(events.MachineListRead(("b",)))
     world.passes(3, steps=1)
     assert world.generations == [("a", "b"), ("b",)]
     assert list(world.agents) == ["b"]
@@ -267,7 +238,7 @@ def test_a_machine_that_is_taken_off_the_list_is_left_after_a_save_and_its_agent
 def test_where_the_best_plan_stays_the_same_nothing_restarts() -> None:
     """V39: a third machine is of no use to two stages, and the order of the list is none."""
     world = begun("a", "b", stages=2)
-    world.happens(ListRead(("c", "b", "a")))
+    world.happens(events.MachineListRead(("c", "b", "a")))
     world.passes(5, steps=1)
     assert world.generations == [("a", "b")]
     assert any(told.startswith("plan unchanged") for told in world.told)
@@ -276,7 +247,7 @@ def test_where_the_best_plan_stays_the_same_nothing_restarts() -> None:
 def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
     world = begun("a", "b")
     for extra in ("c", "d", "e"):
-        world.happens(ListRead(("a", "b", extra)))
+        world.happens(events.MachineListRead(("a", "b", extra)))
         world.passes(0.5, steps=1)
     assert len(world.generations) == 1
     world.passes(3, steps=1)
@@ -286,22 +257,22 @@ def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
 def test_machines_settle_while_they_warm_up_and_are_taken_in_together() -> None:
     world = begun("a")
     world.starts_agents = False
-    world.happens(ListRead(("a", "b", "c")))
+    world.happens(events.MachineListRead(("a", "b", "c")))
     for machine in ("b", "c"):
         world.agents[machine] = machine
-        world.happens(AgentJoined(machine, machine, None, machine))
+        world.happens(events.AgentJoined(machine, machine, None, machine))
     world.passes(3, steps=1)
-    world.happens(StoreReady("b", "b", 2001))
+    world.happens(events.StoreReady("b", "b", 2001))
     world.passes(0.5, steps=1)
     assert world.generations == [("a",)], "another one is on its way"
-    world.happens(StoreReady("c", "c", 2002))
+    world.happens(events.StoreReady("c", "c", 2002))
     world.carry_out()
     assert world.generations == [("a",), ("a", "b", "c")], "all are there, and have been for a while"
 
 
 def test_an_empty_list_changes_nothing() -> None:
     world = begun("a", "b")
-    world.happens(ListRead(()))
+    world.happens(events.MachineListRead(()))
     world.passes(5, steps=1)
     assert world.generations == [("a", "b")] and world.verdict is None
 
@@ -411,7 +382,7 @@ def test_a_hung_job_that_is_asked_to_save_is_still_a_hung_one() -> None:
     world = begun("a", "b")
     world.hung = True
     world.passes(40)
-    world.happens(ListRead(("a", "b", "c")))
+    world.happens(events.MachineListRead(("a", "b", "c")))
     world.passes(15)
     assert world.state.phase == "saving"
     world.hung = False
@@ -422,7 +393,7 @@ def test_a_hung_job_that_is_asked_to_save_is_still_a_hung_one() -> None:
 def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_to_settle() -> None:
     """V41"""
     world = begun("a", "b")
-    world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
+    world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
     world.carry_out()
     assert world.generations == [("a", "b"), ("a",)]
 
@@ -430,21 +401,23 @@ def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_t
 def test_a_machine_that_leaves_is_released_when_it_has_no_part_any_more_and_once() -> None:
     """V41: a cloud that waits for it need not wait for its deadline; one that stays after all is not."""
     world = begun("a", "b")
-    world.happens(Notice("b", world.now + 20, "the cloud takes it away"))
-    assert not any(isinstance(command, ReleaseMachine) for command in world.pending), "it is at work"
+    world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
+    assert not any(isinstance(command, commands.ReleaseMachines) for command in world.pending), (
+        "it is at work"
+    )
     world.carry_out()
     world.passes(1, steps=1)
     assert world.released == ["b"]
-    world.happens(Recalled("b"))
+    world.happens(events.NoticeWithdrawn("b"))
     world.passes(3, steps=1)
     assert world.released == ["b"] and world.generations[-1] == ("a", "b")
 
 
 def test_workers_that_do_not_save_in_time_are_killed() -> None:
     world = begun("a", "b")
-    world.happens(Notice("b", world.now + 5, "the cloud takes it away"))
-    world.pending = [c for c in world.pending if not isinstance(c, SaveAndEnd)]
-    world.happens(Planned(world.plan(("a",))))
+    world.happens(events.NoticeReceived("b", world.now + 5, "the cloud takes it away"))
+    world.pending = [c for c in world.pending if not isinstance(c, commands.SaveAndEnd)]
+    world.happens(events.PlanReady(world.plan(("a",))))
     world.pending.clear()  # the word to save is lost
     world.passes(6, steps=1)
     assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
@@ -452,9 +425,9 @@ def test_workers_that_do_not_save_in_time_are_killed() -> None:
 
 def test_stopping_saves_first_and_a_second_word_kills() -> None:
     world = begun("a", "b")
-    world.happens(StopAsked("enough"))
+    world.happens(events.StopRequested("enough"))
     assert world.state.phase == "saving"
-    world.happens(StopAsked("SIGINT", save=False, exit_code=130))
+    world.happens(events.StopRequested("SIGINT", save=False, exit_code=130))
     world.carry_out()
     assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
 
@@ -462,7 +435,7 @@ def test_stopping_saves_first_and_a_second_word_kills() -> None:
 def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> None:
     """V42: the one that has left is not known any more."""
     world = begun("a", "b", "c")
-    world.happens(ListRead(("a", "b")))
+    world.happens(events.MachineListRead(("a", "b")))
     world.passes(0.5, steps=1)
     world.go_silent("b")
     world.passes(0.75)
@@ -493,12 +466,12 @@ HAPPENINGS = st.one_of(
 def play(world: World, what: str, how: object) -> None:
     if what == "list":
         assert isinstance(how, list)
-        world.happens(ListRead(tuple(how)))
+        world.happens(events.MachineListRead(tuple(how)))
     elif what in ("time", "steps"):
         assert isinstance(how, float)
         world.passes(how, steps=what == "steps")
     elif what == "stop":
-        world.happens(StopAsked("enough", save=bool(how)))
+        world.happens(events.StopRequested("enough", save=bool(how)))
     else:
         machine = str(how)
         rank = 0
@@ -511,8 +484,8 @@ def play(world: World, what: str, how: object) -> None:
             "second": lambda: world.fail_worker(machine, raised(rank, "varuna.errors.WorkerError")),
             "ended": lambda: world.end_workers(machine, WELL),
             "saved": lambda: world.end_workers(machine, SAVED),
-            "notice": lambda: world.happens(Notice(machine, world.now + 5, "notice")),
-            "unstarted": lambda: world.happens(AgentNotStarted(machine, "no")),
+            "notice": lambda: world.happens(events.NoticeReceived(machine, world.now + 5, "notice")),
+            "unstarted": lambda: world.happens(events.AgentNotStarted(machine, "no")),
         }[what]()
 
 
@@ -529,7 +502,7 @@ def test_whatever_happens_one_generation_lives_at_a_time_and_the_job_can_always_
             world.carry_out()
     for machine in list(world.deaf):
         world.come_back(machine)
-    world.happens(ListRead(("a", "b", "e", "f")))
+    world.happens(events.MachineListRead(("a", "b", "e", "f")))
     world.passes(400)
     for _ in range(5):
         if world.verdict is None:
@@ -548,4 +521,7 @@ def test_a_state_is_a_value_that_can_be_written_and_read(story: list[tuple[str, 
     for what, how in story:
         play(world, what, how)
     again = msgspec.json.decode(msgspec.json.encode(world.state), type=JobState)
-    assert decide(again, Tick({}), world.now + 1)[1] == decide(world.state, Tick({}), world.now + 1)[1]
+    assert (
+        decide(again, events.Tick({}), world.now + 1)[1]
+        == decide(world.state, events.Tick({}), world.now + 1)[1]
+    )

@@ -5,45 +5,35 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from varuna.morph import commands, events
 from varuna.morph.decide import decide
 from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.journal import (
-    Begun,
+    GenerationLaunched,
+    JobBegun,
+    JobOver,
     Journal,
-    Launched,
-    Over,
-    Record,
-    Saving,
+    JournalRecord,
+    SaveRequested,
     StoreSeen,
-    count,
-    counts_anew,
-    read,
-    restore,
+    counts_changed,
+    counts_record,
+    read_journal,
+    restore_state,
 )
-from varuna.morph.state import (
-    AgentJoined,
-    Generation,
-    Outcome,
-    Pulse,
-    SaveAndEnd,
-    Settings,
-    Tick,
-    Verdict,
-    WorkerFailed,
-    WorkersEnded,
-)
+from varuna.morph.state import Generation, JobVerdict, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
 
 LAYOUT = lay_out(2, 1, batch_size=4, microbatch_size=1)
-RECORDS: list[Record] = [
-    Begun("job", 4000, "/logs"),
-    Launched(Generation(1, ("a", "b"), ((0,), (1,)), ("x", "y"), LAYOUT, None, "a", 4001)),
+RECORDS: list[JournalRecord] = [
+    JobBegun("job", 4000, "/logs"),
+    GenerationLaunched(Generation(1, ("a", "b"), ((0,), (1,)), ("x", "y"), LAYOUT, None, "a", 4001)),
     StoreSeen("/store"),
-    Launched(Generation(2, ("b", "a"), ((0,), (1,)), ("y", "z"), LAYOUT, 40, "b", 4002)),
+    GenerationLaunched(Generation(2, ("b", "a"), ((0,), (1,)), ("y", "z"), LAYOUT, 40, "b", 4002)),
 ]
 
 
-def write(path: Path, records: list[Record]) -> None:
+def write(path: Path, records: list[JournalRecord]) -> None:
     journal = Journal(path)
     for record in records:
         journal.write(record)
@@ -61,53 +51,57 @@ def test_wherever_the_last_line_is_torn_the_others_stand_and_the_next_is_whole(
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
     whole = data.count(b"\n")
-    assert list(read(path)) == RECORDS[:whole]
+    assert list(read_journal(path)) == RECORDS[:whole]
     write(path, [StoreSeen("/other")])
-    assert list(read(path)) == [*RECORDS[:whole], StoreSeen("/other")]
+    assert list(read_journal(path)) == [*RECORDS[:whole], StoreSeen("/other")]
 
 
 def test_a_manager_started_again_expects_the_agents_of_its_last_generation(tmp_path: Path) -> None:
     """V45"""
     write(tmp_path / "journal", RECORDS)
-    state = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
+    state = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
     assert state.phase == "running" and state.next_number == 3 and state.store == "/store"
     assert {name: member.agent for name, member in state.members.items()} == {"a": "z", "b": "y"}
 
 
 def test_a_manager_that_was_killed_within_a_morph_goes_on_with_it(tmp_path: Path) -> None:
     """V45: workers that have saved and ended did as they were asked to; that is not the end of the job."""
-    write(tmp_path / "journal", [*RECORDS, Saving(2)])
-    state = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
+    write(tmp_path / "journal", [*RECORDS, SaveRequested(2)])
+    state = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
     for machine, agent in (("b", "y"), ("a", "z")):
-        state, commands = decide(state, AgentJoined(machine, agent, 2), 51.0)
-        assert any(isinstance(command, SaveAndEnd) for command in commands), "it may not have heard"
-        state, _ = decide(state, WorkersEnded(machine, agent, 2, (Outcome(None, on_demand=True),)), 51.0)
+        state, found = decide(state, events.AgentJoined(machine, agent, 2), 51.0)
+        assert any(isinstance(command, commands.SaveAndEnd) for command in found), "it may not have heard"
+        state, _ = decide(
+            state, events.WorkersEnded(machine, agent, 2, (Outcome(None, on_demand=True),)), 51.0
+        )
     assert state.phase == "gathering" and state.verdict is None
 
 
 def test_a_manager_started_again_goes_on_counting_crashes(tmp_path: Path) -> None:
     """V45: an error after the first step is one to be tried again, whoever leads the job meanwhile."""
-    state = restore(RECORDS, settings=Settings(), now=0.0)
+    state = restore_state(RECORDS, settings=ManagerSettings(), now=0.0)
     for machine, agent in (("b", "y"), ("a", "z")):
-        state, _ = decide(state, AgentJoined(machine, agent, 2), 1.0)
-    beaten, _ = decide(state, Tick({"a": ("z", 2, (Pulse(rank=1, iteration=3, steps=3),))}), 2.0)
-    assert counts_anew(state, beaten) and not counts_anew(beaten, beaten)
+        state, _ = decide(state, events.AgentJoined(machine, agent, 2), 1.0)
+    beaten, _ = decide(
+        state, events.Tick({"a": ("z", 2, (WorkerProgress(rank=1, iteration=3, steps=3),))}), 2.0
+    )
+    assert counts_changed(state, beaten) and not counts_changed(beaten, beaten)
     error = ErrorFile(ErrorMessage("ValueError: no", ExtraInfo("", "2", ("builtins.ValueError",), 2.5)))
-    told = WorkerFailed("a", "z", 2, Outcome(WorkerFailure(1, 1, error)))
+    told = events.WorkerFailed("a", "z", 2, Outcome(WorkerFailure(1, 1, error)))
     failed, _ = decide(beaten, told, 3.0)
     assert failed.crashes == failed.losses == 1 and failed.verdict is None
 
-    write(tmp_path / "journal", [*RECORDS, count(failed, 3.0), RECORDS[-1]])
-    again = restore(read(tmp_path / "journal"), settings=Settings(), now=50.0)
+    write(tmp_path / "journal", [*RECORDS, counts_record(failed, 3.0), RECORDS[-1]])
+    again = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
     assert (again.crashes, again.losses, again.best_iteration) == (1, 1, 3)
-    assert count(again, 4.0).seconds == 7.0
+    assert counts_record(again, 4.0).seconds == 7.0
     failed, _ = decide(again, told, 51.0)
     assert failed.crashes == 2 and failed.verdict is None, "it has come beyond its first step"
 
 
 def test_only_the_last_job_counts_and_an_end_is_one(tmp_path: Path) -> None:
-    over = Over(Verdict("finished", 0, "well"))
-    write(tmp_path / "journal", [*RECORDS, over, Begun("next", 1, "/logs")])
-    assert list(read(tmp_path / "journal")) == [Begun("next", 1, "/logs")]
-    assert restore([*RECORDS, over], settings=Settings(), now=0.0).phase == "over"
-    assert not read(tmp_path / "nowhere")
+    over = JobOver(JobVerdict("finished", 0, "well"))
+    write(tmp_path / "journal", [*RECORDS, over, JobBegun("next", 1, "/logs")])
+    assert list(read_journal(tmp_path / "journal")) == [JobBegun("next", 1, "/logs")]
+    assert restore_state([*RECORDS, over], settings=ManagerSettings(), now=0.0).phase == "over"
+    assert not read_journal(tmp_path / "nowhere")

@@ -14,15 +14,23 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import ROOT
-from varuna.morph.clock import WakingClock
+from varuna.morph import events
+from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
-from varuna.morph.protocol.messages import Answer, Ask, Hello, Welcome, read_to_agent, write
+from varuna.morph.protocol.messages import (
+    AgentHello,
+    ManagerReply,
+    ManagerRequest,
+    Welcome,
+    read_from_manager,
+    write_message,
+)
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
 from varuna.morph.protocol.wire import Wire
-from varuna.morph.run.client import talk
-from varuna.morph.run.job_folder import Contact
+from varuna.morph.run.client import send_request
+from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.manager import Manager
-from varuna.morph.state import JobState, Proposal
+from varuna.morph.state import JobState, MachinePlan
 from varuna.types import JobSpec
 
 SECRET = b"s" * 32
@@ -64,15 +72,15 @@ class Led:
             machine_list=str(folder / "machines"),
             slow_file=str(folder / "slow"),
         )
-        contact = Contact("job", os.getpid(), "127.0.0.1", self.port, secret.hex(), str(folder))
+        contact = ManagerContact("job", os.getpid(), "127.0.0.1", self.port, secret.hex(), str(folder))
 
         async def lead() -> None:
-            clock = WakingClock(time.monotonic)
+            clock = SuspendAwareClock(time.monotonic)
             manager = Manager(
                 job,
                 contact,
                 JobState(since=clock.now()),
-                planner=lambda machines: Proposal(machines, problem="no plan"),
+                planner=lambda machines: MachinePlan(machines, problem="no plan"),
                 starter_of=lambda machine: starter or Nobody(),
                 newest=lambda store: None,
                 address_for=lambda machine: "127.0.0.1",
@@ -80,13 +88,13 @@ class Led:
                 clock=clock,
                 say=lambda text: None,
             )
-            await manager.lead(self.listener, signals=False)
+            await manager.run(self.listener, signals=False)
 
         self.lead = lead
         self.thread = threading.Thread(target=lambda: asyncio.run(lead()))
 
-    def ask(self, what: str, *, secret: bytes = SECRET, **facts: object) -> Answer:
-        return talk("127.0.0.1", self.port, secret, Ask("job", what, **facts))  # type: ignore[arg-type]
+    def ask(self, what: str, *, secret: bytes = SECRET, **facts: object) -> ManagerReply:
+        return send_request("127.0.0.1", self.port, secret, ManagerRequest("job", what, **facts))  # type: ignore[arg-type]
 
     def dial(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
@@ -127,17 +135,17 @@ def test_strangers_are_refused_and_logged_and_disturb_nobody(tmp_path: Path) -> 
         with pytest.raises(ConnectionResetError):
             manager.ask("stop", secret=b"t" * 32)
         recorded = b""
-        friend = Wire(SECRET, calls=True)
+        friend = Wire(SECRET, is_caller=True)
         with manager.dial() as connection:
             connection.sendall(friend.greeting)
             while not friend.greeted:
                 friend.feed(connection.recv(65536))
-            recorded = friend.greeting + friend.pack(write(Ask("job", "status")))
+            recorded = friend.greeting + friend.pack(write_message(ManagerRequest("job", "status")))
         with manager.dial() as thief:
             thief.sendall(recorded)
             rest(thief)
         with manager.dial() as glutton:
-            glutton.sendall(Wire(SECRET, calls=True).greeting + b"\xff" * 100)
+            glutton.sendall(Wire(SECRET, is_caller=True).greeting + b"\xff" * 100)
             rest(glutton)
         status = json.loads(bytes(manager.ask("status").status))
         assert status["phase"] == "gathering" and status["machines"][0]["machine"] == "10.9.9.9"
@@ -145,7 +153,7 @@ def test_strangers_are_refused_and_logged_and_disturb_nobody(tmp_path: Path) -> 
         assert [reason.split(" ")[0] for reason in reasons] == ["expected", "message", "message", "a"]
         silent.settimeout(30)
         rest(silent)  # it is hung up on, after a while
-        assert "did not show" in manager.refusals()[-1]
+        assert "did not prove" in manager.refusals()[-1]
 
 
 def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_no_machine_of_the_list(
@@ -153,15 +161,15 @@ def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_
 ) -> None:
     with led(tmp_path) as manager:
         for machine, answers in [("10.9.9.9", ["Welcome"]), ("10.8.8.8", ["Welcome", "Dismiss"])]:
-            wire, heard = Wire(SECRET, calls=True), list[object]()
+            wire, heard = Wire(SECRET, is_caller=True), list[object]()
             with manager.dial() as connection:
                 connection.sendall(wire.greeting)
                 while not wire.greeted:
                     wire.feed(connection.recv(65536))
-                hello = Hello("job", machine, "agent", 1, "127.0.0.1", None, 0)
-                connection.sendall(wire.pack(write(hello)))
+                hello = AgentHello("job", 1, events.AgentJoined(machine, "agent", None, "127.0.0.1"))
+                connection.sendall(wire.pack(write_message(hello)))
                 while len(heard) < len(answers):
-                    heard += [read_to_agent(payload) for payload in wire.feed(connection.recv(65536))]
+                    heard += [read_from_manager(payload) for payload in wire.feed(connection.recv(65536))]
             assert [type(message).__name__ for message in heard] == answers
             assert heard[0] == Welcome({"COLOUR": "green"})
 
@@ -169,8 +177,8 @@ def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_
 def test_what_makes_no_sense_is_answered_so(tmp_path: Path) -> None:
     with led(tmp_path) as manager:
         assert not manager.ask("dance").ok
-        assert "no machine of this job" in manager.ask("drain", machine="10.1.1.1").text
-        assert "on no machine that can be reached" in manager.ask("logs", rank=7).text
+        assert "not a machine of this job" in manager.ask("drain", machine="10.1.1.1").text
+        assert "not on a connected machine" in manager.ask("logs", rank=7).text
 
 
 def test_an_agent_of_an_earlier_job_ends_when_the_manager_there_does_not_know_its_secret(

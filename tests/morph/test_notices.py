@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from tests.morph.hosts import clouds
 from varuna.morph.notices import (
-    Answer,
-    Notice,
+    CloudNotice,
+    MetadataReply,
+    MetadataService,
     NoticeError,
-    Service,
     aws_notice,
     azure_notice,
     gcp_notice,
-    service,
+    metadata_service,
 )
-from varuna.morph.run.cloud_poll import listen, tell_done
+from varuna.morph.run.cloud_poll import approve_notice, poll_notices
 
 NOW = 5_000.0  # this machine's clock, which is far from the cloud's
 
@@ -51,7 +51,7 @@ class Heard:
     """All that a listener tells and warns of, as it comes; it asks again whenever `again` lets it."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[Notice | None] = asyncio.Queue()
+        self.told: asyncio.Queue[CloudNotice | None] = asyncio.Queue()
         self.warned: asyncio.Queue[str] = asyncio.Queue()
         self.pauses: asyncio.Queue[float] = asyncio.Queue()
         self.again = asyncio.Semaphore(0)
@@ -62,15 +62,15 @@ class Heard:
 
 
 @asynccontextmanager
-async def listening(to: Service, url: str, *, answer_seconds: float = 10.0) -> AsyncIterator[Heard]:
+async def listening(to: MetadataService, url: str, *, reply_seconds: float = 10.0) -> AsyncIterator[Heard]:
     heard = Heard()
     listener = asyncio.create_task(
-        listen(
+        poll_notices(
             to,
             heard.told.put_nowait,
             warn=heard.warned.put_nowait,
             url=url,
-            answer_seconds=answer_seconds,
+            reply_seconds=reply_seconds,
             now=lambda: NOW,
             sleep=heard.sleep,
         )
@@ -87,14 +87,14 @@ def test_aws_tells_a_spot_interruption_once_with_the_time_that_is_left(aws: clou
     """V41: the token of IMDSv2 first; nothing, then a notice; the deadline is by our clock."""
 
     async def story() -> None:
-        async with listening(service("aws"), aws.url) as heard:
+        async with listening(metadata_service("aws"), aws.url) as heard:
             await heard.pauses.get()
             assert heard.told.empty()
             assert aws.asked == ["PUT /latest/api/token", "GET /latest/meta-data/spot/instance-action"]
             aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}  # the cloud's clock + 2 min
             heard.again.release()
             notice = await heard.told.get()
-            assert notice == Notice(NOW + 120, "AWS will terminate this machine at 08:02:00 UTC")
+            assert notice == CloudNotice(NOW + 120, "AWS will terminate this machine at 08:02:00 UTC")
             heard.again.release()
             assert [await heard.pauses.get(), await heard.pauses.get()] == [1.0, 1.0]
             assert heard.told.empty(), "told twice"
@@ -105,7 +105,7 @@ def test_aws_tells_a_spot_interruption_once_with_the_time_that_is_left(aws: clou
 
 def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) -> None:
     async def story() -> None:
-        async with listening(service("aws"), aws.url) as heard:
+        async with listening(metadata_service("aws"), aws.url) as heard:
             await heard.pauses.get()
             aws.token = "token-2=="
             aws.action = {"action": "hibernate", "time": "2027-01-15T08:02:00Z"}
@@ -120,7 +120,7 @@ def test_azure_tells_of_this_machine_alone_and_of_what_ends_it(azure: clouds.Azu
     """V41: events of the neighbours and short freezes are no notice; a withdrawn one is taken back."""
 
     async def story() -> None:
-        async with listening(service("azure"), azure.url) as heard:
+        async with listening(metadata_service("azure"), azure.url) as heard:
             azure.schedule("Preempt", "trainer_8", seconds=30)
             azure.schedule("Freeze", "trainer_7", seconds=900)
             await heard.pauses.get()
@@ -141,17 +141,17 @@ def test_azure_is_told_that_it_need_not_wait_for_the_deadline(azure: clouds.Azur
     azure.schedule("Preempt", azure.machine, seconds=30)
 
     async def story() -> None:
-        to = service("azure")
+        to = metadata_service("azure")
         async with listening(to, azure.url) as heard:
             notice = await heard.told.get()
             assert notice is not None
-            await tell_done(to, notice, url=azure.url)
+            await approve_notice(to, notice, url=azure.url)
             heard.again.release()
             started = await heard.told.get()
             assert started is not None and started.deadline == NOW
         azure.events.clear()
         with pytest.raises(NoticeError, match="no such event"):
-            await tell_done(to, notice, url=azure.url)
+            await approve_notice(to, notice, url=azure.url)
 
     asyncio.run(story())
     assert azure.events == []
@@ -161,12 +161,12 @@ def test_gcp_answers_when_its_flag_changes_and_is_not_asked_meanwhile(gcp: cloud
     """V41: one question that waits for the change, not one a second."""
 
     async def story() -> None:
-        async with listening(service("gcp"), gcp.url) as heard:
+        async with listening(metadata_service("gcp"), gcp.url) as heard:
             await heard.pauses.get()
             heard.again.release()
             await asyncio.to_thread(gcp.wait_until_asked, 2)
             gcp.preempt()
-            assert await heard.told.get() == Notice(NOW + 30, "GCP preempts this machine")
+            assert await heard.told.get() == CloudNotice(NOW + 30, "GCP preempts this machine")
             assert gcp.asked == [
                 "GET /computeMetadata/v1/instance/preempted",
                 "GET /computeMetadata/v1/instance/preempted"
@@ -178,7 +178,7 @@ def test_gcp_answers_when_its_flag_changes_and_is_not_asked_meanwhile(gcp: cloud
 
 def test_a_listener_that_is_cancelled_while_a_service_holds_its_answer_ends_at_once(gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with listening(service("gcp"), gcp.url) as heard:
+        async with listening(metadata_service("gcp"), gcp.url) as heard:
             await heard.pauses.get()
             heard.again.release()
             await asyncio.to_thread(gcp.wait_until_asked, 2)
@@ -211,7 +211,7 @@ def test_a_wrong_answer_is_told_once_and_asked_again(
     cloud = {"aws": aws, "azure": azure, "gcp": gcp}[name]
 
     async def story() -> None:
-        async with listening(service(name), cloud.url) as heard:
+        async with listening(metadata_service(name), cloud.url) as heard:
             await heard.pauses.get()
             cloud.broken += [WRONG[wrong]] * 2
             aws.action = {"action": "stop", "time": "2027-01-15T08:02:00Z"}
@@ -231,7 +231,7 @@ def test_a_wrong_answer_is_told_once_and_asked_again(
 
 def test_a_redirect_is_refused(aws: clouds.Aws, gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with listening(service("gcp"), gcp.url) as heard:
+        async with listening(metadata_service("gcp"), gcp.url) as heard:
             gcp.broken.append((302, {"Location": f"{aws.url}/elsewhere"}, b""))
             assert "302" in await heard.warned.get()
 
@@ -245,7 +245,7 @@ def test_proxies_are_not_asked(aws: clouds.Aws, gcp: clouds.Gcp, monkeypatch: py
     gcp.preempt()
 
     async def story() -> None:
-        async with listening(service("gcp"), gcp.url) as heard:
+        async with listening(metadata_service("gcp"), gcp.url) as heard:
             assert await heard.told.get() is not None
 
     asyncio.run(story())
@@ -263,12 +263,12 @@ def test_a_service_that_never_answers_or_trickles_is_given_up() -> None:
 
     async def story() -> None:
         async with listening(
-            service("gcp"), f"http://127.0.0.1:{silent.getsockname()[1]}", answer_seconds=0.2
+            metadata_service("gcp"), f"http://127.0.0.1:{silent.getsockname()[1]}", reply_seconds=0.2
         ) as heard:
             assert "TimeoutError" in await heard.warned.get()
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with listening(service("gcp"), url, answer_seconds=0.2) as heard:
+        async with listening(metadata_service("gcp"), url, reply_seconds=0.2) as heard:
             assert "TimeoutError" in await heard.warned.get()
         server.close()
 
@@ -282,7 +282,7 @@ def test_no_service_at_all_ends_nothing() -> None:
     async def story() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with listening(service("aws"), url) as heard:
+        async with listening(metadata_service("aws"), url) as heard:
             assert "refused" in await heard.warned.get()
 
     asyncio.run(story())
@@ -290,14 +290,16 @@ def test_no_service_at_all_ends_nothing() -> None:
 
 def test_an_unknown_cloud_or_a_strange_address_is_refused() -> None:
     with pytest.raises(ValueError, match="aws, azure, gcp, not from 'oracle'"):
-        service("oracle")
+        metadata_service("oracle")
     with pytest.raises(ValueError, match="http://host"):
-        asyncio.run(listen(service("aws"), lambda _: None, warn=print, url="file:///etc/passwd"))
+        asyncio.run(
+            poll_notices(metadata_service("aws"), lambda _: None, warn=print, url="file:///etc/passwd")
+        )
 
 
 @given(st.binary() | st.text().map(str.encode))
 def test_whatever_a_service_says_is_a_notice_or_a_named_error(body: bytes) -> None:
-    answer = Answer(200, {"date": body.decode("latin-1")}, body, NOW)
+    answer = MetadataReply(200, {"date": body.decode("latin-1")}, body, NOW)
     for parse in [
         lambda: aws_notice(body, sent=0.0, now=NOW),
         lambda: azure_notice(body, machine="m", sent=0.0, now=NOW),

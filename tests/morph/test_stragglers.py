@@ -5,17 +5,17 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.morph.stragglers import Rule, Watch, look, median_without
+from varuna.morph.stragglers import StragglerRule, StragglerWatch, find_stragglers, median_without
 from varuna.types import Layout, StageMap
 
-RULE = Rule(factor=1.25, steps=3)
+RULE = StragglerRule(factor=1.25, steps=3)
 
 
 def play(steps: list[dict[int, float]], stages: StageMap, *, batch: int = 12) -> frozenset[int]:
-    watch, found = Watch(), frozenset[int]()
+    watch, found = StragglerWatch(), frozenset[int]()
     for iteration, times in enumerate(steps, start=1):
         seconds = {rank: (iteration, t) for rank, t in times.items()}
-        watch, found = look(watch, seconds, Layout(stages, batch, 2), RULE)
+        watch, found = find_stragglers(watch, seconds, Layout(stages, batch, 2), RULE)
     return found
 
 
@@ -33,10 +33,10 @@ def test_one_slow_step_among_good_ones_is_forgiven() -> None:
 
 
 def test_a_step_that_is_reported_twice_counts_once_and_a_stage_of_one_has_no_peers() -> None:
-    watch, found = Watch(), frozenset[int]()
+    watch, found = StragglerWatch(), frozenset[int]()
     layout = Layout(((0, 1), (2, 3)), 12, 2)
     for _ in range(9):
-        watch, found = look(watch, {0: (7, 1.0), 1: (7, 3.0), 2: (7, 99.0)}, layout, RULE)
+        watch, found = find_stragglers(watch, {0: (7, 1.0), 1: (7, 3.0), 2: (7, 99.0)}, layout, RULE)
     assert found == frozenset()
 
 

@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from varuna.morph.protocol.wire import GREETING_BYTES, MAGIC, MAX_BYTES, MAX_FIRST_BYTES, Refused, Wire
+from varuna.morph.protocol.wire import GREETING_BYTES, MAGIC, MAX_BYTES, MAX_FIRST_BYTES, Wire, WireError
 
 SECRET = b"s" * 32
 
 
 def connected(secret: bytes = SECRET) -> tuple[Wire, Wire]:
-    caller, listener = Wire(secret, calls=True), Wire(SECRET, calls=False)
+    caller, listener = Wire(secret, is_caller=True), Wire(SECRET, is_caller=False)
     assert caller.feed(listener.greeting) == listener.feed(caller.greeting) == []
     return caller, listener
 
@@ -36,10 +36,10 @@ def test_what_is_sent_arrives_whole_and_in_order_however_it_is_cut(
 @given(st.binary(max_size=500))
 def test_a_strangers_bytes_are_refused_or_waited_for_and_never_read(noise: bytes) -> None:
     """V46"""
-    for listener in (Wire(SECRET, calls=False), connected()[1]):
+    for listener in (Wire(SECRET, is_caller=False), connected()[1]):
         try:
             assert listener.feed(noise) == []
-        except Refused:
+        except WireError:
             assert not listener.trusted
 
 
@@ -50,14 +50,14 @@ def test_one_flipped_bit_is_found(payload: bytes, data: st.DataObject) -> None:
     frame = bytearray(caller.pack(payload))
     place = data.draw(st.integers(0, len(frame) * 8 - 1))
     frame[place // 8] ^= 1 << place % 8
-    with suppress(Refused):
+    with suppress(WireError):
         assert listener.feed(bytes(frame)) == []
 
 
 def test_another_secret_is_refused() -> None:
     """V46"""
     caller, listener = connected(b"t" * 32)
-    with pytest.raises(Refused, match="wrong signature"):
+    with pytest.raises(WireError, match="wrong signature"):
         listener.feed(caller.pack(b"let me in"))
 
 
@@ -66,25 +66,25 @@ def test_a_message_sent_twice_is_refused_on_this_connection_and_on_another() -> 
     caller, listener = connected()
     frame = caller.pack(b"kill all")
     assert listener.feed(frame) == [b"kill all"]
-    with pytest.raises(Refused):
+    with pytest.raises(WireError):
         listener.feed(frame)
     recorded = caller.greeting + frame
-    with pytest.raises(Refused):
-        Wire(SECRET, calls=False).feed(recorded)
+    with pytest.raises(WireError):
+        Wire(SECRET, is_caller=False).feed(recorded)
 
 
 def test_a_listeners_own_words_sent_back_to_it_are_refused() -> None:
     """V46: reflection"""
-    listener = Wire(SECRET, calls=False)
+    listener = Wire(SECRET, is_caller=False)
     listener.feed(listener.greeting)  # the caller shows the listener's own nonce
-    with pytest.raises(Refused):
+    with pytest.raises(WireError):
         listener.feed(listener.pack(b"welcome"))
 
 
 def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit() -> None:
     """V46: bounded"""
     _, listener = connected()
-    with pytest.raises(Refused, match="allowed"):
+    with pytest.raises(WireError, match="allowed"):
         listener.feed((MAX_FIRST_BYTES + 1).to_bytes(4, "big"))
     caller, listener = connected()
     listener.feed(caller.pack(b"a friend"))
@@ -94,6 +94,6 @@ def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit(
 
 
 def test_another_version_is_told_from_its_first_bytes() -> None:
-    listener = Wire(SECRET, calls=False)
-    with pytest.raises(Refused, match="another version"):
+    listener = Wire(SECRET, is_caller=False)
+    with pytest.raises(WireError, match="another version"):
         listener.feed(MAGIC.replace(b"1", b"2") + bytes(GREETING_BYTES))

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from varuna.codec import decode, encode
-from varuna.morph.protocol.messages import Answer, Status
-from varuna.morph.run.client import ask
+from varuna.morph.protocol.messages import JobStatus, ManagerReply
+from varuna.morph.run.client import request_manager
 
 CodeDir = Annotated[
     str, typer.Option("--code-dir", "--code_dir", help="The folder that the job was started with.")
@@ -36,7 +36,7 @@ def run(context: typer.Context) -> None:
 
 def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
     """Show how a job is doing, and on which machines."""
-    found = decode(ask(code_dir, "status").status, Status, "the manager's answer")
+    found = decode(request_manager(code_dir, "status").status, JobStatus, "the manager's answer")
     if as_json:
         typer.echo(encode(found))
         return
@@ -54,7 +54,7 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
     typer.echo(f"logs: {found.log_dir}")
 
 
-def table_of(found: Status) -> Table:
+def table_of(found: JobStatus) -> Table:
     table = Table("machine", "state", "ranks", "compute s", "step s", "seen s ago", box=None, pad_edge=False)
     for machine in found.machines:
         table.add_row(
@@ -74,7 +74,7 @@ def stop(
     as_json: AsJson = False,
 ) -> None:
     """Save a checkpoint and end the job."""
-    tell(ask(code_dir, "stop", save=not now, why="`varuna stop`"), as_json)
+    tell(request_manager(code_dir, "stop", save=not now, why="`varuna stop`"), as_json)
 
 
 def drain(
@@ -84,7 +84,7 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Save, and go on without a machine, until it is listed anew."""
-    tell(ask(code_dir, "drain", machine=machine, seconds=seconds, why="`varuna drain`"), as_json)
+    tell(request_manager(code_dir, "drain", machine=machine, seconds=seconds, why="`varuna drain`"), as_json)
 
 
 def logs(
@@ -95,10 +95,10 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Show the last lines that a worker has written."""
-    tell(ask(code_dir, "logs", rank=rank, lines=lines, generation=generation), as_json)
+    tell(request_manager(code_dir, "logs", rank=rank, lines=lines, generation=generation), as_json)
 
 
-def tell(answer: Answer, as_json: bool) -> None:
+def tell(answer: ManagerReply, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode({"ok": answer.ok, "text": answer.text}).decode())
     elif answer.ok:

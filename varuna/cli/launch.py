@@ -1,48 +1,31 @@
 """Starts one machine's workers and watches them: `python -m varuna.launcher ... script.py ARGS`.
 
-Starting, log files and error files are torch elastic's (`torch.distributed.elastic.multiprocessing`).
-What this adds: the layout, the blame where a worker fails, and that no process outlives the job.
+The supervisor (`varuna.morph.run.supervisor`) starts and ends the workers. This file adds the layout,
+the signals, the terminal output, and the failure that caused the others.
 """
 
 import argparse
-import logging
+import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
-from varuna.morph.failures import WorkerFailure, describe, find_cause
-from varuna.morph.run import orphan_guard, worker
-from varuna.morph.run.worker_env import (
-    WORKER_DEFAULTS,
-    WORKER_FLAGS,
-    flags_taken,
-    name_idle,
-    ranks_of_machine,
-    worker_arguments,
-    worker_environment,
-)
-from varuna.morph.run.worker_logs import last_lines, read_error
+from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
+from varuna.morph.run.supervisor import Supervisor, last_lines
+from varuna.morph.run.worker_env import WORKER_FLAGS, accepted_flags, name_idle_devices, ranks_of_machine
 from varuna.plan.search.choose import lay_out_as_typed
 from varuna.types import JobSpec, MachineWorkers, format_stage_map
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
-
 POLL_SECONDS = 0.05
-LAST_WORD_SECONDS = 3.0
-"""How long a failing worker may take to leave, and the one to blame to speak up after those that quote it."""
+LAST_ERROR_SECONDS = 3.0
+"""Time limit for a failing worker to exit, and for the cause to show after failures that quote it."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that torch elastic turns into a `SignalException`."""
 CLOSE_SECONDS = 5
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 
 
 # ---------------------------------------------------------------- running a job
@@ -54,183 +37,103 @@ def launch(group: MachineWorkers) -> int:
     if not group.ranks:
         say("finished: this machine has no rank in this layout")
         return 0
-    started = time.monotonic()
-    guard = start_guard()
-    hold_signals()
+    return asyncio.run(run_workers(group))
+
+
+async def run_workers(group: MachineWorkers) -> int:
+    started, log_dir = time.monotonic(), group.job.log_dir
+    supervisor = Supervisor()
+    received = catch_signals(supervisor)
     try:
-        return run_workers(group, guard, started)
+        await supervisor.open(group.job.environment)
+        supervisor.start_workers(group, Path(log_dir))
+        if received == [signal.SIGUSR1]:  # it came before there were workers
+            supervisor.signal_workers(signal.SIGUSR1)
+        failures = await watch(supervisor, group, received)
+        if failures or ending_signal(received):
+            await end_workers(supervisor)
     finally:
-        guard.communicate("done\n")
-
-
-def run_workers(group: MachineWorkers, guard: subprocess.Popen[str], started: float) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    logs = group.job.log_dir
-    workers: SubprocessContext | None = None
-    try:
-        workers = start_workers(group)
-        print(*workers.pids().values(), sep="\n", file=guard.stdin, flush=True)
-        forward_usr1(workers)
-        release_signals()
-        failures = watch(group, workers)
-    except SignalException as caught:
-        say(f"{caught.sigval.name}: ending all workers", error=True)
-        return 128 + caught.sigval
-    finally:
-        if workers is not None:
-            end(workers)
+        await supervisor.close()
+        show_output(supervisor, group)
+    if number := ending_signal(received):
+        return 128 + number
     if failures:
         cause = find_cause(failures)
-        reason = describe(cause, group.layout, last_lines=last_lines(log_path(group, cause.rank, "err")))
-        say(f"failed: {reason}\n\nall workers have ended; logs in {logs}", error=True)
+        log = supervisor.workers[cause.rank].err
+        reason = describe_failure(cause, group.layout, last_lines=last_lines(log))
+        say(f"failed: {reason}\n\nall workers have ended; logs in {log_dir}", error=True)
         return 1
     seconds = time.monotonic() - started
-    say(f"finished: every worker ended normally, after {seconds:.1f} s; logs in {logs}")
+    say(f"finished: every worker ended normally, after {seconds:.1f} s; logs in {log_dir}")
     return 0
+
+
+def catch_signals(supervisor: Supervisor) -> list[int]:
+    """Forward SIGUSR1 to the workers. Return the list that collects all signals."""
+    received: list[int] = []
+
+    def receive(number: int) -> None:
+        received.append(number)
+        if number == signal.SIGUSR1:
+            supervisor.signal_workers(number)
+        elif ending_signal(received[:-1]) is None:
+            say(f"{signal.Signals(number).name}: ending all workers", error=True)
+
+    for number in (*ENDING_SIGNALS, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            asyncio.get_running_loop().add_signal_handler(number, receive, number)
+    return received
+
+
+def ending_signal(received: Sequence[int]) -> int | None:
+    return next((number for number in received if number in ENDING_SIGNALS), None)
+
+
+async def watch(supervisor: Supervisor, group: MachineWorkers, received: list[int]) -> list[WorkerFailure]:
+    """Wait until all workers have ended or the cause of a failure is known. Return the failures."""
+    deadline = float("inf")
+    while ending_signal(received) is None:
+        show_output(supervisor, group)
+        failures = [failure for worker in supervisor.workers.values() if (failure := worker.failure())]
+        if failures:
+            deadline = min(deadline, time.monotonic() + LAST_ERROR_SECONDS)
+            known = not find_cause(failures).second_hand
+            exiting = any(failure.exit_code is None for failure in failures)
+            if (known and not exiting) or not supervisor.live_workers or time.monotonic() > deadline:
+                return failures
+        elif not supervisor.live_workers:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    return []
+
+
+async def end_workers(supervisor: Supervisor) -> None:
+    """Send SIGTERM, and wait; closing the supervisor kills what is left."""
+    supervisor.signal_workers(signal.SIGTERM)
+    deadline = time.monotonic() + CLOSE_SECONDS
+    while supervisor.live_workers and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def show_output(supervisor: Supervisor, group: MachineWorkers) -> None:
+    """Print new output of this machine's first worker."""
+    worker = supervisor.workers.get(group.ranks[0])
+    for is_stderr, text in worker.new_output() if worker is not None else ():
+        for line in text.splitlines():
+            print(f"[rank {group.ranks[0]}] {line}", file=sys.stderr if is_stderr else sys.stdout, flush=True)
 
 
 def announce(group: MachineWorkers) -> None:
     layout, job = group.layout, group.job
     say(f"{layout}; stage to rank map {format_stage_map(layout.stage_map)!r}; logs in {job.log_dir}")
     if layout.idle:
-        idle = name_idle(layout, devices_per_machine=job.devices_per_machine)
+        idle = name_idle_devices(layout, devices_per_machine=job.devices_per_machine)
         total = layout.num_ranks + len(layout.idle)
         say(f"{layout.num_ranks} of {total} devices are used; idle: {idle}")
 
 
 def say(text: str, *, error: bool = False) -> None:
     print(f"varuna: {text}", file=sys.stderr if error else sys.stdout, flush=True)
-
-
-# ---------------------------------------------------------------- the workers
-
-
-def start_workers(group: MachineWorkers) -> "SubprocessContext":
-    from torch.distributed.elastic.multiprocessing import SubprocessContext, start_processes
-
-    # Its notes on signals sent to workers would stand between the user and the reason.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    unset = {name: value for name, value in WORKER_DEFAULTS.items() if name not in os.environ}
-    job, local_ranks = group.job, range(len(group.ranks))
-    runner = ("-P", worker.__file__, str(os.getpid()), job.code_dir, job.script)
-    args = {local_rank: (*runner, *worker_arguments(group, local_rank)) for local_rank in local_ranks}
-    environments = {
-        local_rank: {**unset, **job.environment, **worker_environment(group, local_rank)}
-        for local_rank in local_ranks
-    }
-    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    context = start_processes(
-        name="rank",
-        entrypoint=sys.executable,
-        args=args,
-        envs=environments,
-        logs_specs=logs_specs(group),
-        log_line_prefixes={0: f"[rank {group.ranks[0]}] "},
-    )
-    if under_nohup:  # torch elastic has set its own handler, and the job would end with its terminal
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert isinstance(context, SubprocessContext)
-    return context
-
-
-def logs_specs(group: MachineWorkers) -> "LogsSpecs":
-    """rank_N.out and rank_N.err for every worker; the machine's first is shown in the terminal too."""
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    class RankLogs(LogsSpecs):
-        @property
-        def root_log_dir(self) -> str:
-            return group.job.log_dir
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            out, err, errors = (
-                {local_rank: str(log_path(group, rank, kind)) for local_rank, rank in enumerate(group.ranks)}
-                for kind in ("out", "err", "error.json")
-            )
-            for local_rank, place in errors.items():
-                envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = place
-            return LogsDest(
-                stdouts=out,
-                stderrs=err,
-                tee_stdouts={0: out[0]},
-                tee_stderrs={0: err[0]},
-                error_files=errors,
-            )
-
-    Path(group.job.log_dir).mkdir(parents=True, exist_ok=True)
-    return RankLogs()
-
-
-def log_path(group: MachineWorkers, rank: int, kind: str) -> Path:
-    return Path(group.job.log_dir) / f"rank_{rank}.{kind}"
-
-
-def hold_signals() -> None:
-    """Until all workers are known, so that none can be missed; the workers let go of them by themselves."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING_SIGNALS, signal.SIGUSR1})
-
-
-def release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING_SIGNALS, signal.SIGUSR1})
-
-
-def forward_usr1(workers: "SubprocessContext") -> None:
-    """To the workers alone: what they have started would die of it."""
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        for handler in workers.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                handler.proc.send_signal(signum)
-
-    signal.signal(signal.SIGUSR1, forward)
-
-
-def watch(group: MachineWorkers, workers: "SubprocessContext") -> list[WorkerFailure]:
-    """Waits until all have ended well, which is no failure, or until one to blame is known."""
-    deadline = float("inf")
-    while True:
-        codes = {
-            rank: workers.subprocess_handlers[local_rank].proc.poll()
-            for local_rank, rank in enumerate(group.ranks)
-        }
-        failures = [
-            WorkerFailure(rank, code, error)
-            for rank, code in codes.items()
-            if (error := read_error(log_path(group, rank, "error.json"))) is not None or code
-        ]
-        if failures:
-            deadline = min(deadline, time.monotonic() + LAST_WORD_SECONDS)
-            known = not find_cause(failures).second_hand
-            leaving = any(failure.exit_code is None for failure in failures)
-            if (known and not leaving) or None not in codes.values() or time.monotonic() > deadline:
-                return failures
-        elif None not in codes.values():
-            return []
-        time.sleep(POLL_SECONDS)
-
-
-def end(workers: "SubprocessContext") -> None:
-    """Ends every worker, then what is left of what they had started; a second Ctrl-C does not stop it."""
-    for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        workers.close(timeout=CLOSE_SECONDS)
-    finally:
-        for group in workers.pids().values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-
-
-def start_guard() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", orphan_guard.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is not for it
-        text=True,
-    )
 
 
 # ---------------------------------------------------------------- the command line
@@ -259,7 +162,7 @@ def choose_flags(script: Path, passed: bool | None) -> tuple[str, ...]:
     """All with --worker_args, none with --no_worker_args, else those that the script's source names."""
     if passed is not None:
         return WORKER_FLAGS if passed else ()
-    return tuple(sorted(flags_taken(script.read_text(errors="replace"))))
+    return tuple(sorted(accepted_flags(script.read_text(errors="replace"))))
 
 
 def free_port() -> int:

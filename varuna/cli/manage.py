@@ -16,15 +16,23 @@ from varuna.checkpoint.load import newest
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.launch import say
 from varuna.execute.comm.address import address_facing
-from varuna.morph.clock import WakingClock
-from varuna.morph.journal import Begun, Journal, Over, Record, StoreSeen, read, restore
+from varuna.morph.clock import SuspendAwareClock
+from varuna.morph.journal import (
+    JobBegun,
+    JobOver,
+    Journal,
+    JournalRecord,
+    StoreSeen,
+    read_journal,
+    restore_state,
+)
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol.orders import Starter
-from varuna.morph.run.job_folder import Contact, JobFolder, listen
+from varuna.morph.run.job_folder import JobFolder, ManagerContact, listen
 from varuna.morph.run.manager import Manager, Planner
 from varuna.morph.starters.local import LocalStarter
 from varuna.morph.starters.ssh import SshStarter
-from varuna.morph.state import JobState, Settings, Verdict
+from varuna.morph.state import JobState, JobVerdict, ManagerSettings
 from varuna.types import JobSpec
 
 STORE_SECONDS = 30.0
@@ -39,22 +47,22 @@ def manage(
     """Manage the job until it ends. Return its exit status."""
     lock = folder.lock()
     try:
-        records = read(folder.journal)
-        attach = resume and bool(records) and not any(isinstance(record, Over) for record in records)
+        records = read_journal(folder.journal)
+        attach = resume and bool(records) and not any(isinstance(record, JobOver) for record in records)
         address_for = addresses(machines, job.manager_ip)
         listener, contact = open_contact(job, folder, address_for(machines[0]), attach=attach)
         job = msgspec.structs.replace(job, log_dir=contact.log_dir)
         journal = Journal(folder.journal)
-        clock = WakingClock(time.monotonic)
+        clock = SuspendAwareClock(time.monotonic)
         if attach:
             say(f"job {contact.job} is resumed")
-            state = restore(records, settings=settings_of(job), now=clock.now())
+            state = restore_state(records, settings=settings_of(job), now=clock.now())
         else:
-            journal.write(Begun(contact.job, contact.port, contact.log_dir))
+            journal.write(JobBegun(contact.job, contact.port, contact.log_dir))
             state = new_state(job, clock.now(), journal, records if resume else ())
         here, elsewhere = LocalStarter(Path(job.log_dir)), make_starter(job)
 
-        async def run() -> Verdict:
+        async def run() -> JobVerdict:
             manager = Manager(
                 job,
                 contact,
@@ -67,7 +75,7 @@ def manage(
                 clock=clock,
                 say=say,
             )
-            return await manager.lead(listener)
+            return await manager.run(listener)
 
         return report(asyncio.run(run()), job.log_dir)
     finally:
@@ -76,7 +84,7 @@ def manage(
 
 def open_contact(
     job: JobSpec, folder: JobFolder, address: str, *, attach: bool
-) -> tuple[socket.socket, Contact]:
+) -> tuple[socket.socket, ManagerContact]:
     """Listen for agents, and write where the manager is found. Keep name, secret and logs if attaching."""
     before = folder.read_contact()
     listener = listen(address, before.port if before is not None else 0)
@@ -84,7 +92,7 @@ def open_contact(
     if attach and before is not None:
         contact = msgspec.structs.replace(before, pid=os.getpid(), address=found, port=port)
     else:
-        contact = Contact(
+        contact = ManagerContact(
             job=f"{Path(job.script).stem}-{secrets.token_hex(4)}",
             pid=os.getpid(),
             address=found,
@@ -96,7 +104,7 @@ def open_contact(
     return listener, contact
 
 
-def new_state(job: JobSpec, now: float, journal: Journal, earlier: Sequence[Record]) -> JobState:
+def new_state(job: JobSpec, now: float, journal: Journal, earlier: Sequence[JournalRecord]) -> JobState:
     """Return the state of a new run. It continues from the store that earlier records name last."""
     state = JobState(settings=settings_of(job), since=now, changed_at=now, resume_step=job.resume_step)
     stores = [record.store for record in earlier if isinstance(record, StoreSeen)]
@@ -106,8 +114,8 @@ def new_state(job: JobSpec, now: float, journal: Journal, earlier: Sequence[Reco
     return msgspec.structs.replace(state, store=stores[-1])
 
 
-def settings_of(job: JobSpec) -> Settings:
-    settings = Settings(morphs=job.morphing)
+def settings_of(job: JobSpec) -> ManagerSettings:
+    settings = ManagerSettings(morphs=job.morphing)
     if job.hang_seconds is not None:
         settings = msgspec.structs.replace(settings, hang_seconds=job.hang_seconds)
     if job.starter != "ssh":
@@ -115,7 +123,7 @@ def settings_of(job: JobSpec) -> Settings:
     return settings
 
 
-def report(verdict: Verdict, log_dir: str) -> int:
+def report(verdict: JobVerdict, log_dir: str) -> int:
     """Print how the job ended. Return its exit status."""
     failed = verdict.how == "failed"
     ending = "\n\nall workers have ended; logs in" if failed else "; logs in"

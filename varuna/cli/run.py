@@ -31,7 +31,7 @@ from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
 from varuna.morph.run.worker_env import ranks_of_machine
-from varuna.morph.state import Proposal
+from varuna.morph.state import MachinePlan
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import Choice, LayoutRequest, choose
@@ -325,7 +325,7 @@ def run_here(run: PreparedRun) -> int:
     return launch(group)
 
 
-def make_plan(run: PreparedRun, machines: tuple[str, ...]) -> Proposal:
+def make_plan(run: PreparedRun, machines: tuple[str, ...]) -> MachinePlan:
     """Return the layout for these machines, by the plan, profile or sizes that the user gave."""
     devices = run.job.devices_per_machine
     choice = choose(run.wanted, num_machines=len(machines), devices_per_machine=devices)
@@ -334,7 +334,7 @@ def make_plan(run: PreparedRun, machines: tuple[str, ...]) -> Proposal:
         for index, machine in enumerate(machines)
     }
     used = tuple(machine for machine in machines if ranks[machine])
-    return Proposal(
+    return MachinePlan(
         machines,
         used,
         tuple(ranks[machine] for machine in used),

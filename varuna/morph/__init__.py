@@ -1,4 +1,4 @@
-"""Machines and processes: who runs where, what each worker is told, and why a job ended.
+"""Morphing: run a job on machines that join, leave and fail. Imports no torch.
 
-Everything here decides and nothing acts: no torch, no clock, no environment. The doors act.
+`decide` and `rules` decide; `run` carries out; `starters` start agents; `protocol` connects them.
 """

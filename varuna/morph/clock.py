@@ -1,24 +1,24 @@
-"""A clock that stands still while its owner does.
+"""A clock that stops while its process is suspended.
 
-A manager that was stopped, or starved, or whose machine slept, has heard nobody meanwhile. That is no
-reason to give up those that it did not listen to: for it, the time did not pass.
+A manager that was stopped or starved, or whose machine slept, received no heartbeats meanwhile. This
+time must not count as silence of the agents.
 """
 
 from collections.abc import Callable
 
 PAUSE_SECONDS = 1.0
-"""It is asked several times a second; whoever does not ask for longer than this was not awake."""
+"""The manager reads the clock several times a second; a longer gap means that it was suspended."""
 
 
-class WakingClock:
+class SuspendAwareClock:
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._last = monotonic()
-        self._asleep = 0.0
+        self._suspended = 0.0
 
     def now(self) -> float:
         reading = self._monotonic()
         if reading - self._last > PAUSE_SECONDS:
-            self._asleep += reading - self._last
+            self._suspended += reading - self._last
         self._last = reading
-        return reading - self._asleep
+        return reading - self._suspended

@@ -1,7 +1,7 @@
-"""Of several workers that failed, which one is to blame, and how that is told.
+"""Failures of workers: find the one that caused the others, and describe it.
 
-One worker's failure takes the others down. They fail second-hand: with a `WorkerError` that quotes
-the first, with a lost connection, or by the launcher's own signal. The user wants the first.
+When one worker fails, the others fail too: with a `WorkerError` that quotes the first failure, with a
+lost connection, or because the launcher kills them. The user needs the first failure.
 """
 
 import signal
@@ -13,7 +13,7 @@ from varuna.types import Layout
 
 
 class ExtraInfo(msgspec.Struct, frozen=True):
-    """`kinds` (the exception's classes, closest first) and `seconds` are ours, the rest is torch's."""
+    """Details of an exception. We add `kinds` (its classes, closest first) and `seconds`."""
 
     py_callstack: str
     timestamp: str
@@ -27,7 +27,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, rename={"extra_info": "extraInfo
 
 
 class ErrorFile(msgspec.Struct, frozen=True):
-    """What a worker that raised leaves behind, in the form of torch elastic's error files."""
+    """The error file of a worker that raised, in the format of torch elastic."""
 
     message: ErrorMessage
 
@@ -37,16 +37,16 @@ class ErrorFile(msgspec.Struct, frozen=True):
 
     @property
     def quotes_another(self) -> bool:
-        """A `WorkerError`, or kin of it, speaks of another rank's failure."""
+        """True if the exception reports the failure of another rank."""
         kinds = self.message.extra_info.kinds
-        if not kinds:  # written by torch elastic itself, which names the class alone
+        if not kinds:  # torch elastic wrote the file; it names only the class
             return self.message.message.split(":")[0] in {"WorkerError", "PeerLost", "PeerHangs"}
         return "varuna.errors.WorkerError" in kinds
 
 
 class WorkerFailure(msgspec.Struct, frozen=True):
     rank: int
-    exit_code: int | None  # None while the process has told of its error and is not gone yet
+    exit_code: int | None  # None: the error file is there, but the process still runs
     error: ErrorFile | None
 
     @property
@@ -54,17 +54,17 @@ class WorkerFailure(msgspec.Struct, frozen=True):
         return self.error is not None and self.error.quotes_another
 
     @property
-    def by_its_own_hand(self) -> bool:
-        """The script raised, or left with a code, as it does for an option that it does not know."""
+    def in_script(self) -> bool:
+        """True if the script itself raised, or exited with a code (as argparse does)."""
         return not self.second_hand and (self.error is not None or (self.exit_code or 0) > 0)
 
 
-# No peer's failure ends a process like this: who dies of it, died first.
+# These signals are never the result of another worker's failure.
 _FIRST_HAND_SIGNALS = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
 def find_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The failure that the others follow from, among those seen before the launcher ended any worker."""
+    """Return the failure that caused the others; all must precede the first kill by the launcher."""
 
     def order(failure: WorkerFailure) -> tuple[int, float, int]:
         if failure.error is None:
@@ -74,8 +74,8 @@ def find_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=order)
 
 
-def describe(cause: WorkerFailure, layout: Layout, *, last_lines: str = "") -> str:
-    """Who failed, and its own words: the original traceback, or the last lines of its log."""
+def describe_failure(cause: WorkerFailure, layout: Layout, *, last_lines: str = "") -> str:
+    """Name the rank, and show its traceback or the last lines of its log."""
     stage, replica = layout.place(cause.rank)
     who = f"rank {cause.rank} (stage {stage}, replica {replica})"
     if cause.error is not None:
@@ -83,13 +83,14 @@ def describe(cause: WorkerFailure, layout: Layout, *, last_lines: str = "") -> s
         return f"{who} raised {message.message}\n\n{message.extra_info.py_callstack.rstrip()}"
     code = cause.exit_code or 0
     end = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    said = f"its last words:\n\n{last_lines.rstrip()}" if last_lines.strip() else "it wrote nothing to stderr"
-    return f"{who} {end}, without a Python exception; {said}"
+    text = last_lines.rstrip()
+    log = f"last lines of its stderr:\n\n{text}" if text.strip() else "it wrote nothing to stderr"
+    return f"{who} {end}, without a Python exception; {log}"
 
 
-def in_short(reason: str) -> str:
-    """Without the traceback, or the last lines."""
-    return reason.partition("\n\n")[0].removesuffix("; its last words:")
+def shorten_reason(reason: str) -> str:
+    """Remove the traceback or log lines from a reason."""
+    return reason.partition("\n\n")[0].removesuffix("; last lines of its stderr:")
 
 
 def _signal_name(number: int) -> str:

@@ -1,7 +1,7 @@
-"""How often to save: often enough that little is lost, seldom enough that little is spent.
+"""Autosave interval that minimises lost time: the Young/Daly formula.
 
-J. W. Young (1974), and J. T. Daly (2006) for its higher order: with a save that costs C and failures that
-come every M on average, the best time between two saves is about sqrt(2 C M) - C.
+With a save that takes C seconds and M seconds between failures, the best interval is about
+sqrt(2 C M) - C (J. W. Young, 1974; J. T. Daly, 2006, for the higher-order terms).
 """
 
 import math
@@ -9,16 +9,16 @@ import math
 import msgspec
 
 PRIOR_SECONDS = 4 * 3600.0
-"""Before anything is known of a job's machines: one failure in so long."""
+"""Assumed time between failures of a job without history."""
 
 
 def failure_seconds(failures: int, observed_seconds: float) -> float:
-    """The mean time between failures, as far as it has been seen; the prior counts as one of them."""
+    """Estimate the mean time between failures; the prior counts as one failure."""
     return (PRIOR_SECONDS + max(observed_seconds, 0.0)) / (1 + failures)
 
 
 def interval_seconds(save_seconds: float, between_failures_seconds: float) -> float:
-    """From the end of a save to the start of the next (Daly, equation 37)."""
+    """Return the time from the end of a save to the start of the next (Daly, equation 37)."""
     cost, mean = save_seconds, between_failures_seconds
     if cost <= 0:
         return 0.0
@@ -29,17 +29,17 @@ def interval_seconds(save_seconds: float, between_failures_seconds: float) -> fl
 
 
 class SaveRhythm(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a job saves by itself, and what is known so far that bears on it."""
+    """Autosave setting of a job, and the facts that determine the interval."""
 
-    every_seconds: float | None = None  # as the user wants it, 0 for never; None: what loses the least
+    every_seconds: float | None = None  # fixed interval; 0: off; None: the best interval
     failures: int = 0
-    observed_seconds: float = 0.0  # in which they came
-    save_seconds: float = 0.0  # that a save kept training waiting; 0: not known yet
+    observed_seconds: float = 0.0  # time in which these failures happened
+    save_seconds: float = 0.0  # time that a save blocks training; 0: unknown
 
     def interval(self, *, save_seconds: float, more_seconds: float) -> float | None:
-        """From one save to the next, after `more_seconds` without a failure; None: never.
+        """Return the interval after `more_seconds` without a failure; None: autosave is off.
 
-        While the cost of a save is not known it is 0: the first one comes at once, and tells.
+        An unknown save time counts as 0, so the first save comes at once and measures it.
         """
         if self.every_seconds is not None:
             return self.every_seconds or None

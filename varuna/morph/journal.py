@@ -1,70 +1,72 @@
-"""What a manager must not forget: a file of JSON lines, each on disk before it counts.
+"""The manager's journal: JSON lines that let a restarted manager continue the job.
 
-A manager that was killed reads it and goes on; its last line may be torn, which is as if it had never
-been written. Heartbeats are not in it: agents that still run will say so when they dial in again.
+Each line is on disk before the manager acts on it. The last line may be incomplete after a crash and
+is then ignored. Heartbeats are not recorded: live agents reconnect and report their state.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from varuna.morph.state import Generation, JobState, Member, Settings, Verdict
+from varuna.morph.state import Generation, JobState, JobVerdict, ManagerSettings, Member
 
 
-class Record(msgspec.Struct, frozen=True, tag=True):
-    pass
+class JournalRecord(msgspec.Struct, frozen=True):
+    """One line. The tags are part of the file format."""
 
 
-class Begun(Record, frozen=True):
-    """A job has begun; what stands before it is another's."""
+class JobBegun(JournalRecord, frozen=True, tag="Begun"):
+    """A job starts. Earlier records belong to another job."""
 
     job: str
-    port: int  # that the manager listens on: agents will look for it there again
+    port: int  # port of the manager; agents look for a restarted manager there
     log_dir: str
 
 
-class Launched(Record, frozen=True):
+class GenerationLaunched(JournalRecord, frozen=True, tag="Launched"):
     generation: Generation
 
 
-class Saving(Record, frozen=True):
-    """The generation's workers are asked to save and to end: that they do is not the end of the job."""
+class SaveRequested(JournalRecord, frozen=True, tag="Saving"):
+    """Workers save and exit, and the job continues afterwards."""
 
     generation: int
 
 
-class StoreSeen(Record, frozen=True):
+class StoreSeen(JournalRecord, frozen=True, tag="StoreSeen"):
     store: str
 
 
-class Counted(Record, frozen=True):
-    """Crashes and losses so far, in a time, and how far the job had come."""
+class CountsChanged(JournalRecord, frozen=True, tag="Counted"):
+    """Crashes, losses and progress so far."""
 
     crashes: int
     losses: int
     iteration: int
     iteration_at_crash: int
-    seconds: float  # that this was watched for, by all managers
+    seconds: float  # run time of all managers of this job
 
 
-class Over(Record, frozen=True):
-    verdict: Verdict
+class JobOver(JournalRecord, frozen=True, tag="Over"):
+    verdict: JobVerdict
 
 
-_decoder = msgspec.json.Decoder(Begun | Launched | Saving | StoreSeen | Counted | Over)
+_decoder = msgspec.json.Decoder(
+    JobBegun | GenerationLaunched | SaveRequested | StoreSeen | CountsChanged | JobOver
+)
 
 
 class Journal:
-    """The file, open for writing; one manager at a time, which its owner has to see to."""
+    """The journal file, open for writing. Only one manager may have it open."""
 
     def __init__(self, path: Path) -> None:
-        whole = _whole_part(path)
+        complete = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, whole)  # a torn line must not run into the next
+        os.ftruncate(self._fd, complete)  # remove an incomplete last line
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JournalRecord) -> None:
         os.write(self._fd, msgspec.json.encode(record) + b"\n")
         os.fsync(self._fd)
 
@@ -72,46 +74,31 @@ class Journal:
         os.close(self._fd)
 
 
-def _whole_part(path: Path) -> int:
-    try:
-        return path.read_bytes().rfind(b"\n") + 1
-    except FileNotFoundError:
-        return 0
-
-
-def read(path: Path) -> tuple[Record, ...]:
-    """The records of the last job; a line that is no record, which only a torn one can be, ends them."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return ()
-    records: list[Record] = []
-    for record in _decoded(lines):
-        if isinstance(record, Begun):
+def read_journal(path: Path) -> tuple[JournalRecord, ...]:
+    """Return the records of the last job, up to the first line that cannot be read."""
+    records: list[JournalRecord] = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            record = _decoder.decode(line)
+        except msgspec.DecodeError:
+            break
+        if isinstance(record, JobBegun):
             records.clear()
         records.append(record)
     return tuple(records)
 
 
-def _decoded(lines: Iterable[bytes]) -> Iterator[Record]:
-    for line in lines:
-        try:
-            yield _decoder.decode(line)
-        except msgspec.DecodeError:
-            return
+def counts_changed(before: JobState, after: JobState) -> bool:
+    """Return True if a new `CountsChanged` record is needed; of the steps, only the first matters."""
 
-
-def counts_anew(before: JobState, after: JobState) -> bool:
-    """Whether what has happened is worth a line; a step after the first is not."""
-
-    def told(state: JobState) -> tuple[int, ...]:
+    def counts(state: JobState) -> tuple[int, ...]:
         return state.crashes, state.losses, state.iteration_at_crash, int(state.best_iteration > 0)
 
-    return told(before) != told(after)
+    return counts(before) != counts(after)
 
 
-def count(state: JobState, seconds: float) -> Counted:
-    return Counted(
+def counts_record(state: JobState, seconds: float) -> CountsChanged:
+    return CountsChanged(
         state.crashes,
         state.losses,
         state.best_iteration,
@@ -120,18 +107,18 @@ def count(state: JobState, seconds: float) -> Counted:
     )
 
 
-def restore(records: Iterable[Record], *, settings: Settings, now: float) -> JobState:
-    """The state of a manager that was killed: its agents are expected to dial in again."""
+def restore_state(records: Iterable[JournalRecord], *, settings: ManagerSettings, now: float) -> JobState:
+    """Return the state of a restarted manager, which expects its agents to reconnect."""
     state = JobState(settings=settings, since=now, attach_until=now + settings.attach_seconds)
     for record in records:
-        if isinstance(record, Launched):
-            state = _launched(state, record.generation, now)
-        elif isinstance(record, Saving):
+        if isinstance(record, GenerationLaunched):
+            state = _with_generation(state, record.generation, now)
+        elif isinstance(record, SaveRequested):
             deadline = state.attach_until + settings.save_seconds
             state = msgspec.structs.replace(state, phase="saving", deadline=deadline)
         elif isinstance(record, StoreSeen):
             state = msgspec.structs.replace(state, store=record.store)
-        elif isinstance(record, Counted):
+        elif isinstance(record, CountsChanged):
             state = msgspec.structs.replace(
                 state,
                 crashes=record.crashes,
@@ -140,14 +127,14 @@ def restore(records: Iterable[Record], *, settings: Settings, now: float) -> Job
                 iteration_at_crash=record.iteration_at_crash,
                 seconds_before=record.seconds,
             )
-        elif isinstance(record, Over):
+        elif isinstance(record, JobOver):
             state = msgspec.structs.replace(state, phase="over", verdict=record.verdict)
     return state
 
 
-def _launched(state: JobState, generation: Generation, now: float) -> JobState:
-    # They count as connected and are given time: those that do not show up in it are lost.
-    seen = now + state.settings.attach_seconds - state.settings.lost_seconds
+def _with_generation(state: JobState, generation: Generation, now: float) -> JobState:
+    # The agents count as connected until `attach_until`; those that do not reconnect by then are lost.
+    seen = state.attach_until - state.settings.lost_seconds
     members = {
         name: Member(name, agent=agent, seen=seen, warm=True, workers=generation.number)
         for name, agent in zip(generation.machines, generation.agents, strict=True)
@@ -155,7 +142,7 @@ def _launched(state: JobState, generation: Generation, now: float) -> JobState:
     return msgspec.structs.replace(
         state,
         phase="running",
-        reason="the manager was started again",
+        reason="the manager was restarted",
         generation=generation,
         next_number=generation.number + 1,
         members=members,

@@ -1,28 +1,25 @@
-"""Reads what a job is started with: the list of its machines, and the file of its environment."""
+"""Parsers for the machine list and the environment file of a job."""
 
 import ipaddress
 import re
 import shlex
 
 _MACHINE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:@%-]{0,253}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]|::1")
-"""A host name, an IPv4 or IPv6 address, or an alias of ssh's; nothing that looks like an option."""
-
-
-def parse_machines(text: str) -> tuple[str, ...]:
-    """One address for each line; blank lines and `#` comments are left out."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return tuple(line for line in lines if line)
+"""A host name, an IPv4 or IPv6 address, or an ssh alias; nothing that looks like an option."""
 
 
 def read_machines(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The machines of a list that somebody edits, each once, and what is wrong with the rest."""
+    """Return the machines of a list, each once, and the problems of the ignored lines.
+
+    The list has one address per line. Blank lines and `#` comments are skipped.
+    """
     found: list[str] = []
     problems: list[str] = []
-    for line in parse_machines(text):
+    for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         if not _MACHINE.fullmatch(line):
-            problems.append(f"{line[:80]!r} is no address of a machine; the line is ignored")
+            problems.append(f"{line[:80]!r} is not a machine address; the line is ignored")
         elif line in found:
-            problems.append(f"{line} is named more than once")
+            problems.append(f"{line} appears more than once")
         else:
             found.append(line)
     return tuple(found), tuple(problems)
@@ -30,9 +27,7 @@ def read_machines(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def require_machines(machines: tuple[str, ...]) -> None:
     if not machines:
-        raise ValueError(
-            "the machine list names no machine (one address for each line, 127.0.0.1 for this one)"
-        )
+        raise ValueError("the machine list is empty (write one address per line; 127.0.0.1 is this machine)")
 
 
 def is_loopback(address: str) -> bool:
@@ -45,19 +40,19 @@ def is_loopback(address: str) -> bool:
 
 
 def parse_environment(text: str, *, source: str) -> dict[str, str]:
-    """KEY=VALUE assignments as a shell would read them: quotes, comments, a leading `export`."""
+    """Parse KEY=VALUE assignments like a shell: quotes, comments and a leading `export`."""
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"{source}, line {number}"
         try:
-            words = shlex.split(line, comments=True)
+            tokens = shlex.split(line, comments=True)
         except ValueError as error:
             raise ValueError(f"{place}: {error} in {line!r}") from None
-        for word in words[1:] if words[:1] == ["export"] else words:
-            name, equals, value = word.partition("=")
+        for token in tokens[1:] if tokens[:1] == ["export"] else tokens:
+            name, equals, value = token.partition("=")
             if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(
-                    f"{place}: expected KEY=VALUE, found {word!r} (quote a value that has spaces)"
+                    f"{place}: expected KEY=VALUE, found {token!r} (put quotes around a value with spaces)"
                 )
             found[name] = value
     return found

@@ -1,7 +1,7 @@
-"""What clouds tell a machine that they are about to take away, and how each of them wants to be asked.
+"""Notices of AWS, Azure and GCP that a machine will be taken away.
 
-Nothing here talks to anyone: a service says what to ask next, is handed the answer, and ends with the notice
-that stands, or with none. `varuna.morph.run.cloud_poll` carries the questions.
+This module does no I/O. A service yields requests, receives the replies, and returns the current notice
+or None. `varuna.morph.run.cloud_poll` sends the requests.
 """
 
 import email.utils
@@ -18,76 +18,76 @@ Cloud = Literal["aws", "azure", "gcp"]
 
 
 class NoticeError(VarunaError, ValueError):
-    """A metadata service answered what it should not."""
+    """A metadata service sent an invalid reply."""
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """This machine will be taken away."""
+class CloudNotice(msgspec.Struct, frozen=True):
+    """A notice that this machine will be taken away."""
 
-    deadline: float  # by the asking machine's own clock, in seconds
+    deadline: float  # in seconds, by the clock of this machine
     reason: str
-    event: str = ""  # the cloud's own name for it, where it wants to be told that we are done
+    event: str = ""  # event id of the cloud, for the approval
 
 
-class Request(msgspec.Struct, frozen=True):
+class MetadataRequest(msgspec.Struct, frozen=True):
     path: str
     method: str = "GET"
     headers: Mapping[str, str] = {}
     body: bytes = b""
-    wait_seconds: float = 0.0  # the service may hold its answer back for so long
+    wait_seconds: float = 0.0  # the service may delay its reply for this long
 
 
-class Answer(msgspec.Struct, frozen=True):
+class MetadataReply(msgspec.Struct, frozen=True):
     status: int
-    headers: Mapping[str, str]  # names in small letters
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
-    received: float  # by the asking machine's own clock
+    received: float  # by the clock of this machine
 
     @property
     def sent(self) -> float:
-        """By the service's clock; by ours where it does not say."""
+        """Time of the reply by the service's clock; by ours if it sends no date."""
         return http_date(self.headers["date"]) if "date" in self.headers else self.received
 
 
-Round = Generator[Request, Answer, Notice | None]
-"""One look at a service: yields questions, is sent answers, returns the notice that stands."""
+MetadataPoll = Generator[MetadataRequest, MetadataReply, CloudNotice | None]
+"""One poll: yields requests, receives replies, returns the current notice."""
 
 
-class Service(Protocol):
-    url: str  # where the cloud has it
+class MetadataService(Protocol):
+    url: str
 
-    def look(self) -> Round: ...
+    def poll(self) -> MetadataPoll: ...
 
-    def done(self, notice: Notice) -> Request | None:
-        """How to tell the cloud that it need not wait for the deadline; None where it does not ask."""
+    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
+        """Return the request that allows the cloud to act before the deadline; None if it has none."""
 
 
 class Aws:
-    """The spot interruption notice, about two minutes ahead (IMDSv2)."""
+    """AWS: the spot interruption notice of IMDSv2, about two minutes ahead."""
 
     url = "http://169.254.169.254"
 
     def __init__(self) -> None:
         self._token = ""
 
-    def look(self) -> Round:
-        answer = (yield self._question()) if self._token else None
-        if answer is None or answer.status == 401:  # the token has expired
-            token = yield Request(
+    def poll(self) -> MetadataPoll:
+        reply = (yield self._request()) if self._token else None
+        if reply is None or reply.status == 401:  # the token has expired
+            token = yield MetadataRequest(
                 "/latest/api/token", "PUT", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
             )
             self._token = header_text(expect(token, 200), "AWS token")
-            answer = yield self._question()
-        if answer.status == 404:
+            reply = yield self._request()
+        if reply.status == 404:
             return None
-        return aws_notice(expect(answer, 200), sent=answer.sent, now=answer.received)
+        return aws_notice(expect(reply, 200), sent=reply.sent, now=reply.received)
 
-    def _question(self) -> Request:
-        return Request(
+    def _request(self) -> MetadataRequest:
+        return MetadataRequest(
             "/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": self._token}
         )
 
-    def done(self, notice: Notice) -> Request | None:
+    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
         return None
 
 
@@ -95,9 +95,9 @@ AZURE_HEADERS = {"Metadata": "true"}
 
 
 class Azure:
-    """Scheduled Events, 30 seconds ahead for a preemption and minutes for the rest.
+    """Azure: Scheduled Events, 30 seconds ahead of a preemption and minutes ahead of other events.
 
-    They name machines, since each hears of those of its neighbours too.
+    Each machine also receives events of other machines, so events are filtered by machine name.
     """
 
     url = "http://169.254.169.254"
@@ -106,23 +106,25 @@ class Azure:
     def __init__(self) -> None:
         self._machine = ""
 
-    def look(self) -> Round:
+    def poll(self) -> MetadataPoll:
         if not self._machine:
-            name = yield Request(
+            name = yield MetadataRequest(
                 "/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers=AZURE_HEADERS
             )
             self._machine = header_text(expect(name, 200), "Azure machine name")
-        answer = yield Request(self._path, headers=AZURE_HEADERS)
-        body = expect(answer, 200)
-        return azure_notice(body, machine=self._machine, sent=answer.sent, now=answer.received)
+        reply = yield MetadataRequest(self._path, headers=AZURE_HEADERS)
+        body = expect(reply, 200)
+        return azure_notice(body, machine=self._machine, sent=reply.sent, now=reply.received)
 
-    def done(self, notice: Notice) -> Request | None:
+    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
         approval = msgspec.json.encode({"StartRequests": [{"EventId": notice.event}]})
-        return Request(self._path, "POST", {**AZURE_HEADERS, "Content-Type": "application/json"}, approval)
+        return MetadataRequest(
+            self._path, "POST", {**AZURE_HEADERS, "Content-Type": "application/json"}, approval
+        )
 
 
 class Gcp:
-    """The flag `preempted`, 30 seconds ahead. The service answers when it changes, or after a while."""
+    """GCP: the flag `preempted`, 30 seconds ahead; the service replies when it changes or after a time."""
 
     url = "http://metadata.google.internal"
 
@@ -130,40 +132,40 @@ class Gcp:
         self._etag = ""
         self._wait_seconds = wait_seconds
 
-    def look(self) -> Round:
-        # The first question is answered at once: the flag may have changed before we came.
+    def poll(self) -> MetadataPoll:
+        # The first request does not wait: the flag may already be set.
         known: dict[str, object] = {}
         if self._etag:
             known = {"wait_for_change": "true", "timeout_sec": self._wait_seconds, "last_etag": self._etag}
-        answer = yield Request(
+        reply = yield MetadataRequest(
             "/computeMetadata/v1/instance/preempted" + (f"?{urlencode(known)}" if known else ""),
             headers={"Metadata-Flavor": "Google"},
             wait_seconds=self._wait_seconds if known else 0,
         )
-        body = expect(answer, 200)
-        if answer.headers.get("metadata-flavor") != "Google":
+        body = expect(reply, 200)
+        if reply.headers.get("metadata-flavor") != "Google":
             raise NoticeError(
-                "this is not Google's metadata service: its answer lacks `Metadata-Flavor: Google`"
+                "this is not Google's metadata service: its reply lacks `Metadata-Flavor: Google`"
             )
-        notice = gcp_notice(body, now=answer.received)
-        self._etag = answer.headers.get("etag", "")
+        notice = gcp_notice(body, now=reply.received)
+        self._etag = reply.headers.get("etag", "")
         return notice
 
-    def done(self, notice: Notice) -> Request | None:
+    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
         return None
 
 
 SERVICES: dict[Cloud, type[Aws] | type[Azure] | type[Gcp]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
 
 
-def service(cloud: str) -> Service:
+def metadata_service(cloud: str) -> MetadataService:
     for name, kind in SERVICES.items():
         if cloud == name:
             return kind()
-    raise ValueError(f"notices can be heard from {', '.join(SERVICES)}, not from {cloud!r}")
+    raise ValueError(f"unknown cloud {cloud!r} (expected one of {', '.join(SERVICES)})")
 
 
-# ---------------------------------------------------------------- what they say
+# ---------------------------------------------------------------- parsing of notices
 
 
 class AwsAction(msgspec.Struct, frozen=True):
@@ -171,15 +173,17 @@ class AwsAction(msgspec.Struct, frozen=True):
     time: datetime
 
 
-def aws_notice(body: bytes, *, sent: float, now: float) -> Notice:
-    """Counted from `sent`, the service's own time of its answer: our clock may be wrong."""
-    found = read(body, AwsAction, "AWS instance action")
+def aws_notice(body: bytes, *, sent: float, now: float) -> CloudNotice:
+    """Parse a notice. Its time is relative to `sent`, the service's clock, because ours may be wrong."""
+    found = parse_body(body, AwsAction, "AWS instance action")
     if found.time.tzinfo is None:
-        raise NoticeError(f"the AWS instance action has a time without a zone: {found.time}")
+        raise NoticeError(f"the time of the AWS instance action has no time zone: {found.time}")
     left = found.time.timestamp() - sent
     if found.action == "hibernate":
-        left = 0.0  # it begins with the notice
-    return Notice(now + max(left, 0.0), f"AWS will {found.action} this machine at {found.time:%H:%M:%S} UTC")
+        left = 0.0  # it starts with the notice
+    return CloudNotice(
+        now + max(left, 0.0), f"AWS will {found.action} this machine at {found.time:%H:%M:%S} UTC"
+    )
 
 
 class AzureEvent(msgspec.Struct, frozen=True, rename="pascal"):
@@ -194,66 +198,61 @@ class AzureEvents(msgspec.Struct, frozen=True, rename="pascal"):
     events: tuple[AzureEvent, ...]
 
 
-AZURE_ENDS = {
-    "Preempt",
-    "Terminate",
-    "Redeploy",
-    "Reboot",
-}  # a Freeze is over after seconds, and nothing is lost
+AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}
+"""Events that end a machine. A Freeze lasts only seconds and loses nothing."""
 
 
-def azure_notice(body: bytes, *, machine: str, sent: float, now: float) -> Notice | None:
-    """The first that ends this machine; names are compared as Azure does, without regard to case."""
+def azure_notice(body: bytes, *, machine: str, sent: float, now: float) -> CloudNotice | None:
+    """Return the first event that ends this machine; names are compared without case, like in Azure."""
     notices = []
-    for event in read(body, AzureEvents, "Azure scheduled event").events:
+    for event in parse_body(body, AzureEvents, "Azure scheduled event").events:
         if event.event_type not in AZURE_ENDS:
             continue
         if machine.casefold() not in (name.casefold() for name in event.resources):
             continue
-        # Without a time it has started.
+        # An event without a time has started.
         left = http_date(event.not_before) - sent if event.not_before else 0.0
         when = event.not_before or "now"
         reason = f"Azure has {event.event_status.lower()} a {event.event_type} of this machine, {when}"
-        notices.append(Notice(now + max(left, 0.0), reason, event.event_id))
+        notices.append(CloudNotice(now + max(left, 0.0), reason, event.event_id))
     return min(notices, key=lambda notice: notice.deadline, default=None)
 
 
 GCP_SECONDS = 30.0
 
 
-def gcp_notice(body: bytes, *, now: float) -> Notice | None:
-    said = body.strip()
-    if said not in (b"TRUE", b"FALSE"):
-        raise NoticeError(f"GCP's flag `preempted` is TRUE or FALSE, found {said[:80]!r}")
-    return Notice(now + GCP_SECONDS, "GCP preempts this machine") if said == b"TRUE" else None
+def gcp_notice(body: bytes, *, now: float) -> CloudNotice | None:
+    flag = body.strip()
+    if flag not in (b"TRUE", b"FALSE"):
+        raise NoticeError(f"expected TRUE or FALSE for GCP's flag `preempted`, found {flag[:80]!r}")
+    return CloudNotice(now + GCP_SECONDS, "GCP preempts this machine") if flag == b"TRUE" else None
 
 
-# ---------------------------------------------------------------- reading
-
+# ---------------------------------------------------------------- parsing of replies
 
 Kind = TypeVar("Kind")
 
 
-def read(body: bytes, kind: type[Kind], what: str) -> Kind:
+def parse_body(body: bytes, kind: type[Kind], what: str) -> Kind:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise NoticeError(f"no {what}: {error}; found {body[:80]!r}") from None
+        raise NoticeError(f"invalid {what}: {error}; found {body[:80]!r}") from None
 
 
-def expect(answer: Answer, status: int) -> bytes:
-    if answer.status != status:
+def expect(reply: MetadataReply, status: int) -> bytes:
+    if reply.status != status:
         raise NoticeError(
-            f"the metadata service answered {answer.status}, expected {status}: {answer.body[:80]!r}"
+            f"expected status {status} from the metadata service, found {reply.status}: {reply.body[:80]!r}"
         )
-    return answer.body
+    return reply.body
 
 
 def header_text(body: bytes, what: str) -> str:
-    """One word that may go back in a header or be compared."""
+    """Return the body as one token that is safe in a header."""
     text = body.decode("ascii", "replace").strip()
     if not text or not all("!" <= letter <= "~" for letter in text) or len(text) > 1024:
-        raise NoticeError(f"no {what}: found {body[:80]!r}")
+        raise NoticeError(f"invalid {what}: found {body[:80]!r}")
     return text
 
 
@@ -262,5 +261,5 @@ def http_date(text: str) -> float:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, OverflowError):
         raise NoticeError(
-            f"a date like 'Mon, 19 Sep 2026 18:29:47 GMT' was expected, found {text[:80]!r}"
+            f"expected a date like 'Mon, 19 Sep 2026 18:29:47 GMT', found {text[:80]!r}"
         ) from None

@@ -1,6 +1,6 @@
-"""Machines that compute more slowly than their peers: those that hold the same stage, and do the same work.
+"""Detection of slow machines: compare compute times of ranks that run the same stage.
 
-Only computing counts. Who waits for a slow machine is as late as that, and not to blame.
+Only compute time counts: a rank that waits for a slow machine is late, but not slow.
 """
 
 from bisect import bisect_left
@@ -11,62 +11,62 @@ import msgspec
 from varuna.types import Layout, spread_evenly
 
 
-class Rule(msgspec.Struct, frozen=True):
-    factor: float = 1.25  # slower than the median of its stage
-    least_seconds: float = 0.01  # and by so much: what is shorter varies anyhow
-    steps: int = 5  # one after the other
+class StragglerRule(msgspec.Struct, frozen=True):
+    factor: float = 1.25  # slower than the median of the stage by this factor
+    least_seconds: float = 0.01  # and by this much; shorter differences are noise
+    steps: int = 5  # for this many steps in a row
 
 
-class Watch(msgspec.Struct, frozen=True):
-    """How many steps each rank has been slow for, and how far each was when that was last looked at."""
+class StragglerWatch(msgspec.Struct, frozen=True):
+    """Number of slow steps in a row of each rank, and the last iteration that was counted."""
 
     slow_for: Mapping[int, int] = {}
     iterations: Mapping[int, int] = {}
 
 
-def look(
-    watch: Watch,
+def find_stragglers(
+    watch: StragglerWatch,
     seconds: Mapping[int, tuple[int, float]],
     layout: Layout,
-    rule: Rule,
-) -> tuple[Watch, frozenset[int]]:
-    """From (iteration, compute seconds) of each rank: the ranks that are too slow.
+    rule: StragglerRule,
+) -> tuple[StragglerWatch, frozenset[int]]:
+    """Return the slow ranks, from the (iteration, compute seconds) of each rank.
 
-    A replica with more samples may take as much longer. A stage of two has no majority: the slower one is
-    found if it is too slow for the faster one.
+    A replica with more samples may take proportionally longer. In a stage with two replicas, the
+    slower one is compared with the faster one.
     """
     slow_for, iterations = dict(watch.slow_for), dict(watch.iterations)
     for ranks in layout.stage_map:
-        share = dict(zip(ranks, spread_evenly(layout.batch_size, parts=len(ranks)), strict=True))
+        samples = dict(zip(ranks, spread_evenly(layout.batch_size, parts=len(ranks)), strict=True))
         known = {rank: seconds[rank] for rank in ranks if rank in seconds and seconds[rank][1] > 0}
         if len(known) < 2:
             continue
-        # What all would take for one's share, once for each share: there are two at most.
-        fair_times = {
-            own: sorted(
-                taken * more_work(own, share[rank], layout.microbatch_size)
+        # The times of all ranks scaled to a number of samples; there are at most two numbers.
+        scaled_times = {
+            count: sorted(
+                taken * work_ratio(count, samples[rank], layout.microbatch_size)
                 for rank, (_, taken) in known.items()
             )
-            for own in {share[rank] for rank in known}
+            for count in {samples[rank] for rank in known}
         }
         for rank, (iteration, taken) in known.items():
             if iteration == iterations.get(rank):
-                continue  # the same step as last time
+                continue  # this step was counted before
             iterations[rank] = iteration
-            fair = median_without(fair_times[share[rank]], taken)
-            limit = max(rule.factor * fair, fair + rule.least_seconds)
+            usual = median_without(scaled_times[samples[rank]], taken)
+            limit = max(rule.factor * usual, usual + rule.least_seconds)
             slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > limit else 0
     found = frozenset(rank for rank, count in slow_for.items() if count >= rule.steps)
-    return Watch(slow_for, iterations), found
+    return StragglerWatch(slow_for, iterations), found
 
 
-def more_work(own: int, theirs: int, microbatch_size: int) -> float:
-    """How many times another's work a share may be: by samples, or by micro-batches, of which any costs."""
+def work_ratio(own: int, theirs: int, microbatch_size: int) -> float:
+    """Return the larger ratio of two replicas' work: by samples, or by number of micro-batches."""
     return max(own / theirs, -(-own // microbatch_size) / -(-theirs // microbatch_size))
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Of the values but for one of them, without looking at each: each of a thousand asks."""
+    """Return the median of the sorted values without one occurrence of `value`, in O(log n)."""
     place = bisect_left(ordered, value)
 
     def other(index: int) -> float:

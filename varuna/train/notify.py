@@ -5,7 +5,7 @@ import socket
 import time
 
 from varuna.environment import VarunaEnvironment
-from varuna.morph.protocol.messages import Noticed, write
+from varuna.morph.protocol.messages import PreemptionReport, write_message
 
 ANSWER_SECONDS = 5.0
 
@@ -29,22 +29,22 @@ def notify_manager_preempt(
         seconds = max(0.0, not_before - time.time())
     agent = VarunaEnvironment.read(os.environ).agent_socket
     if agent:
-        _tell_agent(agent, Noticed(seconds, reason, machine))
+        _tell_agent(agent, PreemptionReport(seconds, reason, machine))
         return
     if not machine:
         raise ValueError("which machine? (outside of a job's workers it must be named: machine='10.0.0.7')")
-    from varuna.morph.run.client import ask
+    from varuna.morph.run.client import request_manager
 
-    answer = ask(code_dir, "preempt", machine=machine, seconds=seconds, why=reason)
+    answer = request_manager(code_dir, "preempt", machine=machine, seconds=seconds, why=reason)
     if not answer.ok:
         raise ValueError(answer.text)
 
 
-def _tell_agent(name: str, notice: Noticed) -> None:
+def _tell_agent(name: str, notice: PreemptionReport) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)
         connection.connect("\0" + name)
-        connection.sendall(write(notice) + b"\n")
+        connection.sendall(write_message(notice) + b"\n")
         answer = connection.makefile().readline().strip()
     if answer != "ok":
         raise ConnectionError(f"the notice was not passed on: {answer or 'no answer'}")

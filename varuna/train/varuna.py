@@ -28,7 +28,7 @@ from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import shard_optimizer as shard
-from varuna.morph.run.progress_page import Progress, open_progress
+from varuna.morph.run.progress_page import ProgressWriter, open_progress
 from varuna.observe.progress_bar import watch
 from varuna.observe.record import merge, on_one_clock
 from varuna.plan.cut.blocks import partition
@@ -641,7 +641,7 @@ class Varuna(nn.Module):
         if self._trainer.reducer.attention:
             self._trainer.reducer.attention = False
             self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
-            self._progress.answering(True)
+            self._progress.on_demand(True)
             sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self._attention.act(
                 self._session.gather,
@@ -652,7 +652,7 @@ class Varuna(nn.Module):
                 has_room=self._checkpoints.has_room(available_bytes(torch.device("cpu")), sharers=sharers),
                 leave=self.close,
             )
-            self._progress.answering(False)
+            self._progress.on_demand(False)
             self._reporter.pace.enter(time.perf_counter())  # none of that was part of a step
 
     def _asks(self) -> bool:
@@ -672,7 +672,7 @@ class Varuna(nn.Module):
         self._own_saves.saved(done, waited, own=by_itself)
         self._progress.saves_every(self._own_saves.every_seconds)
 
-        def tell(ended: "Future[str]", progress: Progress = self._progress) -> None:
+        def tell(ended: "Future[str]", progress: ProgressWriter = self._progress) -> None:
             if ended.exception() is None:
                 progress.saved(written, waited)
 

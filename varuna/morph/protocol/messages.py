@@ -1,133 +1,94 @@
-"""What manager, agents and commands say to each other, once the wire has let them in."""
+"""Messages between the manager, agents and commands.
+
+Some events and commands travel as they are: see `ToManager` and `FromManager`.
+"""
 
 from collections.abc import Mapping
 
 import msgspec
 
-from varuna.morph.state import Outcome, Pulse
+from varuna.morph import commands, events
+from varuna.morph.state import WorkerProgress
 from varuna.types import MachineWorkers
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    pass
+class ManagerMessage(msgspec.Struct, frozen=True, tag=True):
+    """A message from or to the manager."""
 
 
 # ---------------------------------------------------------------- from an agent
 
 
-class Hello(Message, frozen=True):
-    """The first word of an agent, on every connection that it opens."""
+class AgentHello(ManagerMessage, frozen=True):
+    """First message of an agent on every connection."""
 
     job: str
-    machine: str
-    agent: str  # this very process
     pid: int
-    address: str  # where other machines reach this one
-    generation: int | None  # whose workers it has, or had last
-    store_port: int  # of the store for the next generation; 0 while it is not warm
+    joined: events.AgentJoined
 
 
-class Beat(Message, frozen=True):
-    generation: int | None
-    pulses: tuple[Pulse, ...] = ()
+class AgentHeartbeat(ManagerMessage, frozen=True):
+    generation: int | None  # generation of its live workers
+    progress: tuple[WorkerProgress, ...] = ()
 
 
-class StoreOpen(Message, frozen=True):
-    """It is warm: a start costs no import, and there is a store for the next generation."""
+class PreemptionReport(ManagerMessage, frozen=True):
+    """A machine will be taken away."""
 
-    port: int
-
-
-class Failed(Message, frozen=True):
-    generation: int
-    outcome: Outcome
-
-
-class Ended(Message, frozen=True):
-    """All its workers of that generation are gone."""
-
-    generation: int
-    outcomes: tuple[Outcome, ...]
-    pulses: tuple[Pulse, ...] = ()  # their last
-
-
-class Noticed(Message, frozen=True):
-    """This machine, or another one that it has heard of, is about to go."""
-
-    seconds: float | None  # from now
+    seconds: float | None  # from now; None: without a deadline
     why: str
-    machine: str = ""
+    machine: str = ""  # "": the machine of the sender
 
 
-class Unnoticed(Message, frozen=True):
-    """This machine stays after all."""
+class PreemptionWithdrawn(ManagerMessage, frozen=True):
+    """The machine of the sender will not be taken away."""
 
 
-class Output(Message, frozen=True):
-    """What a worker has written, for the terminal."""
+class WorkerOutput(ManagerMessage, frozen=True):
+    """Lines that a worker wrote, for the manager's terminal."""
 
     rank: int
     text: str
-    error: bool = False
+    is_stderr: bool = False
 
 
-class LogLines(Message, frozen=True):
-    question: int
+class LogReply(ManagerMessage, frozen=True):
+    request: int
     text: str
 
 
 # ---------------------------------------------------------------- to an agent
 
 
-class Welcome(Message, frozen=True):
-    environment: Mapping[str, str]  # for all that it starts
+class Welcome(ManagerMessage, frozen=True):
+    environment: Mapping[str, str]  # for all processes of the agent
 
 
-class Start(Message, frozen=True):
-    """One machine's part of a generation."""
+class StartWorkers(ManagerMessage, frozen=True):
+    """Start the workers of one machine."""
 
     generation: int
     workers: MachineWorkers
 
 
-class Save(Message, frozen=True):
-    """And end."""
+class Dismiss(ManagerMessage, frozen=True):
+    """Exit: the job is over, or the machine is not needed."""
 
-    generation: int
-
-
-class Kill(Message, frozen=True):
-    """All workers of this generation, and older ones; answered by `Ended`."""
-
-    generation: int
-
-
-class Stacks(Message, frozen=True):
-    """To the workers' logs."""
-
-    generation: int
-
-
-class Release(Message, frozen=True):
-    """This machine is about to go, and may: all is saved, and nothing more is asked of it."""
-
-
-class Dismiss(Message, frozen=True):
     why: str
 
 
-class AskLog(Message, frozen=True):
-    question: int
+class LogRequest(ManagerMessage, frozen=True):
+    request: int
     generation: int
     rank: int
     lines: int
 
 
-# ---------------------------------------------------------------- commands and their answers
+# ---------------------------------------------------------------- commands and their replies
 
 
-class Ask(Message, frozen=True):
-    """The first and only word of a command such as `varuna status`."""
+class ManagerRequest(ManagerMessage, frozen=True):
+    """The only message of a command such as `varuna status`."""
 
     job: str
     what: str  # status, stop, drain, logs, preempt
@@ -140,7 +101,7 @@ class Ask(Message, frozen=True):
     why: str = ""
 
 
-class Answer(Message, frozen=True):
+class ManagerReply(ManagerMessage, frozen=True):
     ok: bool
     text: str
     status: msgspec.Raw = msgspec.Raw(b"null")
@@ -162,8 +123,8 @@ class MachineStatus(msgspec.Struct, frozen=True):
     workers: tuple[WorkerStatus, ...]
 
 
-class Status(msgspec.Struct, frozen=True):
-    """What `varuna status` shows."""
+class JobStatus(msgspec.Struct, frozen=True):
+    """Output of `varuna status --json`."""
 
     job: str
     pid: int
@@ -178,27 +139,48 @@ class Status(msgspec.Struct, frozen=True):
     store: str
     saved_step: int | None
     losses: int
-    save_seconds: float  # that a checkpoint keeps training waiting
-    save_every_seconds: float  # by itself; 0: not, or not known before it has saved once
+    save_seconds: float  # time that a checkpoint blocks training
+    save_every_seconds: float  # autosave interval; 0: off, or unknown before the first save
     slow_machines: tuple[str, ...]
     log_dir: str
     machines: tuple[MachineStatus, ...]
 
 
-FromAgent = Hello | Beat | StoreOpen | Failed | Ended | Noticed | Unnoticed | Output | LogLines | Ask
-ToAgent = Welcome | Start | Save | Kill | Stacks | Release | Dismiss | AskLog | Answer
+ToManager = (
+    AgentHello
+    | AgentHeartbeat
+    | events.StoreReady
+    | events.WorkerFailed
+    | events.WorkersEnded
+    | PreemptionReport
+    | PreemptionWithdrawn
+    | WorkerOutput
+    | LogReply
+    | ManagerRequest
+)
+FromManager = (
+    Welcome
+    | StartWorkers
+    | commands.SaveAndEnd
+    | commands.KillWorkers
+    | commands.DumpStacks
+    | commands.ReleaseMachines
+    | Dismiss
+    | LogRequest
+    | ManagerReply
+)
 
-_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
-_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_to_manager: msgspec.json.Decoder[ToManager] = msgspec.json.Decoder(ToManager)
+_from_manager: msgspec.json.Decoder[FromManager] = msgspec.json.Decoder(FromManager)
 
 
-def read_from_agent(payload: bytes) -> FromAgent:
-    return _from_agent.decode(payload)
+def read_to_manager(payload: bytes) -> ToManager:
+    return _to_manager.decode(payload)
 
 
-def read_to_agent(payload: bytes) -> ToAgent:
-    return _to_agent.decode(payload)
+def read_from_manager(payload: bytes) -> FromManager:
+    return _from_manager.decode(payload)
 
 
-def write(message: Message) -> bytes:
+def write_message(message: ManagerMessage | events.Event | commands.Command) -> bytes:
     return msgspec.json.encode(message)

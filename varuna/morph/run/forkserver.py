@@ -1,15 +1,17 @@
-"""A process that has imported torch already, and forks workers: so that a restart need not import it again.
+"""The fork server: a process that has imported torch, and forks workers that need not import it again.
 
-Started by an agent, as `python -P nursery.py`; it speaks JSON lines with it:
+A supervisor starts it as `python -P forkserver.py LEASE_SECONDS [MODULE ...]`, and they exchange JSON
+lines over its stdin and stdout:
 
-    agent ──► {"fork": {"key": "2/0", ...}}, {"signal": {"key": "2/0", "number": 9}}, {"store": {...}},
-              {"beat": {}}
-    agent ◄── {"ready": {}}, {"forked": {"key": "2/0", "pid": 7}}, {"ended": {"key": "2/0", "code": -9}},
-              {"store": {"key": "store 1", "port": 40001}}
+    to the fork server    {"fork": {"key": "2/0", ...}}, {"signal": {"key": "2/0", "number": 9}},
+                          {"store": {"key": "store 1", "host": "10.0.0.4"}}, {"beat": {}}
+    from the fork server  {"ready": {}}, {"forked": {"key": "2/0", "pid": 7}},
+                          {"ended": {"key": "2/0", "code": -9}}, {"store": {"key": "store 1", "port": 40001}}
 
-It forks, so it never starts a thread and never touches a GPU. It is also the workers' guard: when the
-agent goes, however it goes, the nursery's input ends, and with it end all workers and what they started.
-Where the agent lives but stands still, the manager has given this machine up, and they end too.
+It never starts a thread and never uses a GPU, because it forks. When its supervisor dies, its stdin
+ends, and it kills all workers and everything that they started. When the supervisor is silent for
+LEASE_SECONDS (0: no limit), for example because it is stopped, the workers are killed too: the manager
+has given this machine up.
 """
 
 import atexit
@@ -30,39 +32,41 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "varuna.train.varuna")
-LATER = ("torch.export._trace",)
-"""What wrapping a model would import, hundreds of modules: for when the machine may be counted on already."""
+"""Modules that an agent's fork server imports before the first fork."""
+PRELOADED_LATER = ("torch.export._trace",)
+"""Modules that wrapping a model imports: loaded after the first fork, while the server is idle."""
 LEASE_SECONDS = 10
-"""An agent that is silent for so long stands still."""
+"""Lease of an agent's workers."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Nursery:
-    def __init__(self, requests: int, answers: int) -> None:
+class ForkServer:
+    def __init__(self, requests: int, answers: int, *, lease_seconds: int, later: Sequence[str]) -> None:
         self.requests = requests
         self.answers = answers
-        self.children: dict[str, int] = {}  # process ids, which are those of their groups too
-        self._later = list(LATER)
+        self.children: dict[str, int] = {}  # process ids, which are also their group ids
+        self._lease_seconds = lease_seconds
+        self._later = list(later)
         self._buffer = b""
 
     def serve(self) -> dict[str, Any] | None:
-        """Returns in a worker, with its orders; in the nursery itself when the agent is gone: None."""
-        woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Handle requests. Return the request in a forked child, and None when the supervisor is gone."""
+        wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wakes)
+        signal.set_wakeup_fd(wake_writer)
         self.answer("ready", {})
-        silent_seconds = 0  # counted one by one: those in which the whole machine stood still are none
+        silent_seconds = 0  # counted one by one, so time in which the whole machine slept does not count
         while True:
-            warm = bool(self.children)  # the first store is there
-            ready, _, _ = select.select([self.requests, woken], [], [], 0 if self._later and warm else 1)
-            if self._later and warm and not ready:
+            preloads = self._later and self.children  # the first store is forked
+            ready, _, _ = select.select([self.requests, wake_reader], [], [], 0 if preloads else 1)
+            if preloads and not ready:
                 preload([self._later.pop(0)])
                 continue
             silent_seconds = 0 if self.requests in ready else silent_seconds + (not ready)
-            if silent_seconds == LEASE_SECONDS:
-                self.end_workers()
-            if woken in ready:
-                os.read(woken, 4096)
+            if silent_seconds and silent_seconds == self._lease_seconds:
+                self.kill_workers()
+            if wake_reader in ready:
+                os.read(wake_reader, 4096)
                 self.reap()
             if self.requests in ready:
                 data = os.read(self.requests, 65536)
@@ -70,8 +74,8 @@ class Nursery:
                     return None
                 *lines, self._buffer = (self._buffer + data).split(b"\n")
                 for line in lines:
-                    if (orders := self.carry_out(json.loads(line))) is not None:
-                        return orders
+                    if (request := self.carry_out(json.loads(line))) is not None:
+                        return request
 
     def carry_out(self, request: dict[str, Any]) -> dict[str, Any] | None:
         if "signal" in request:
@@ -79,11 +83,11 @@ class Nursery:
         elif "store" in request:
             return self.fork_store(**request["store"])
         elif "fork" in request:
-            return self.fork(request["fork"])
+            return self.fork_worker(request["fork"])
         return None
 
     def signal(self, key: str, number: int) -> None:
-        """SIGKILL goes to all that the worker has started, any other to it alone: those would die of it."""
+        """Send SIGKILL to the child's whole group, any other signal to the child alone."""
         if pid := self.children.get(key):
             with suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
@@ -91,14 +95,14 @@ class Nursery:
                 else:
                     os.kill(pid, number)
 
-    def fork(self, orders: dict[str, Any]) -> dict[str, Any] | None:
-        if not self._fork(orders["key"]):
-            return orders
-        self.answer("forked", {"key": orders["key"], "pid": self.children[orders["key"]]})
+    def fork_worker(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        if not self._fork(request["key"]):
+            return request
+        self.answer("forked", {"key": request["key"], "pid": self.children[request["key"]]})
         return None
 
     def fork_store(self, key: str, host: str) -> dict[str, Any] | None:
-        """A process of its own for a store: it has threads, and outlives the workers that it serves."""
+        """Fork a process for a rendezvous store, which has threads and outlives its workers."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as listener:
             listener.bind((host, 0))
@@ -110,7 +114,7 @@ class Nursery:
         return None
 
     def _fork(self, key: str) -> bool:
-        """True in the nursery. The child leads a group of its own when both go on."""
+        """Fork a child that leads its own process group; return True in the fork server."""
         pid = os.fork()
         if pid:
             with suppress(OSError):
@@ -120,12 +124,14 @@ class Nursery:
         signal.set_wakeup_fd(-1)
         for number in (*SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setpgid(0, 0)
         os.close(self.requests)
         os.close(self.answers)
         return False
 
     def reap(self) -> None:
+        """Report children that have ended, and kill what they started."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -134,7 +140,7 @@ class Nursery:
             if not pid:
                 return
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what it had started
+                os.killpg(pid, signal.SIGKILL)
             for key in [key for key, child in self.children.items() if child == pid]:
                 del self.children[key]
                 self.answer("ended", {"key": key, "code": os.waitstatus_to_exitcode(status)})
@@ -143,25 +149,25 @@ class Nursery:
         with suppress(BrokenPipeError):
             os.write(self.answers, json.dumps({what: facts}).encode() + b"\n")
 
-    def end_workers(self) -> None:
-        """But not the store, which an agent that comes to life again takes for granted."""
+    def kill_workers(self) -> None:
+        """Kill the workers, but not the stores, which a resumed agent still needs."""
         for key in self.children:
             if not key.startswith("store"):
                 self.signal(key, signal.SIGKILL)
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         for group in self.children.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
 
 
-def preload(names: Sequence[str] = PRELOADED) -> None:
-    if importlib.util.find_spec("varuna") is None:  # the agent was started from its folder
+def preload(names: Sequence[str]) -> None:
+    if importlib.util.find_spec("varuna") is None:  # varuna is not installed: it runs from a checkout
         sys.path.append(str(Path(__file__).parents[3]))
-    gc.disable()  # next to nothing of it is garbage, and looking for that takes a quarter of the time
+    gc.disable()  # imports create little garbage; collections would take a quarter of the time
     for name in names:
         importlib.import_module(name)
-    gc.freeze()  # workers neither look through what they share nor, by doing so, copy it
+    gc.freeze()  # collections in workers must not touch, and so copy, the shared memory
     gc.enable()
 
 
@@ -178,26 +184,26 @@ def become_store(parent: int, listener: int, host: str, port: int) -> None:
         signal.pause()
 
 
-def become_worker(parent: int, orders: dict[str, Any]) -> None:
+def become_worker(parent: int, request: dict[str, Any]) -> None:
     from varuna.morph.run import worker
     from varuna.processes import die_with_parent
 
-    os.environ.update(orders["environment"])
-    for place, number in ((orders["out"], 1), (orders["err"], 2)):
-        log = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.environ.update(request["environment"])
+    for path, number in ((request["out"], 1), (request["err"], 2)):
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, number)
         os.close(log)
     die_with_parent(parent)
     worker.keep_early_signals()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it hangs, if it is asked
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes stack traces to the log
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if "numpy" in sys.modules:  # its state was copied; torch's and Python's own look after themselves
+    if "numpy" in sys.modules:  # the fork copied its random state; torch and Python reseed themselves
         sys.modules["numpy"].random.seed()
-    worker.run_script(orders["code_dir"], orders["script"], orders["arguments"])
+    worker.run_script(request["code_dir"], request["script"], request["arguments"])
 
 
 def leave(code: object) -> None:
-    """As an interpreter ends, but for tidying up all that torch has imported, which takes seconds."""
+    """Exit like the interpreter, but without freeing all of torch, which takes seconds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -207,31 +213,33 @@ def leave(code: object) -> None:
 
 
 def main() -> None:
+    lease_seconds, *modules = sys.argv[1:]
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.dup2(2, 1)  # what imported modules print is no answer
+    os.dup2(2, 1)  # output of imported modules must not mix with answers
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it ends when its agent does
-    # A worker that is signalled before it has a handler must neither die of it nor miss it.
+        signal.signal(number, signal.SIG_IGN)  # it ends with its supervisor
+    # A worker without a handler must neither die of these signals nor miss them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    preload()
-    nursery = Nursery(requests, answers)
+    preload(modules)
+    later = PRELOADED_LATER if modules else ()
+    server = ForkServer(requests, answers, lease_seconds=int(lease_seconds), later=later)
     parent = os.getpid()
-    orders = nursery.serve()
-    if orders is None:
-        nursery.end()
-    elif "store" in orders:
-        become_store(parent, orders["store"], orders["host"], orders["port"])
+    request = server.serve()
+    if request is None:
+        server.kill_all()
+    elif "store" in request:
+        become_store(parent, request["store"], request["host"], request["port"])
     else:
         try:
-            become_worker(parent, orders)
+            become_worker(parent, request)
         except SystemExit as ended:
             if ended.code is not None and not isinstance(ended.code, int):
                 print(ended.code, file=sys.stderr)
             leave(ended.code)
-        except BaseException as error:  # what no script catches: KeyboardInterrupt
+        except BaseException as error:  # such as KeyboardInterrupt
             sys.excepthook(type(error), error, error.__traceback__)
             leave(1)
         leave(0)

@@ -1,9 +1,9 @@
-"""Opens a job's folder on the manager's machine, and leads the job from there, or takes it up again.
+"""The folder of a job on the manager's machine: lock, contact file and journal.
 
-~/.varuna/jobs/<hash of the code's folder>/
-    lock            held while a manager leads the job
-    manager.json    where it listens, and the job's secret: for this user alone
-    journal.jsonl   what a manager that is started again must know
+~/.varuna/jobs/<hash of code_dir>/
+    lock            held while a manager runs the job
+    manager.json    address of the manager and secret of the job, readable only by this user
+    journal.jsonl   records for a restarted manager
 """
 
 import fcntl
@@ -19,8 +19,8 @@ from varuna.environment import VarunaEnvironment
 from varuna.files import write_atomic
 
 
-class Contact(msgspec.Struct, frozen=True):
-    """How `varuna status` and its kin find the manager."""
+class ManagerContact(msgspec.Struct, frozen=True):
+    """Address of the manager, for commands such as `varuna status`."""
 
     job: str
     pid: int
@@ -43,7 +43,7 @@ class JobFolder:
         return self.path / "manager.json"
 
     def lock(self) -> int:
-        """Until this process ends; the kernel lets go of it however that is."""
+        """Lock the folder until this process ends, however it ends."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -51,23 +51,23 @@ class JobFolder:
         except BlockingIOError:
             os.close(fd)
             raise ValueError(
-                "a manager leads the job of this folder already (`varuna status` shows it, `varuna stop` "
-                "ends it; for a second job use another --code_dir)"
+                "a manager already runs a job from this folder (`varuna status` shows it, `varuna stop` "
+                "ends it; use another --code_dir for a second job)"
             ) from None
         return fd
 
-    def read_contact(self) -> Contact | None:
+    def read_contact(self) -> ManagerContact | None:
         try:
-            return decode(self.contact.read_bytes(), Contact, str(self.contact))
+            return decode(self.contact.read_bytes(), ManagerContact, str(self.contact))
         except FileNotFoundError:
             return None
 
-    def write_contact(self, contact: Contact) -> None:
+    def write_contact(self, contact: ManagerContact) -> None:
         write_atomic(self.contact, encode(contact), mode=0o600)
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """On the port of before, where agents look for a manager that was started again, if it is free."""
+    """Listen on `port`, where agents look for a restarted manager, or on any port if it is taken."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for wanted in (port, 0):
         try:
@@ -75,13 +75,13 @@ def listen(address: str, port: int) -> socket.socket:
         except OSError:
             if not wanted:
                 raise ValueError(
-                    f"this machine cannot listen on {address} (name an address of its own: --manager_ip)"
+                    f"cannot listen on {address} (set --manager_ip to an address of this machine)"
                 ) from None
     raise AssertionError("one of the two returns or raises")
 
 
 def saved_path(home: Path, code_dir: Path) -> Path:
-    """One file for each folder of code: its last job."""
+    """Return the file that keeps the arguments of the last job from a code folder."""
     return home / "jobs" / f"{hashlib.sha256(str(code_dir.resolve()).encode()).hexdigest()[:16]}.json"
 
 

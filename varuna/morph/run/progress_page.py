@@ -1,7 +1,7 @@
-"""How far a worker is, for its agent to see: a page of memory that both share through a small file.
+"""Progress of a worker in a memory page that it shares with its agent, through a small file.
 
-The worker writes numbers as it goes, which costs it about a microsecond a step; the agent reads them
-at each heartbeat. Nothing waits for anything. Numbers may be of two moments: good enough for progress.
+The worker writes numbers in each step, in about a microsecond. The agent reads them at each heartbeat.
+There is no locking: a reader may see numbers of two moments, which is good enough for progress.
 """
 
 import mmap
@@ -11,51 +11,51 @@ import time
 from pathlib import Path
 
 from varuna.environment import VarunaEnvironment
-from varuna.morph.state import Pulse
+from varuna.morph.state import WorkerProgress
 
 PAGE = 4096
-_NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of Progress._write
+_NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of SharedProgressWriter._write
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 128
 MAX_TEXT = 2048
 
 
-class Progress:
-    """Where nobody looks: does nothing."""
+class ProgressWriter:
+    """Ignores progress: no agent reads it."""
 
     watched = False
 
     def enter(self) -> None:
-        """A step begins."""
+        """Note the start of a step."""
 
     def leave(self, iteration: int, compute_seconds: float) -> None:
-        """It has ended."""
+        """Note the end of a step."""
 
     def alive(self) -> None:
-        """Something else than a step was done."""
+        """Note other progress, such as an evaluation."""
 
-    def answering(self, now: bool) -> None:
-        """What all ranks were asked for is being done: whoever ends meanwhile ends on demand."""
+    def on_demand(self, now: bool) -> None:
+        """Note that a requested save is running: a worker that exits meanwhile exits on demand."""
 
     def uses(self, store: str | None) -> None:
-        """The job saves to this store, or has loaded from it."""
+        """Note the store that the job saves to or has loaded from."""
 
     def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint is complete; `seconds` is how long it kept training waiting."""
+        """Note a complete checkpoint that blocked training for `seconds`."""
 
     def saves_every(self, seconds: float) -> None:
-        """By itself; 0: it does not."""
+        """Note the autosave interval; 0: off."""
 
 
-class SharedProgress(Progress):
-    """Writes to the page."""
+class SharedProgressWriter(ProgressWriter):
+    """Writes progress to the page."""
 
     watched = True
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
         self._steps = self._iteration = self._activity = 0
-        self._in_step = self._answering = False
+        self._in_step = self._on_demand = False
         self._saved_step = -1
         self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
         self._entered = 0.0
@@ -83,8 +83,8 @@ class SharedProgress(Progress):
         self._activity += 1
         self._write()
 
-    def answering(self, now: bool) -> None:
-        self._answering = now
+    def on_demand(self, now: bool) -> None:
+        self._on_demand = now
         self.alive()
 
     def uses(self, store: str | None) -> None:
@@ -111,7 +111,7 @@ class SharedProgress(Progress):
             self._iteration,
             self._activity,
             self._in_step,
-            self._answering,
+            self._on_demand,
             self._saved_step,
             self._compute_seconds,
             self._step_seconds,
@@ -120,23 +120,23 @@ class SharedProgress(Progress):
         )
 
 
-def open_progress() -> Progress:
-    """This worker's own, where an agent has started it."""
+def open_progress() -> ProgressWriter:
+    """Open the page of this worker, if an agent has started it."""
     path = VarunaEnvironment.read(os.environ).progress_file
     if not path:
-        return Progress()
+        return ProgressWriter()
     try:
         with open(path, "r+b") as file:
-            return SharedProgress(mmap.mmap(file.fileno(), PAGE))
-    except (OSError, ValueError):  # the file is a convenience: training does not need it
-        return Progress()
+            return SharedProgressWriter(mmap.mmap(file.fileno(), PAGE))
+    except (OSError, ValueError):  # training continues without it
+        return ProgressWriter()
 
 
 # ---------------------------------------------------------------- the agent's side
 
 
-class Reading:
-    """One worker's page, as its agent sees it."""
+class ProgressReader:
+    """Reads the page of one worker."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.rank = rank
@@ -145,12 +145,12 @@ class Reading:
         with path.open("rb") as file:
             self._page = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
 
-    def pulse(self, pid: int = 0) -> Pulse:
+    def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, _, saved, compute, step, save, every = numbers
         (length,) = _TEXT.unpack_from(self._page, _TEXT_AT)
         start = _TEXT_AT + _TEXT.size
-        return Pulse(
+        return WorkerProgress(
             self.rank,
             pid=pid,
             iteration=iteration,
@@ -166,7 +166,7 @@ class Reading:
         )
 
     @property
-    def answering(self) -> bool:
+    def on_demand(self) -> bool:
         return bool(_NUMBERS.unpack_from(self._page)[4])
 
     def close(self) -> None:

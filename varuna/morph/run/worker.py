@@ -1,8 +1,6 @@
-"""Runs a training script as one worker: it dies with its launcher, and leaves its error where that reads it.
+"""Run a training script as a worker, and write its error to a file for the supervisor.
 
-Started by file name, as `python -P worker.py LAUNCHER_PID CODE_DIR SCRIPT ARGS...`, so that it works
-from any folder; it imports neither torch nor the rest of the library, so that a script pays for
-nothing that it does not use itself.
+It imports neither torch nor the rest of the library, so a script imports only what it uses.
 """
 
 import atexit
@@ -17,17 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 
-if __name__ == "__main__":  # started by file name: the library may not be on the path
-    sys.path.append(str(Path(__file__).parents[3]))
 from varuna.files import write_atomic
-from varuna.processes import die_with_parent
-
-if __name__ == "__main__":
-    sys.path.pop()  # the script's imports stay its own
 
 
 class EarlySignal:
-    """Keeps a SIGUSR1 that comes before the script has a handler; the first wrapped model asks for it."""
+    """Remember a SIGUSR1 that arrives before the script has a handler; the first wrapped model handles it."""
 
     came = False
 
@@ -38,14 +30,6 @@ class EarlySignal:
 early_signal = EarlySignal()
 
 
-def main() -> None:
-    launcher, code_dir, script, *arguments = sys.argv[1:]
-    die_with_parent(int(launcher))
-    keep_early_signals()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the launcher held signals while it started its workers
-    run_script(code_dir, script, arguments)
-
-
 def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
     os.chdir(code_dir)
     sys.argv = [script, *arguments]
@@ -54,21 +38,20 @@ def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
         run_as_main(script)
     except Exception as error:
         error = error.with_traceback(error.__traceback__ and without_own_frames(error.__traceback__))
-        leave_error(error)
+        write_error(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
 def keep_early_signals() -> None:
-    sys.modules["varuna.morph.run.worker"] = sys.modules[__name__]  # whoever imports it finds this very one
     signal.signal(signal.SIGUSR1, early_signal)
     signal.siginterrupt(signal.SIGUSR1, False)
-    # At its end Python gives up its handlers, and a late signal would kill a script that has ended well.
+    # At exit Python removes its handlers; a late signal would kill a script that ended normally.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
 def run_as_main(script: str) -> None:
-    """As `python script` would. The module stays in place, for threads and exit handlers that outlive it."""
+    """Run the script like `python script`; its module stays for threads and exit handlers."""
     module = ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
@@ -76,17 +59,17 @@ def run_as_main(script: str) -> None:
 
 
 def without_own_frames(trace: TracebackType) -> TracebackType | None:
-    """The traceback from the script's first line on."""
+    """Return the traceback without the frames of this file."""
     found: TracebackType | None = trace
     while found and found.tb_frame.f_code.co_filename == __file__:
         found = found.tb_next
     return found
 
 
-def leave_error(error: Exception) -> None:
-    """Writes the exception where torch elastic looks for it, and in its form; whole, or not at all."""
-    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not place:
+def write_error(error: Exception) -> None:
+    """Write the exception to the error file of torch elastic, in its format; atomically."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
         return
     now = time.time()
     extra = {
@@ -97,8 +80,4 @@ def leave_error(error: Exception) -> None:
     }
     text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
     with suppress(OSError):  # a full disk must not hide the error itself
-        write_atomic(Path(place), text, fsync=False)
-
-
-if __name__ == "__main__":
-    main()
+        write_atomic(Path(path), text, fsync=False)

@@ -1,4 +1,4 @@
-"""Which device runs which stage, and what its worker is told: by flags, and by environment."""
+"""Ranks of each machine, and the flags and environment variables of each worker."""
 
 import ast
 
@@ -6,7 +6,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.types import Layout, MachineWorkers, format_stage_map
 
 WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""Of a worker's environment, unless they are set already: all that starts workers goes by these."""
+"""Environment variables of workers, unless they are set already."""
 WORKER_FLAGS = (
     "--rank",
     "--local_rank",
@@ -15,11 +15,11 @@ WORKER_FLAGS = (
     "--batch-size",
     "--resume_step",
 )
-"""What a worker's script may be told on its command line, in this order and before its own arguments."""
+"""Flags that a worker's script may accept; they come before its own arguments, in this order."""
 
 
 def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:
-    """Ranks count the devices that are used, over all machines in order."""
+    """Return the ranks of a machine; ranks number the used devices of all machines in order."""
     first = machine * devices_per_machine
     idle_before = sum(device < first for device in layout.idle)
     idle_here = sum(first <= device < first + devices_per_machine for device in layout.idle)
@@ -27,8 +27,8 @@ def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) 
     return tuple(range(rank, min(rank + devices_per_machine - idle_here, layout.num_ranks)))
 
 
-def name_idle(layout: Layout, *, devices_per_machine: int) -> str:
-    """The devices that take no part, by machine: "machine 0: device 3"."""
+def name_idle_devices(layout: Layout, *, devices_per_machine: int) -> str:
+    """Return the idle devices by machine: "machine 0: device 3"."""
     machines: dict[int, list[int]] = {}
     for device in layout.idle:
         machines.setdefault(device // devices_per_machine, []).append(device % devices_per_machine)
@@ -38,18 +38,18 @@ def name_idle(layout: Layout, *, devices_per_machine: int) -> str:
     )
 
 
-# ---------------------------------------------------------------- what a worker is told
+# ---------------------------------------------------------------- flags and environment of a worker
 
 
-def flags_taken(source: str) -> frozenset[str]:
-    """The launch flags that a script's own parser names, or none at all without `--stage_to_rank_map`.
+def accepted_flags(source: str) -> frozenset[str]:
+    """Return the launch flags in a script's source, or none if it lacks `--stage_to_rank_map`.
 
-    That one is nobody else's; `--rank` or `--batch-size` alone may well mean something of the script's own.
+    Only that flag is specific to Varuna: a script may use `--rank` or `--batch-size` for itself.
     """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return frozenset()  # the worker will say what is wrong with it
+        return frozenset()  # the worker will report the error
     texts = {
         node.value
         for node in ast.walk(tree)
@@ -59,7 +59,7 @@ def flags_taken(source: str) -> frozenset[str]:
 
 
 def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...]:
-    """The script's arguments in one worker: the flags that it takes, then its own."""
+    """Return the arguments of the script in one worker: the launch flags that it accepts, then its own."""
     layout, rank = workers.layout, workers.ranks[local_rank]
     values: dict[str, object] = {
         "--rank": rank,
@@ -69,13 +69,13 @@ def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...
         "--batch-size": layout.replica_batch(rank),
         "--resume_step": workers.resume_step,
     }
-    taken = workers.job.worker_flags
-    flags = (f"{flag}={value}" for flag, value in values.items() if flag in taken and value is not None)
+    accepted = {flag: value for flag, value in values.items() if flag in workers.job.worker_flags}
+    flags = (f"{flag}={value}" for flag, value in accepted.items() if value is not None)
     return (*flags, *workers.job.arguments)
 
 
 def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, str]:
-    """Torch's own names, so that `init_process_group()` needs nothing more, and ours."""
+    """Return the variables of one worker: torch's, which `init_process_group()` reads, and ours."""
     layout, rank = workers.layout, workers.ranks[local_rank]
     torch_values: dict[str, object] = {
         "MASTER_ADDR": workers.master_addr,

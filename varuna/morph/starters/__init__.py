@@ -1,1 +1,1 @@
-"""Ways to start agents on other machines, and nothing else: the same job runs on each of them."""
+"""Starters: start agents on machines, by local processes, ssh, Slurm or Ray."""

@@ -1,4 +1,4 @@
-"""What is handed to another machine's Python so that an agent runs there, and what its end means."""
+"""Program and settings that start an agent on another machine, and explanations of its end."""
 
 import re
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ import varuna
 from varuna.morph.starters import remote
 
 AGENT = ("-m", "varuna.morph.run.agent")
-"""What that Python is to run."""
+"""Arguments of the Python that runs the agent."""
 
-# The program comes over stdin: a remote shell, whichever it is, sees nothing that is hard to quote.
+# The real program comes over stdin, so no remote shell has to handle difficult quoting.
 PROGRAM = "import sys; exec(eval(sys.stdin.buffer.readline()))"
 
 
 def preamble(*, folder: str, agent: Sequence[str] = AGENT, ends_with_stdin: bool = False) -> bytes:
-    """What the program reads before the agent's orders."""
+    """Return the bytes that the program reads before the agent's orders."""
     settings = {
         "agent": agent,
         "folder": folder,
@@ -30,23 +30,23 @@ def preamble(*, folder: str, agent: Sequence[str] = AGENT, ends_with_stdin: bool
 
 
 def check_machine(machine: str) -> str:
-    """What a program would take for an option, or a shell for more than a name, is refused."""
+    """Return the machine name; raise if it looks like an option or contains shell characters."""
     if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@\[\]-]*", machine):
         raise ValueError(
-            f"{machine!r} is no name or address of a machine "
-            "(letters, digits and any of _ . : % @ [ ] -; aliases belong in ~/.ssh/config)"
+            f"{machine!r} is not a machine name or address "
+            "(use letters, digits and _ . : % @ [ ] -; define aliases in ~/.ssh/config)"
         )
     return machine
 
 
-def explain_end(machine: str, status: int, said: str) -> str:
-    """Why an agent ended, or never began, with the way out."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def explain_end(machine: str, status: int, output: str) -> str:
+    """Explain why an agent ended or did not start, with a remedy."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(remote.MARK):
             return f"{machine}: {line.removeprefix(remote.MARK)}"
-    last = " | ".join(lines[-5:]) or "no word"
+    last = " | ".join(lines[-5:]) or "no output"
     if status in (126, 127):
-        return f"{machine}: the python to run is not there (name it as that machine has it): {last}"
+        return f"{machine}: the python to run was not found (set --python to its path there): {last}"
     end = f"killed by signal {status - 128}" if 128 < status < 192 else f"exit status {status}"
     return f"{machine}: the agent ended, {end}: {last}"

@@ -1,6 +1,6 @@
-"""Agents as processes of this machine: every loopback address of a list is a machine of its own.
+"""Start agents as local processes: each loopback address is a machine of its own.
 
-So a morph can be tried on a laptop, by editing the list: 127.0.0.1, 127.0.0.2, and so on.
+So you can try morphing on a laptop, with the machines 127.0.0.1, 127.0.0.2, ...
 """
 
 import os
@@ -22,7 +22,7 @@ class LocalAgent:
         return None if code is None else f"exit status {code}"
 
     def kill(self) -> None:
-        """Its workers go with it."""
+        """Kill the agent; its workers die with it."""
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
 
@@ -40,7 +40,7 @@ class LocalStarter:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal is the manager's business
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the manager
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stdin:

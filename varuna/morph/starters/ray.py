@@ -1,7 +1,7 @@
-"""Starts agents as Ray actors, one for each machine, on an existing Ray cluster (the extra `ray`).
+"""Start agents as Ray actors, one per machine, on an existing Ray cluster (the extra `ray`).
 
-An actor only holds its agent: the agent dies with it, and it goes when the agent ends. It is detached: the
-manager may be killed and started again while the job goes on.
+The agent dies with its actor, and the actor exits when the agent ends. Actors are detached, so the job
+continues while the manager is killed and restarted.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ NAMESPACE = "varuna"
 LINGER_SECONDS = 60.0
 
 
-class Holder:
-    """Runs on the other machine, in a process of Ray's; sent by value, so it needs nothing of ours there."""
+class AgentActor:
+    """Runs in a Ray process on the other machine; sent by value, so it needs no varuna there."""
 
-    def hold(self, python: str, program: str, handover: bytes, linger_seconds: float) -> tuple[int, str]:
-        """Until the agent ends: its exit status and its last words. Then this process goes too."""
+    def run_agent(self, python: str, program: str, handover: bytes, linger_seconds: float) -> tuple[int, str]:
+        """Run the agent; return its exit status and its last output. Then this process exits too."""
         try:
-            guard = subprocess.Popen(
+            agent = subprocess.Popen(
                 [python or sys.executable, "-c", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -34,45 +34,45 @@ class Holder:
             )
         except OSError as error:
             return 127, str(error)
-        assert guard.stdin is not None and guard.stdout is not None
+        assert agent.stdin is not None and agent.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            guard.stdin.write(handover)
-            guard.stdin.flush()  # and left open: it closes when this process dies
-        said = b""
-        for line in guard.stdout:
-            sys.stdout.buffer.write(line)  # to Ray's own logs
+            agent.stdin.write(handover)
+            agent.stdin.flush()  # it stays open: it closes when this process dies
+        output = b""
+        for line in agent.stdout:
+            sys.stdout.buffer.write(line)  # to Ray's logs
             sys.stdout.flush()
-            said = (said + line)[-4096:]
-        status = guard.wait()
-        # Whoever started us may be dead, and then nobody takes the answer and lets us go.
+            output = (output + line)[-4096:]
+        status = agent.wait()
+        # If the manager is dead, nobody ends this process.
         threading.Timer(linger_seconds, os._exit, (0,)).start()
-        return status, said.decode(errors="replace")
+        return status, output.decode(errors="replace")
 
 
 class RayAgent:
-    def __init__(self, machine: str, holder: Any, end: Any) -> None:
+    def __init__(self, machine: str, actor: Any, end: Any) -> None:
         self._machine = machine
-        self._holder = holder
+        self._actor = actor
         self._end = end.future()
 
     def ended(self) -> str | None:
         if not self._end.done():
             return None
-        self.kill()  # its place is free again
+        self.kill()  # frees its resources
         if (error := self._end.exception()) is not None:
             return f"{self._machine}: Ray lost the agent: {str(error).strip().splitlines()[0]}"
-        status, said = self._end.result()
-        return explain_end(self._machine, status, said)
+        status, output = self._end.result()
+        return explain_end(self._machine, status, output)
 
     def kill(self) -> None:
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._holder)
+            ray.kill(self._actor)
 
 
 class RayStarter:
-    """A machine of the list that is the address of a Ray node runs there; any other name is Ray's choice."""
+    """Starts an agent on the Ray node with the machine's address, or on any node if none has it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RayStarter:
         resources: Mapping[str, float] | None = None,
         agent: Sequence[str] = AGENT,
     ) -> None:
-        """`python` is that of the nodes, by default Ray's own. `resources` are those of one machine."""
+        """`python` is its path on the nodes (default: Ray's); `resources` are those of one machine."""
         self._address = address
         self._python = python
         self._resources = dict(resources or {"CPU": 1})
@@ -94,8 +94,8 @@ class RayStarter:
         machine = check_machine(orders.machine)
         ray = self._connect()
         resources = dict(self._resources)
-        holder = (
-            ray.remote(Holder)
+        actor = (
+            ray.remote(AgentActor)
             .options(
                 name=f"{orders.job}/{machine}/{secrets.token_hex(4)}",
                 lifetime="detached",
@@ -108,17 +108,18 @@ class RayStarter:
             .remote()
         )
         handover = self._preamble + orders.line()
-        return RayAgent(machine, holder, holder.hold.remote(self._python, PROGRAM, handover, LINGER_SECONDS))
+        end = actor.run_agent.remote(self._python, PROGRAM, handover, LINGER_SECONDS)
+        return RayAgent(machine, actor, end)
 
     def _connect(self) -> Any:
         try:
             import ray
         except ImportError:
-            raise ValueError("Ray is not installed here (pip install 'varuna[ray]')") from None
+            raise ValueError("Ray is not installed (pip install 'varuna[ray]')") from None
         with self._lock:
             if not ray.is_initialized():
                 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-                # Raises ConnectionError, in Ray's own words, where there is no cluster.
+                # Raises ConnectionError if there is no cluster.
                 ray.init(address=self._address, namespace=NAMESPACE, log_to_driver=False)
         return ray
 

@@ -1,13 +1,12 @@
-"""Stands between an agent and the connection that it was started by, on the agent's machine.
+"""The parent process of an agent on its machine; it holds the connection to the starter.
 
-It is sent there as text, before anything of ours is known to be there, so it needs nothing but Python. It
-says what is missing, starts the agent, and hands over its orders. Its stdin brings a line of settings, the
-line of orders, and perhaps later the line `end`, which ends the agent. That nobody holds the other end any
-more ends it only where the settings say so: a manager that was killed may come back, and what the agent
-writes meanwhile is dropped.
+It is sent there as text and needs nothing but Python. It checks the machine, starts the agent, and
+passes its orders on. Its stdin brings a line of settings, the line of orders, and later perhaps the line
+`end`, which kills the agent. The end of stdin kills the agent only if `ends_with_stdin` is set: a killed
+manager may be restarted, and the agent's output is dropped meanwhile.
 """
 
-from __future__ import annotations  # a Python that is too old must be able to read this far and say so
+from __future__ import annotations  # an older Python must be able to read this file and report its version
 
 import ctypes
 import importlib.util
@@ -20,48 +19,47 @@ import threading
 from typing import IO, Any
 
 MARK = "varuna cannot start here: "
-CANNOT = 3
+CANNOT_START = 3
 
 
-def problem(settings: dict[str, Any]) -> str | None:
-    """Why no agent can run here."""
+def find_problem(settings: dict[str, Any]) -> str | None:
+    """Return the reason why no agent can run here, or None."""
     if sys.hexversion < 0x030B0000:
-        return f"{sys.executable} is Python {sys.version.split()[0]}, and 3.11 or newer is needed"
+        return f"{sys.executable} is Python {sys.version.split()[0]}, but Python 3.11 or newer is required"
     if settings["folder"]:
         try:
             os.chdir(settings["folder"])
         except OSError as error:
             return f"the working folder {settings['folder']} cannot be entered: {error.strerror}"
-    sys.path[0] = os.getcwd()  # as `python -m` has it
+    sys.path[0] = os.getcwd()  # like `python -m`
     missing = [name for name in settings["modules"] if importlib.util.find_spec(name) is None]
     if missing:
-        return (
-            f"{sys.executable} has no {' and no '.join(missing)} (install it there, or name another python)"
-        )
+        return f"{sys.executable} has no {' and no '.join(missing)} (install it there, or set --python)"
     import varuna
 
     if varuna.__version__ != settings["version"]:
         return (
-            f"varuna {settings['version']} is needed, as on the manager's machine, "
+            f"varuna {settings['version']} is required, as on the manager's machine, but "
             f"{sys.executable} has {varuna.__version__} from {varuna.__file__}"
         )
     return None
 
 
 def die_with_parent() -> None:
-    """On Linux, the one system that can; elsewhere an agent that is let go ends for want of a manager."""
+    """Kill the agent when this process dies (Linux only; elsewhere it exits without a manager)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def pass_on(said: IO[bytes]) -> None:
-    listening = True
-    for chunk in iter(lambda: os.read(said.fileno(), 65536), b""):
+def pass_on(output: IO[bytes]) -> None:
+    """Copy the agent's output to stdout, and drop it once stdout is closed."""
+    is_open = True
+    for chunk in iter(lambda: os.read(output.fileno(), 65536), b""):
         try:
-            if listening:
+            if is_open:
                 os.write(1, chunk)
         except OSError:
-            listening = False
+            is_open = False
 
 
 def end_on_request(agent: subprocess.Popen[bytes], ends_with_stdin: bool) -> None:
@@ -72,16 +70,16 @@ def end_on_request(agent: subprocess.Popen[bytes], ends_with_stdin: bool) -> Non
 
 def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
-    found = problem(settings)
-    if found:
-        print(MARK + found, file=sys.stderr)
-        sys.exit(CANNOT)
+    problem = find_problem(settings)
+    if problem:
+        print(MARK + problem, file=sys.stderr)
+        sys.exit(CANNOT_START)
     agent = subprocess.Popen(
         [sys.executable, *settings["agent"]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a hang-up is not for the agent
+        start_new_session=True,  # a hang-up must not reach the agent
         preexec_fn=die_with_parent if settings["ends_with_stdin"] else None,
     )
     assert agent.stdin is not None and agent.stdout is not None

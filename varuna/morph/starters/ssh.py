@@ -1,4 +1,4 @@
-"""Starts agents over ssh: with the user's own client, keys and configuration, and with host keys checked."""
+"""Start agents over ssh, with the user's ssh client, keys and configuration; host keys are checked."""
 
 import contextlib
 import shlex
@@ -11,14 +11,14 @@ from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.handover import AGENT, PROGRAM, check_machine, explain_end, preamble
 
 OPTIONS = {
-    "BatchMode": "yes",  # nobody is there to be asked
+    "BatchMode": "yes",  # nobody can answer a prompt
     "RequestTTY": "no",
-    "ClearAllForwardings": "yes",  # those of the user's configuration are for one session, not for many
+    "ClearAllForwardings": "yes",  # the user's forwardings would collide between machines
     "ForwardAgent": "no",
     "ForwardX11": "no",
     "PermitLocalCommand": "no",
     "RemoteCommand": "none",
-    "ControlMaster": "no",  # a shared connection would end the agents of others with its own
+    "ControlMaster": "no",  # a shared connection would end several agents when it ends
     "ControlPath": "none",
     "LogLevel": "ERROR",
     "ServerAliveInterval": "15",
@@ -38,20 +38,20 @@ class SshAgent:
             return None
         with self._log.open("rb") as log:
             log.seek(self._log_start)
-            said = log.read().decode(errors="replace")
-        return explain(self._machine, status, said)
+            output = log.read().decode(errors="replace")
+        return explain_ssh_end(self._machine, status, output)
 
     def kill(self) -> None:
         stdin = self._client.stdin
         assert stdin is not None
         if not stdin.closed:
-            with contextlib.suppress(OSError):  # the connection is gone already
+            with contextlib.suppress(OSError):  # the connection is already closed
                 stdin.write(b"end\n")
                 stdin.close()
 
 
 class SshStarter:
-    """The machine list names machines as ssh does: an address, or an alias of the user's configuration."""
+    """Starts agents on machines that are named like for ssh: an address or an alias of its configuration."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SshStarter:
         connect_seconds: int = 10,
         agent: Sequence[str] = AGENT,
     ) -> None:
-        """`folder` and `python` are those of the other machines; `ssh` may hold options, `ssh -F FILE`."""
+        """`folder` and `python` are paths on the other machines; `ssh` may contain options: `ssh -F FILE`."""
         self._log_folder = log_folder
         self._python = python
         self._ssh = tuple(ssh)
@@ -78,7 +78,7 @@ class SshStarter:
         with log.open("ab") as output:
             log_start = output.tell()
             try:
-                # In a session of its own: what interrupts the manager is not for the agents.
+                # In its own session: a Ctrl-C must reach only the manager.
                 client = subprocess.Popen(
                     [*self._ssh, *self._options, "--", machine, shlex.join([self._python, "-c", PROGRAM])],
                     stdin=subprocess.PIPE,
@@ -88,32 +88,34 @@ class SshStarter:
                 )
             except FileNotFoundError:
                 raise ValueError(
-                    f"no ssh client: {self._ssh[0]!r} is not there (install openssh-client)"
+                    f"the ssh client {self._ssh[0]!r} was not found (install openssh-client)"
                 ) from None
         assert client.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `ended` tells why
+        with contextlib.suppress(BrokenPipeError):  # it has already ended; `ended` returns the reason
             client.stdin.write(self._preamble + orders.line())
             client.stdin.flush()
         return SshAgent(machine, client, log, log_start)
 
 
-def explain(machine: str, status: int, said: str) -> str:
-    if status == 255:  # ssh's own
-        for sign, meaning in SIGNS.items():
-            if sign in said:
-                return f"{machine}: {meaning.format(machine=machine)} (ssh: {said.strip().splitlines()[-1]})"
-    return explain_end(machine, status, said)
+def explain_ssh_end(machine: str, status: int, output: str) -> str:
+    if status == 255:  # an error of ssh itself
+        for text, meaning in SSH_ERRORS.items():
+            if text in output:
+                return (
+                    f"{machine}: {meaning.format(machine=machine)} (ssh: {output.strip().splitlines()[-1]})"
+                )
+    return explain_end(machine, status, output)
 
 
-SIGNS = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that is known "
-    "(if the machine was set up anew: ssh-keygen -R {machine}, and connect once by hand)",
+SSH_ERRORS = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed "
+    "(if the machine was reinstalled: ssh-keygen -R {machine}, then connect once by hand)",
     "Host key verification failed": "its host key is unknown (connect once by hand, ssh {machine}, "
     "and compare its fingerprint)",
-    "Permission denied": "it does not let us in (try ssh -o BatchMode=yes {machine} true: a key is needed "
-    "that asks for no passphrase, in ssh-agent or ~/.ssh/config)",
-    "Could not resolve hostname": "no machine has this name",
-    "Connection refused": "it is up, but nothing listens for ssh there",
+    "Permission denied": "it denied the login (try ssh -o BatchMode=yes {machine} true; the key must "
+    "need no passphrase prompt: use ssh-agent or ~/.ssh/config)",
+    "Could not resolve hostname": "its name cannot be resolved",
+    "Connection refused": "it runs, but has no ssh server",
     "timed out": "it does not answer",
     "No route to host": "it does not answer",
 }

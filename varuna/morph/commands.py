@@ -1,0 +1,75 @@
+"""Commands that follow from events, for the manager to carry out."""
+
+import msgspec
+
+from varuna.morph.state import Generation, JobVerdict
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Something that the manager must do."""
+
+
+class StartAgent(Command, frozen=True):
+    machine: str
+
+
+class EndAgent(Command, frozen=True):
+    """Dismiss a connected agent; kill one that is not connected or does not respond."""
+
+    machine: str
+    why: str
+    unresponsive: bool = False
+
+
+class MakePlan(Command, frozen=True):
+    machines: tuple[str, ...]
+
+
+class FindCheckpoint(Command, frozen=True):
+    store: str
+
+
+class Launch(Command, frozen=True):
+    generation: Generation
+    why: str
+    reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
+
+
+class SaveAndEnd(Command, frozen=True):
+    """Make workers save a checkpoint and exit. Sent to agents."""
+
+    generation: int
+    machines: tuple[str, ...]
+    why: str
+
+
+class KillWorkers(Command, frozen=True):
+    """Kill all workers of this generation and of older ones; the agent confirms. Sent to agents."""
+
+    generation: int
+    machines: tuple[str, ...]
+    why: str
+
+
+class DumpStacks(Command, frozen=True):
+    """Make workers write stack traces to their logs. Sent to agents."""
+
+    generation: int
+    machines: tuple[str, ...]
+
+
+class ReleaseMachines(Command, frozen=True):
+    """Report that machines that will be taken away are no longer needed. Sent to agents."""
+
+    machines: tuple[str, ...]
+
+
+class LogEvent(Command, frozen=True):
+    """Write to the event log and the terminal."""
+
+    what: str
+    why: str
+
+
+class Finish(Command, frozen=True):
+    verdict: JobVerdict

@@ -1,0 +1,94 @@
+"""Events that change the state of a job."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from varuna.morph.state import Heartbeat, MachinePlan, Outcome, WorkerProgress
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Something that happened."""
+
+
+class MachineListRead(Event, frozen=True):
+    machines: tuple[str, ...]
+
+
+class AgentJoined(Event, frozen=True):
+    machine: str
+    agent: str
+    generation: int | None  # generation of the agent's last workers
+    address: str = ""
+    store_port: int = 0
+
+
+class AgentLeft(Event, frozen=True):
+    machine: str
+    agent: str
+    why: str
+
+
+class AgentNotStarted(Event, frozen=True):
+    machine: str
+    why: str
+
+
+class StoreReady(Event, frozen=True):
+    """The agent is warm and has a rendezvous store for the next generation. Sent by agents."""
+
+    machine: str
+    agent: str
+    port: int
+
+
+class WorkerFailed(Event, frozen=True):
+    """One worker failed while others still run. Sent by agents."""
+
+    machine: str
+    agent: str
+    generation: int
+    outcome: Outcome
+
+
+class WorkersEnded(Event, frozen=True):
+    """All workers of a machine have ended. Sent by agents."""
+
+    machine: str
+    agent: str
+    generation: int
+    outcomes: tuple[Outcome, ...]
+    progress: tuple[WorkerProgress, ...] = ()  # final progress of each worker
+
+
+class PlanReady(Event, frozen=True):
+    proposal: MachinePlan
+
+
+class CheckpointFound(Event, frozen=True):
+    step: int | None
+    problem: str = ""
+
+
+class NoticeReceived(Event, frozen=True):
+    """A machine will be taken away, or the user drains it."""
+
+    machine: str
+    deadline: float | None  # None: drained, without a deadline
+    why: str
+
+
+class NoticeWithdrawn(Event, frozen=True):
+    machine: str
+
+
+class StopRequested(Event, frozen=True):
+    why: str
+    save: bool = True
+    exit_code: int = 0
+
+
+class Tick(Event, frozen=True):
+    """Time has passed. `heartbeats` holds the last heartbeat of each machine since the last tick."""
+
+    heartbeats: Mapping[str, Heartbeat] = {}

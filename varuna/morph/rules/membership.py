@@ -1,0 +1,212 @@
+"""Machines of the job: the machine list, agents that start, join and leave, and notices."""
+
+import msgspec
+
+from varuna.morph import commands, events
+from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.transitions import end_generation
+from varuna.morph.state import Member
+
+# ---------------------------------------------------------------- events
+
+
+def machine_list_read(decision: Decision, event: events.MachineListRead) -> None:
+    if not event.machines:
+        decision.log("list ignored", "it names no machine; nothing changes (`varuna stop` ends the job)")
+        return
+    members = dict(decision.state.members)
+    for name in event.machines:
+        known = members.get(name)
+        if known is None:
+            members[name] = Member(name, retry_at=decision.state.attach_until)
+        elif not known.listed:
+            members[name] = msgspec.structs.replace(known, listed=True, leave_by=None, drained=False)
+        else:
+            continue
+        decision.log("machine listed", name)
+    for name, member in members.items():
+        if member.listed and name not in event.machines:
+            members[name] = msgspec.structs.replace(member, listed=False)
+            decision.log("machine unlisted", name)
+    decision.set(members=members)
+
+
+def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
+    name = event.machine
+    member = decision.state.members.get(name)
+    if member is None or not (member.listed or decision.is_working(name)):
+        decision.do(commands.EndAgent(name, "the machine is not in the list"))
+        return
+    if member.agent and member.agent != event.agent:
+        lose_machine(decision, member, "another agent replaced its agent")
+    continues = _continues(decision, event)
+    decision.set_member(
+        name,
+        agent=event.agent,
+        address=event.address or name,
+        leave_by=member.leave_by if member.agent == event.agent else None,
+        seen=decision.now,
+        starting=None,
+        start_failures=0,
+        warm=event.store_port > 0 or event.generation is not None,
+        store_port=event.store_port,
+        workers=event.generation,
+        released=False,
+    )
+    decision.log("agent joined", name + (f", with generation {event.generation}" if continues else ""))
+    if continues:
+        if decision.state.phase == "saving":  # the earlier request may not have reached it
+            decision.do(commands.SaveAndEnd(decision.generation.number, (name,), decision.state.reason))
+        return
+    if event.generation is not None:
+        why = f"generation {event.generation} is not the current one"
+        decision.do(commands.KillWorkers(event.generation, (name,), why))
+    if decision.is_working(name) and decision.state.phase != "ending":
+        end_generation(decision, f"{name} came back without its workers")
+
+
+def _continues(decision: Decision, event: events.AgentJoined) -> bool:
+    """Return True if the agent reconnects with the workers that it has in the current generation."""
+    if event.generation is None or not decision.is_working(event.machine, event.generation):
+        return False
+    index = decision.generation.machines.index(event.machine)
+    return decision.generation.agents[index] == event.agent
+
+
+def agent_left(decision: Decision, event: events.AgentLeft) -> None:
+    if member := decision.member_of_agent(event.machine, event.agent):
+        lose_machine(decision, member, event.why)
+
+
+def agent_not_started(decision: Decision, event: events.AgentNotStarted) -> None:
+    member = decision.state.members.get(event.machine)
+    if member is None or member.agent:
+        return
+    failures = member.start_failures + 1
+    wait = min(60.0, 2.0**failures)
+    decision.set_member(event.machine, starting=None, start_failures=failures, retry_at=decision.now + wait)
+    decision.log("agent not started", f"{event.machine}: {event.why} (retry in {wait:.0f} s)")
+
+
+def store_ready(decision: Decision, event: events.StoreReady) -> None:
+    if decision.member_of_agent(event.machine, event.agent):
+        decision.set_member(event.machine, store_port=event.port, warm=True)
+
+
+def notice_received(decision: Decision, event: events.NoticeReceived) -> None:
+    if event.machine not in decision.state.members:
+        decision.log("notice ignored", f"{event.machine} is not in the list: {event.why}")
+        return
+    if event.deadline is None:
+        decision.set_member(event.machine, drained=True, released=False)
+    else:
+        decision.set_member(event.machine, leave_by=event.deadline, released=False)
+    decision.log("notice", f"{event.machine}: {event.why}")
+
+
+def notice_withdrawn(decision: Decision, event: events.NoticeWithdrawn) -> None:
+    if event.machine in decision.state.members:
+        decision.set_member(event.machine, leave_by=None, released=False)
+        decision.log("notice withdrawn", event.machine)
+
+
+# ---------------------------------------------------------------- lost machines
+
+
+def lose_machine(decision: Decision, member: Member, why: str) -> None:
+    """Give the machine up. If it comes back, its old workers are killed before it is used again."""
+    was_working = decision.is_working(member.name)
+    recent = tuple(at for at in member.lost_at if at > decision.now - decision.settings.flap_seconds)
+    factor = 2.0 ** min(len(recent), 5) if recent else 0.0
+    decision.set_member(
+        member.name,
+        agent="",
+        workers=None,
+        warm=False,
+        store_port=0,
+        starting=None,
+        retry_at=decision.now + factor,
+        lost_at=(*recent, decision.now),
+        welcome_at=decision.now + 10.0 * factor,
+    )
+    again = f" (lost {len(recent) + 1} times recently: not used for {10 * factor:.0f} s)" if recent else ""
+    decision.log("machine lost", f"{member.name}: {why}{again}")
+    if was_working:
+        decision.set(losses=decision.state.losses + 1)
+        if decision.state.phase != "ending":
+            end_generation(decision, f"{member.name} was lost: {why}")
+
+
+def lose_silent_machines(decision: Decision) -> None:
+    for member in list(decision.state.members.values()):
+        silence = decision.now - member.seen
+        if member.agent and silence > decision.settings.lost_seconds:
+            decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
+            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
+
+
+# ---------------------------------------------------------------- consequences of every event
+
+
+def start_and_end_agents(decision: Decision) -> None:
+    """Start missing agents, end agents of unlisted machines, and retry starts that took too long."""
+    for name, member in list(decision.state.members.items()):
+        if member.agent:
+            if not member.listed and not decision.is_working(name) and member.workers is None:
+                decision.do(commands.EndAgent(name, "the machine is no longer in the list"))
+                _forget(decision, name)
+        elif member.starting is not None:
+            limit = decision.settings.start_seconds
+            if decision.now - member.starting > limit:
+                decision.do(commands.EndAgent(name, "it did not connect"))
+                why = f"it did not connect within {limit:.0f} s (can it reach the manager's address?)"
+                agent_not_started(decision, events.AgentNotStarted(name, why))
+        elif not member.listed:
+            _forget(decision, name)
+        elif decision.now >= max(member.retry_at, member.leave_by or 0.0) and not decision.state.verdict:
+            decision.set_member(name, starting=decision.now)
+            decision.do(commands.StartAgent(name))
+
+
+def _forget(decision: Decision, name: str) -> None:
+    members = decision.state.members.items()
+    decision.set(members={other: member for other, member in members if other != name})
+
+
+def ready_machines(decision: Decision, *, without_flapping: bool = False) -> tuple[str, ...]:
+    """Return the machines that can run workers now, those of the last generation first.
+
+    `without_flapping` leaves out machines that were lost several times recently.
+    """
+    last = decision.state.generation
+    current = last.number if last is not None and decision.state.active else None
+
+    def is_ready(name: str) -> bool:
+        member = decision.state.members.get(name)
+        if member is None or not (member.listed and member.agent and member.warm) or member.leaves:
+            return False
+        if without_flapping and decision.now < member.welcome_at and not decision.is_working(name):
+            return False
+        return member.workers is None or member.workers == current
+
+    names = dict.fromkeys((*(last.machines if last is not None else ()), *decision.state.members))
+    return tuple(name for name in names if is_ready(name))
+
+
+def note_usable_machines(decision: Decision) -> None:
+    """Update the present and the usable machines, with the times of their last changes."""
+    members = decision.state.members.items()
+    present = tuple(name for name, m in members if m.listed and m.agent and not m.leaves)
+    if present != decision.state.present:
+        decision.set(present=present, present_at=decision.now)
+    usable = ready_machines(decision, without_flapping=True)
+    if usable != decision.state.usable:
+        decision.set(usable=usable, changed_at=decision.now)
+
+
+def release_machines(decision: Decision) -> None:
+    """Report machines that may be taken away now, before their deadline."""
+    for name, member in list(decision.state.members.items()):
+        if member.agent and member.leaves and not member.released and not decision.is_working(name):
+            decision.set_member(name, released=True)
+            decision.do(commands.ReleaseMachines((name,)))

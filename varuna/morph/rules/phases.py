@@ -1,0 +1,179 @@
+"""Phases of a job: conditions to launch, to change the machines, to save, and to end."""
+
+from varuna.morph import commands, events
+from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.membership import lose_machine, ready_machines
+from varuna.morph.rules.transitions import (
+    end_generation,
+    finish,
+    launch,
+    members_with_workers,
+    save_and_end,
+)
+from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
+from varuna.morph.state import JobVerdict, MachinePlan
+
+FINISHED = JobVerdict("finished", 0, "every worker exited normally")
+
+# ---------------------------------------------------------------- events
+
+
+def plan_ready(decision: Decision, event: events.PlanReady) -> None:
+    proposal = event.proposal
+    if proposal.machines != decision.state.planning_for:
+        return
+    decision.set(planning_for=None, proposal=proposal)
+    if proposal.layout is None:
+        decision.log("no plan", f"{', '.join(proposal.machines)}: {proposal.problem}")
+    elif decision.state.phase == "running" and proposal.same_as(decision.generation):
+        decision.log("plan unchanged", f"{proposal.layout}; nothing restarts")
+
+
+def checkpoint_found(decision: Decision, event: events.CheckpointFound) -> None:
+    decision.set(finding_checkpoint=False)
+    if event.problem:
+        decision.log("no checkpoint", event.problem)
+    proposal = decision.state.proposal
+    if decision.state.phase != "gathering" or proposal is None:
+        return
+    if proposal.machines == ready_machines(decision) and _can_launch(decision, proposal):
+        launch(decision, proposal, event.step)
+
+
+def stop_requested(decision: Decision, event: events.StopRequested) -> None:
+    decision.set(verdict=JobVerdict("stopped", event.exit_code, event.why))
+    if decision.state.phase == "running" and event.save:
+        save_and_end(decision, event.why)
+    elif decision.state.active and not event.save:
+        end_generation(decision, event.why)
+
+
+# ---------------------------------------------------------------- gathering
+
+
+def gather(decision: Decision) -> None:
+    """Wait for machines, then for a plan, then for the newest checkpoint; then launch."""
+    state = decision.state
+    if state.verdict is not None:
+        finish(decision, state.verdict)
+        return
+    ready = ready_machines(decision)
+    if not ready or decision.now < state.wait_until or not _enough_machines(decision, ready):
+        return
+    proposal = state.proposal
+    if proposal is None or proposal.machines != ready:
+        _request_plan(decision, ready)
+    elif _can_launch(decision, proposal):
+        if state.generation is None and state.resume_step is not None:
+            launch(decision, proposal, state.resume_step)
+        elif not state.store:
+            launch(decision, proposal, None)
+        elif not state.finding_checkpoint:
+            decision.set(finding_checkpoint=True)
+            decision.do(commands.FindCheckpoint(state.store))
+
+
+def _enough_machines(decision: Decision, ready: tuple[str, ...]) -> bool:
+    """Return False while a new job still waits for listed machines."""
+    if decision.state.generation is not None:
+        return True
+    waited = decision.now - decision.state.since >= decision.settings.gather_seconds
+    expected = {m.name for m in decision.state.members.values() if m.listed and not m.leaves}
+    return waited or expected <= set(ready)
+
+
+def _request_plan(decision: Decision, machines: tuple[str, ...]) -> None:
+    if decision.state.planning_for is None:
+        decision.set(planning_for=machines)
+        decision.do(commands.MakePlan(machines))
+
+
+def _can_launch(decision: Decision, proposal: MachinePlan) -> bool:
+    """Return True if there is a layout, no newer plan is on the way, and rank 0 has a store."""
+    if proposal.layout is None or decision.state.planning_for is not None:
+        return False
+    return decision.state.members[proposal.used[0]].store_port > 0
+
+
+# ---------------------------------------------------------------- running
+
+
+def run(decision: Decision) -> None:
+    if decision.state.failures:
+        crash_when_cause_is_known(decision)
+    elif decision.all_ended():
+        if _saved_on_demand(decision):
+            stopped = JobVerdict("stopped", 0, "all workers saved and exited after SIGUSR1")
+            finish(decision, decision.state.verdict or stopped)
+        else:
+            finish(decision, FINISHED)
+    elif is_hung(decision):
+        end_hang(decision)
+    elif decision.settings.morphs:
+        _consider_change(decision)
+
+
+def _saved_on_demand(decision: Decision) -> bool:
+    return any(outcome.on_demand for outcomes in decision.state.ended.values() for outcome in outcomes)
+
+
+def _consider_change(decision: Decision) -> None:
+    """Save and relaunch if machines joined or leave and the plan for the others differs."""
+    members, machines = decision.state.members, decision.generation.machines
+    usable = set(decision.state.usable)
+    leaving = [name for name in machines if name not in usable]
+    urgent = any(name in members and members[name].leaves for name in leaving)
+    proposal = decision.state.proposal
+    if not usable:
+        if leaving and (urgent or _is_settled(decision)):
+            save_and_end(decision, f"{', '.join(leaving)} leaves, and no other machine is ready")
+    elif proposal is None or proposal.machines != decision.state.usable:
+        if urgent or _is_settled(decision):
+            _request_plan(decision, decision.state.usable)
+    elif proposal.layout is None:
+        if leaving:
+            save_and_end(decision, f"{', '.join(leaving)} leaves; {proposal.problem}")
+    elif not proposal.same_as(decision.generation):
+        joining = [name for name in proposal.used if name not in machines]
+        gone = [name for name in machines if name not in proposal.used]
+        changes = [f"{', '.join(joining)} joins"] if joining else []
+        changes += [f"{', '.join(gone)} leaves"] if gone else []
+        save_and_end(decision, "; ".join(changes) or f"a better plan: {proposal.layout}")
+
+
+def _is_settled(decision: Decision) -> bool:
+    """Return True if the machines have stayed the same for `settle_seconds`.
+
+    While some listed machines are not usable yet, only the usable ones count.
+    """
+    state, usable = decision.state, set(decision.state.usable)
+    waiting = any(m.listed and not m.leaves and name not in usable for name, m in state.members.items())
+    last_change = state.changed_at if waiting else state.present_at
+    return decision.now - last_change >= decision.settings.settle_seconds
+
+
+# ---------------------------------------------------------------- saving and ending
+
+
+def wait_for_save(decision: Decision) -> None:
+    if decision.state.failures:
+        crash_when_cause_is_known(decision)
+    elif decision.all_ended():
+        if not _saved_on_demand(decision) and decision.state.best_iteration:
+            finish(decision, FINISHED)
+        else:
+            decision.enter("gathering", decision.state.reason)
+    elif decision.state.in_step and is_hung(decision):  # it will never reach the save
+        end_hang(decision)
+    elif decision.now >= decision.state.deadline:
+        end_generation(decision, f"{decision.state.reason}; but the workers did not save and end in time")
+
+
+def wait_for_end(decision: Decision) -> None:
+    waiting = members_with_workers(decision)
+    if waiting and decision.now < decision.state.deadline:
+        return
+    for member in waiting:
+        decision.do(commands.EndAgent(member.name, "it does not end its workers", unresponsive=True))
+        lose_machine(decision, member, "it did not end its workers in time")
+    decision.enter("gathering", decision.state.reason)

@@ -1,0 +1,140 @@
+"""Workers of the current generation: their heartbeats, progress, hangs and failures."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from varuna.morph import commands, events
+from varuna.morph.failures import describe_failure, find_cause
+from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.membership import lose_silent_machines
+from varuna.morph.rules.transitions import end_generation
+from varuna.morph.state import JobVerdict, Outcome, WorkerProgress
+
+# ---------------------------------------------------------------- events
+
+
+def worker_failed(decision: Decision, event: events.WorkerFailed) -> None:
+    known_agent = decision.member_of_agent(event.machine, event.agent)
+    if known_agent and decision.is_working(event.machine, event.generation):
+        _add_failure(decision, event.outcome)
+
+
+def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
+    member = decision.member_of_agent(event.machine, event.agent)
+    if member is None:
+        return
+    if decision.is_working(event.machine, event.generation):
+        if decision.state.phase != "ending":  # workers that the manager killed did not fail
+            for outcome in event.outcomes:
+                if outcome.failure is not None:
+                    _add_failure(decision, outcome)
+        decision.set(ended={**decision.state.ended, event.machine: event.outcomes})
+        if event.progress:
+            _keep_facts(decision, event.progress)
+    if member.workers == event.generation:
+        decision.set_member(event.machine, workers=None)
+
+
+def _add_failure(decision: Decision, outcome: Outcome) -> None:
+    """Add the failure, unless one of the same rank is known."""
+    assert outcome.failure is not None
+    failures = decision.state.failures
+    if outcome.failure.rank in {known.failure.rank for known in failures if known.failure is not None}:
+        return
+    failed_at = decision.state.failed_at if failures else decision.now
+    decision.set(failures=(*failures, outcome), failed_at=failed_at)
+
+
+def tick(decision: Decision, event: events.Tick) -> None:
+    members = dict(decision.state.members)
+    progress: list[WorkerProgress] = []
+    for name, (agent, generation, found) in event.heartbeats.items():
+        if decision.member_of_agent(name, agent):
+            members[name] = msgspec.structs.replace(members[name], seen=decision.now)
+            if decision.state.active and generation == decision.generation.number:
+                progress += found
+    decision.set(members=members)
+    if progress:
+        _note_progress(decision, progress)
+    lose_silent_machines(decision)
+
+
+def _note_progress(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
+    activity = sum(worker.activity for worker in progress)
+    if activity != decision.state.activity:
+        decision.set(activity=activity, progressed_at=decision.now)
+    decision.set(
+        in_step=any(worker.in_step for worker in progress),
+        step_seconds=max(worker.step_seconds for worker in progress),
+    )
+    _keep_facts(decision, progress)
+
+
+def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
+    """Keep the facts that stay valid after the workers have ended."""
+    state = decision.state
+    saved = max(progress, key=lambda worker: worker.saved_step)
+    decision.set(
+        best_iteration=max(state.best_iteration, *(w.iteration if w.steps else 0 for w in progress)),
+        store=next((worker.store for worker in progress if worker.store), state.store),
+        saved_step=max(state.saved_step, saved.saved_step),
+        save_seconds=saved.save_seconds or state.save_seconds,
+        save_every_seconds=max(w.save_every_seconds for w in progress) or state.save_every_seconds,
+    )
+
+
+# ---------------------------------------------------------------- hangs and crashes
+
+
+def is_hung(decision: Decision) -> bool:
+    settings, step = decision.settings, decision.state.step_seconds
+    if not step:
+        return False  # before the first step: loading and compiling have no limit
+    if decision.state.in_step:
+        limit = max(settings.hang_seconds, settings.hang_steps * step)
+    else:
+        limit = max(settings.idle_seconds, 10 * settings.hang_steps * step)
+    return decision.now - decision.state.progressed_at > limit
+
+
+def end_hang(decision: Decision) -> None:
+    """Request stack traces, wait until they are written, then kill the workers."""
+    state, generation = decision.state, decision.generation
+    if state.stacks_at < state.progressed_at:
+        decision.set(stacks_at=decision.now)
+        decision.do(commands.DumpStacks(generation.number, generation.machines))
+    elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
+        silence = state.stacks_at - state.progressed_at
+        end_generation(decision, f"no progress for {silence:.0f} s (a step takes {state.step_seconds:.2g} s)")
+
+
+def crash_when_cause_is_known(decision: Decision) -> None:
+    """Kill the workers once the first failure is known.
+
+    One failure makes other workers fail, and their failures may be reported first.
+    """
+    failures = [outcome.failure for outcome in decision.state.failures if outcome.failure is not None]
+    waited = decision.now - decision.state.failed_at >= decision.settings.second_hand_seconds
+    if waited or decision.all_ended() or not all(failure.second_hand for failure in failures):
+        _crash(decision)
+
+
+def _crash(decision: Decision) -> None:
+    state = decision.state
+    outcomes = {outcome.failure: outcome for outcome in state.failures if outcome.failure is not None}
+    cause = find_cause(list(outcomes))
+    reason = describe_failure(cause, decision.generation.layout, last_lines=outcomes[cause].last_lines)
+    crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1
+    decision.set(
+        crashes=crashes,
+        losses=state.losses + 1,
+        iteration_at_crash=state.best_iteration,
+        wait_until=decision.now + (0.0 if crashes == 1 else min(60.0, 2.0 ** (crashes - 2))),
+    )
+    if cause.in_script and not state.best_iteration:
+        decision.set(verdict=JobVerdict("failed", 1, f"before its first step, {reason}"))
+    elif crashes > decision.settings.crash_limit:
+        why = f"{crashes} times without progress in between; last, {reason}"
+        decision.set(verdict=JobVerdict("failed", 1, why))
+    end_generation(decision, reason)

@@ -1,0 +1,138 @@
+"""Replies of the manager to commands: `varuna status`, `stop`, `drain` and `logs`."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+
+from varuna.morph import events
+from varuna.morph.protocol.messages import (
+    JobStatus,
+    LogReply,
+    LogRequest,
+    MachineStatus,
+    ManagerReply,
+    ManagerRequest,
+    WorkerStatus,
+)
+from varuna.morph.run.connections import ManagerConnection
+from varuna.morph.state import JobState
+
+
+class RequestHandler:
+    def __init__(
+        self,
+        job: str,
+        *,
+        log_dir: str,
+        agents: Mapping[str, ManagerConnection],
+        slow_machines: Collection[str],
+        put_event: Callable[[events.Event], None],
+    ) -> None:
+        self._job = job
+        self._log_dir = log_dir
+        self._agents = agents
+        self._slow_machines = slow_machines
+        self._put_event = put_event
+        self._waiting: dict[int, ManagerConnection] = {}  # log requests
+        self._num_log_requests = 0
+
+    def handle(
+        self, caller: ManagerConnection, request: ManagerRequest, state: JobState, *, now: float
+    ) -> None:
+        if request.job != self._job:
+            caller.refuse(f"it asks for job {request.job}, but this is job {self._job}")
+        elif request.what == "logs":
+            self._request_log(caller, request, state)
+        elif request.what == "status":
+            status = msgspec.json.encode(self._status(state, now=now))
+            _reply(caller, ManagerReply(True, "", msgspec.Raw(status)))
+        elif request.what == "stop":
+            self._put_event(events.StopRequested(request.why or "stop requested", save=request.save))
+            _reply(
+                caller,
+                ManagerReply(True, "the job saves and ends" if request.save else "the job ends"),
+            )
+        elif request.what in ("drain", "preempt"):
+            if request.machine in state.members:
+                deadline = None if request.seconds is None else now + request.seconds
+                why = request.why or "drain requested"
+                self._put_event(events.NoticeReceived(request.machine, deadline, why))
+                _reply(caller, ManagerReply(True, f"the job continues without {request.machine}"))
+            else:
+                _reply(caller, ManagerReply(False, f"{request.machine} is not a machine of this job"))
+        else:
+            _reply(caller, ManagerReply(False, f"unknown request {request.what!r}"))
+
+    def _status(self, state: JobState, *, now: float) -> JobStatus:
+        generation = state.generation
+        return JobStatus(
+            job=self._job,
+            pid=os.getpid(),
+            phase=state.phase,
+            phase_seconds=round(now - state.since, 3),
+            reason=state.reason,
+            generation=None if generation is None else generation.number,
+            layout=None if generation is None else str(generation.layout),
+            resume_step=None if generation is None else generation.resume_step,
+            iteration=state.best_iteration,
+            step_seconds=state.step_seconds,
+            store=state.store,
+            saved_step=state.saved_step if state.saved_step >= 0 else None,
+            losses=state.losses,
+            save_seconds=state.save_seconds,
+            save_every_seconds=round(state.save_every_seconds, 1),
+            slow_machines=tuple(self._slow_machines),
+            log_dir=self._log_dir,
+            machines=tuple(
+                machine_status(state, name, self._agents.get(name), now=now) for name in state.members
+            ),
+        )
+
+    def _request_log(self, caller: ManagerConnection, request: ManagerRequest, state: JobState) -> None:
+        generation = state.generation
+        machine = None if generation is None else generation.machine_of(request.rank)
+        if generation is None or machine is None or machine not in self._agents:
+            _reply(caller, ManagerReply(False, f"rank {request.rank} is not on a connected machine"))
+            return
+        self._num_log_requests += 1
+        self._waiting[self._num_log_requests] = caller
+        number = generation.number if request.generation is None else request.generation
+        self._agents[machine].send(LogRequest(self._num_log_requests, number, request.rank, request.lines))
+
+    def forward_log(self, reply: LogReply) -> None:
+        if caller := self._waiting.pop(reply.request, None):
+            _reply(caller, ManagerReply(bool(reply.text), reply.text or "there is no such log"))
+
+
+def _reply(caller: ManagerConnection, reply: ManagerReply) -> None:
+    caller.send(reply)
+    caller.close("replied")
+
+
+def machine_status(
+    state: JobState, machine: str, connection: ManagerConnection | None, *, now: float
+) -> MachineStatus:
+    member = state.members[machine]
+    return MachineStatus(
+        machine=machine,
+        state=describe_member(state, machine),
+        agent_pid=connection.pid if connection is not None else None,
+        seen_seconds_ago=round(now - member.seen, 3) if member.agent else None,
+        workers=tuple(
+            WorkerStatus(w.rank, w.pid, w.iteration, w.compute_seconds, w.step_seconds)
+            for w in (connection.progress if connection is not None else ())
+        ),
+    )
+
+
+def describe_member(state: JobState, machine: str) -> str:
+    """Return the state of a machine as `varuna status` shows it."""
+    member = state.members[machine]
+    if not member.agent:
+        return "starting" if member.starting is not None else "lost" if member.lost_at else "absent"
+    if member.leaves:
+        return "leaving"
+    if state.active and state.generation is not None and machine in state.generation.machines:
+        return "at work"
+    return "spare" if member.warm else "warming up"

@@ -1,0 +1,246 @@
+"""The supervisor of one machine's workers: starts, watches, signals and ends them.
+
+It controls a fork server (`forkserver.py`), whose input pipe ties everything to this process: when the
+supervisor's process dies, the fork server kills all workers and everything that they started. Agents
+and `varuna.launcher` use it.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from varuna.codec import decode
+from varuna.environment import VarunaEnvironment
+from varuna.morph.failures import ErrorFile, WorkerFailure
+from varuna.morph.run.progress_page import ProgressReader
+from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_arguments, worker_environment
+from varuna.morph.state import Outcome, WorkerProgress
+from varuna.types import MachineWorkers
+
+CLOSE_SECONDS = 5.0
+"""Time limit for the fork server to exit."""
+MAX_OUTPUT = 16 * 2**10
+"""Bytes of a log file that are read at once."""
+
+
+class WorkerProcess:
+    """One worker with its log files, error file and outcome."""
+
+    def __init__(self, rank: int, folder: Path, *, shows_progress: bool) -> None:
+        self.rank = rank
+        self.out = folder / f"rank_{rank}.out"
+        self.err = folder / f"rank_{rank}.err"
+        self.error_file = folder / f"rank_{rank}.error.json"
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self.outcome: Outcome | None = None  # None while it runs
+        self.last_progress = WorkerProgress(rank)
+        progress_file = folder / f"rank_{rank}.progress"
+        self._reader = ProgressReader(progress_file, rank) if shows_progress else None
+        self._shown = {False: 0, True: 0}  # bytes of stdout and stderr that were returned
+
+    def environment(self) -> dict[str, str]:
+        progress_file = None if self._reader is None else str(self._reader.path)
+        ours = VarunaEnvironment(progress_file=progress_file)
+        return {"TORCHELASTIC_ERROR_FILE": str(self.error_file), **ours.write()}
+
+    def progress(self) -> WorkerProgress:
+        assert self._reader is not None
+        return self._reader.read(self.pid or 0)
+
+    def failure(self) -> WorkerFailure | None:
+        """Return the failure of the worker, also while it still runs after writing its error file."""
+        error = read_error(self.error_file)
+        return WorkerFailure(self.rank, self.exit_code, error) if error or self.exit_code else None
+
+    def end(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        failure = self.failure()
+        saved = failure is None and self._reader is not None and self._reader.on_demand
+        lines = last_lines(self.err) if failure is not None else ""
+        self.outcome = Outcome(failure, on_demand=saved, last_lines=lines)
+        if self._reader is not None:
+            self.last_progress = self._reader.read()
+        self.close()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def new_output(self) -> Iterator[tuple[bool, str]]:
+        """Yield new complete lines as (is stderr, text); the rest of the files once it has ended."""
+        for is_stderr, path in ((False, self.out), (True, self.err)):
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(self._shown[is_stderr])
+                while data := file.read(MAX_OUTPUT):
+                    if self.outcome is None:
+                        data = data[: data.rfind(b"\n") + 1]
+                    if data:
+                        self._shown[is_stderr] += len(data)
+                        yield is_stderr, data.decode(errors="replace")
+                    if self.outcome is None:
+                        break
+
+
+class Supervisor:
+    """The workers of one generation, and the fork server that starts them."""
+
+    def __init__(
+        self,
+        *,
+        on_worker_end: Callable[[WorkerProcess], None] = lambda worker: None,
+        on_ready: Callable[[], None] = lambda: None,
+        on_store: Callable[[int], None] = lambda port: None,
+        on_exit: Callable[[int], None] = lambda status: None,
+    ) -> None:
+        """`on_exit` is called with the status of the fork server, after all workers are killed."""
+        self.workers: dict[int, WorkerProcess] = {}  # by rank
+        self.store_port = 0  # of the store for the next generation
+        self._on_worker_end = on_worker_end
+        self._on_ready = on_ready
+        self._on_store = on_store
+        self._on_exit = on_exit
+        self._server: asyncio.subprocess.Process | None = None
+        self._generation = 0
+        self._stores: list[str] = []  # keys; the last one is for the next generation
+        self._num_stores = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._server is not None
+
+    @property
+    def live_workers(self) -> list[WorkerProcess]:
+        return [worker for worker in self.workers.values() if worker.outcome is None]
+
+    async def open(self, environment: Mapping[str, str], *, options: Sequence[str] = ("0",)) -> None:
+        """Start the fork server; `environment` overrides the variables of this process.
+
+        `options` are the lease in seconds (0: none) and the modules to import before forks.
+        """
+        self._server = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("forkserver.py")),
+            *options,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**WORKER_DEFAULTS, **os.environ, **environment},
+            start_new_session=True,  # a Ctrl-C in the terminal does not reach it
+        )
+        self._watching = asyncio.create_task(self._watch(self._server))
+
+    async def _watch(self, server: asyncio.subprocess.Process) -> None:
+        assert server.stdout is not None
+        while line := await server.stdout.readline():
+            ((what, facts),) = json.loads(line).items()
+            self._handle_answer(what, facts)
+        status = await server.wait()
+        for worker in self.live_workers:  # they died with the fork server, but not their own children
+            if worker.pid is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+        self._on_exit(status)
+
+    def _handle_answer(self, what: str, facts: dict[str, Any]) -> None:
+        if what == "ready":
+            self._on_ready()
+        elif what == "store":
+            self._stores.append(facts["key"])
+            self.store_port = facts["port"]
+            self._on_store(self.store_port)
+        else:
+            worker = next((w for w in self.workers.values() if self._key(w.rank) == facts["key"]), None)
+            if worker is not None and what == "forked":
+                worker.pid = facts["pid"]
+            elif worker is not None and what == "ended":
+                worker.end(facts["code"])
+                self._on_worker_end(worker)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._generation}/{rank}"
+
+    def _request(self, what: str, **facts: Any) -> None:
+        assert self._server is not None and self._server.stdin is not None
+        with suppress(OSError):
+            self._server.stdin.write(json.dumps({what: facts}).encode() + b"\n")
+
+    def send_heartbeat(self) -> None:
+        """Renew the lease of the workers: without it the fork server kills them."""
+        if self.is_open:
+            self._request("beat")
+
+    def open_store(self, host: str) -> None:
+        """Open a rendezvous store for the next generation; `on_store` gets its port."""
+        self.store_port = 0
+        self._num_stores += 1
+        self._request("store", key=f"store {self._num_stores}", host=host)
+
+    def close_old_stores(self) -> None:
+        """Kill all stores but the last."""
+        for key in self._stores[:-1]:
+            self._request("signal", key=key, number=int(signal.SIGKILL))
+            self._stores.remove(key)
+
+    def start_workers(
+        self,
+        workers: MachineWorkers,
+        folder: Path,
+        *,
+        generation: int = 1,
+        environment: Mapping[str, str] = {},
+        shows_progress: bool = False,
+    ) -> None:
+        """Start workers that log to `folder`. Raise OSError if their files cannot be created."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._generation = generation
+        self.workers = {
+            rank: WorkerProcess(rank, folder, shows_progress=shows_progress) for rank in workers.ranks
+        }
+        for local_rank, worker in enumerate(self.workers.values()):
+            variables = {**worker_environment(workers, local_rank), **worker.environment(), **environment}
+            self._request(
+                "fork",
+                key=self._key(worker.rank),
+                environment=variables,
+                out=str(worker.out),
+                err=str(worker.err),
+                code_dir=workers.job.code_dir,
+                script=workers.job.script,
+                arguments=worker_arguments(workers, local_rank),
+            )
+
+    def signal_workers(self, number: int) -> None:
+        """Send a signal to all live workers; SIGKILL reaches their own children too."""
+        for worker in self.live_workers:
+            self._request("signal", key=self._key(worker.rank), number=int(number))
+
+    async def close(self) -> None:
+        """Close the input of the fork server, which then kills all workers and exits."""
+        if self._server is not None and self._server.stdin is not None:
+            self._server.stdin.close()
+            try:
+                await asyncio.wait_for(self._server.wait(), CLOSE_SECONDS)
+            except TimeoutError:
+                self._server.kill()
+        for worker in self.live_workers:
+            worker.close()
+
+
+def read_error(path: Path) -> ErrorFile | None:
+    try:
+        return decode(path.read_bytes(), ErrorFile, str(path))
+    except (FileNotFoundError, ValueError):  # not written, or in another format
+        return None
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    with suppress(FileNotFoundError):
+        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+    return ""
