@@ -115,7 +115,7 @@ class RayStarter:
         try:
             import ray
         except ImportError:
-            raise ValueError("Ray is not installed (pip install 'varuna[ray]')") from None
+            raise ValueError("Ray is not installed (pip install 'varuna-torch[ray]')") from None
         with self._lock:
             if not ray.is_initialized():
                 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
