@@ -75,4 +75,4 @@ def test_a_worker_without_an_exception_is_quoted_from_its_log(code: int, words: 
     """V33"""
     told = describe_failure(ended(0, code), LAYOUT, last_lines="out of memory\n")
     assert told.startswith(f"rank 0 (stage 0, replica 0) {words}")
-    assert told.endswith("its last words:\n\nout of memory")
+    assert told.endswith("last lines of its stderr:\n\nout of memory")

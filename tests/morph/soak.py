@@ -529,7 +529,7 @@ class Soak:
             [
                 ("", "list ignored"),
                 ("\0\1 rm -rf\n-oProxyCommand=no\n", "list ignored"),
-                ("\n".join([*addresses, *addresses]), "is named more than once"),
+                ("\n".join([*addresses, *addresses]), "appears more than once"),
             ]
         )
         self.happens(f"a list that reads {text[:20]!r}")

@@ -26,7 +26,7 @@ def test_machines_come_and_go_workers_and_agents_are_killed_and_the_losses_are_t
         assert "on 127.0.0.1, 127.0.0.2, 127.0.0.3" in job.wait_for("generation: 3: 1 stage x 3 replicas")
 
         (tmp_path / "machines").write_text("127.0.0.1\n127.0.0.1\n127.0.0.2\n127.0.0.3\n-oProxyCommand=no\n")
-        job.wait_for("'-oProxyCommand=no' is no address")
+        job.wait_for("'-oProxyCommand=no' is not a machine address")
         (tmp_path / "machines").write_text("")
         job.wait_for("list ignored")
         job.wait_for_steps(3)

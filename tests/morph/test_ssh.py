@@ -12,7 +12,7 @@ import pytest
 from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.hosts.manager import StandInManager
 from varuna.morph.protocol.orders import AgentOrders
-from varuna.morph.starters.ssh import SshAgent, SshStarter, explain
+from varuna.morph.starters.ssh import SshAgent, SshStarter, explain_ssh_end
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 
@@ -138,7 +138,7 @@ def test_a_host_that_dies_is_seen_and_its_agent_can_be_started_again(
     manager.accept()
     host.kill()
     assert wait_for_the_end(agent).startswith("n2: the agent ended, exit status 255")
-    assert "nothing listens for ssh" in wait_for_the_end(starter.start(manager.orders(host.name)))
+    assert "has no ssh server" in wait_for_the_end(starter.start(manager.orders(host.name)))
     host.boot()
     again = starter.start(manager.orders(host.name))
     manager.accept()
@@ -162,7 +162,7 @@ def test_a_changed_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_pa
     config.write_text(f"UserKnownHostsFile {known}\nInclude {lab.ssh_config}\n")
     starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
     end = wait_for_the_end(starter.start(manager.orders("n1")))
-    assert end.startswith("n1: its host key is not the one that is known")
+    assert end.startswith("n1: its host key has changed")
 
 
 def test_a_host_that_does_not_let_us_in_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_a_host_that_does_not_let_us_in_is_named(lab: Lab, manager: StandInManag
     config.write_text(lab.ssh_config.read_text().replace(str(lab.folder / "id"), str(tmp_path / "other")))
     starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
     end = wait_for_the_end(starter.start(manager.orders("n1")))
-    assert end.startswith("n1: it does not let us in (try ssh -o BatchMode=yes n1 true")
+    assert end.startswith("n1: it denied the login (try ssh -o BatchMode=yes n1 true")
 
 
 def test_a_missing_python_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
     starter = make_starter(lab, tmp_path, python="/no/such python")
     end = wait_for_the_end(starter.start(manager.orders("n1")))
-    assert end.startswith("n1: the python to run is not there") and "/no/such python" in end
+    assert end.startswith("n1: the python to run was not found") and "/no/such python" in end
 
 
 def test_a_python_without_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_a_python_without_varuna_is_named(lab: Lab, manager: StandInManager, tmp
     bare.chmod(0o755)
     starter = make_starter(lab, tmp_path, python=str(bare), folder=str(tmp_path))
     end = wait_for_the_end(starter.start(manager.orders("n1")))
-    assert "has no varuna and no torch (install it there, or name another python)" in end
+    assert "has no varuna and no torch (install it there, or set --python)" in end
 
 
 def test_another_version_of_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
     (tmp_path / "varuna").mkdir()
     (tmp_path / "varuna" / "__init__.py").write_text('__version__ = "0.0.9"\n')
     end = wait_for_the_end(make_starter(lab, tmp_path, folder=str(tmp_path)).start(manager.orders("n1")))
-    assert "has 0.0.9 from" in end and "is needed, as on the manager's machine" in end
+    assert "has 0.0.9 from" in end and "is required, as on the manager's machine" in end
 
 
 def test_a_missing_folder_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_missing_folder_is_named(lab: Lab, manager: StandInManager, tmp_path: 
 
 def test_a_missing_ssh_client_is_named(tmp_path: Path) -> None:
     starter = SshStarter(log_folder=tmp_path, ssh=("no-such-ssh",))
-    with pytest.raises(ValueError, match="no ssh client: 'no-such-ssh' is not there"):
+    with pytest.raises(ValueError, match="the ssh client 'no-such-ssh' was not found"):
         starter.start(AgentOrders(job="j", machine="n1", managers=(), secret="00"))
 
 
@@ -213,7 +213,7 @@ def test_a_missing_ssh_client_is_named(tmp_path: Path) -> None:
     ["", "-oProxyCommand=touch x", "n1 n2", "n1;id", "$(id)", "n1\n", "../n1", "`id`", "n1|id", "é"],
 )
 def test_what_is_no_name_of_a_machine_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no name or address of a machine"):
+    with pytest.raises(ValueError, match="is not a machine name or address"):
         SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, managers=(), secret="00"))
     assert list(tmp_path.iterdir()) == []
 
@@ -221,18 +221,18 @@ def test_what_is_no_name_of_a_machine_never_reaches_ssh(machine: str, tmp_path: 
 @pytest.mark.parametrize(
     ("said", "meaning"),
     [
-        ("ssh: Could not resolve hostname n9: Name or service not known", "no machine has this name"),
+        ("ssh: Could not resolve hostname n9: Name or service not known", "its name cannot be resolved"),
         ("ssh: connect to host n9 port 22: Connection timed out", "it does not answer"),
         ("ssh: connect to host n9 port 22: No route to host", "it does not answer"),
     ],
 )
 def test_other_words_of_ssh_are_explained(said: str, meaning: str) -> None:
-    assert explain("n9", 255, f"{said}\n") == f"n9: {meaning} (ssh: {said})"
+    assert explain_ssh_end("n9", 255, f"{said}\n") == f"n9: {meaning} (ssh: {said})"
 
 
 def test_a_python_that_is_too_old_can_read_what_is_sent_to_it() -> None:
     """It has to be able to say that it is too old."""
     import ast
 
-    source = (ROOT / "varuna/morph/adapters/remote.py").read_text()
+    source = (ROOT / "varuna/morph/starters/remote.py").read_text()
     ast.parse(source, feature_version=(3, 7))
