@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from tests.launch.jobs import HOLD, SHOW, launcher, log, run, started
+from tests.launch.jobs import HOLD, ROOT, SHOW, launcher, log, run, started
 
 
 def seen(folder: Path, rank: int) -> tuple[list[str], dict[str, str], str]:
@@ -215,18 +215,9 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, pipe: Path) -> 
     assert job.returncode == 0
 
 
-def test_a_worker_whose_launcher_is_gone_already_does_not_start(tmp_path: Path) -> None:
-    """V33: the launcher died between starting the worker and the worker's asking to die with it."""
-    import varuna.morph.run.worker
-
-    (tmp_path / "script.py").write_text("print('started')")
+def test_a_process_whose_parent_is_gone_already_does_not_start() -> None:
+    """V33: the parent died after it started the process, and before the process called the kernel."""
     not_the_parent = "1" if os.getpid() != 1 else "2"
-    command = [
-        "-P",
-        varuna.morph.run.worker.__file__,
-        not_the_parent,
-        str(tmp_path),
-        str(tmp_path / "script.py"),
-    ]
-    worker = subprocess.run([sys.executable, *command], capture_output=True)
-    assert (worker.returncode, worker.stdout) == (-signal.SIGKILL, b"")
+    program = f"from varuna.processes import die_with_parent; die_with_parent({not_the_parent}); print('up')"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
+    assert (process.returncode, process.stdout) == (-signal.SIGKILL, b"")

@@ -289,7 +289,7 @@ def test_no_service_at_all_ends_nothing() -> None:
 
 
 def test_an_unknown_cloud_or_a_strange_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown cloud 'oracle' .expected one of aws, azure, gcp"):
+    with pytest.raises(ValueError, match=r"unknown cloud 'oracle' \(expected one of aws, azure, gcp"):
         metadata_service("oracle")
     with pytest.raises(ValueError, match="http://host"):
         asyncio.run(
