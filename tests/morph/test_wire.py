@@ -96,4 +96,4 @@ def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit(
 def test_another_version_is_told_from_its_first_bytes() -> None:
     listener = Wire(SECRET, is_caller=False)
     with pytest.raises(WireError, match="another program or varuna version"):
-        listener.feed(MAGIC.replace(b"1", b"2") + bytes(GREETING_BYTES))
+        listener.feed(MAGIC.replace(b"2", b"3") + bytes(GREETING_BYTES))
