@@ -47,7 +47,7 @@ async def run_workers(group: MachineWorkers) -> int:
     try:
         await supervisor.open(group.job.environment)
         supervisor.start_workers(group, Path(log_dir))
-        if received == [signal.SIGUSR1]:  # it came before there were workers
+        if signal.SIGUSR1 in received:  # it came before there were workers
             supervisor.signal_workers(signal.SIGUSR1)
         failures = await watch(supervisor, group, received)
         if failures or ending_signal(received):

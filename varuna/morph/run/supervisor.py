@@ -67,10 +67,6 @@ class WorkerProcess:
         self.outcome = Outcome(failure, on_demand=saved, last_lines=lines)
         if self._reader is not None:
             self.last_progress = self._reader.read()
-        self.close()
-
-    def close(self) -> None:
-        if self._reader is not None:
             self._reader.close()
 
     def new_output(self) -> Iterator[tuple[bool, str]]:
@@ -99,7 +95,7 @@ class Supervisor:
         on_store: Callable[[int], None] = lambda port: None,
         on_exit: Callable[[int], None] = lambda status: None,
     ) -> None:
-        """`on_exit` is called with the status of the fork server, after all workers are killed."""
+        """`on_exit` is called with the status of a fork server that exits unexpectedly."""
         self.workers: dict[int, WorkerProcess] = {}  # by rank
         self.store_port = 0  # of the store for the next generation
         self._on_worker_end = on_worker_end
@@ -107,6 +103,7 @@ class Supervisor:
         self._on_store = on_store
         self._on_exit = on_exit
         self._server: asyncio.subprocess.Process | None = None
+        self._closing = False
         self._generation = 0
         self._stores: list[str] = []  # keys; the last one is for the next generation
         self._num_stores = 0
@@ -146,7 +143,9 @@ class Supervisor:
             if worker.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
-        self._on_exit(status)
+            worker.end(-signal.SIGKILL)
+        if not self._closing:
+            self._on_exit(status)
 
     def _handle_answer(self, what: str, facts: dict[str, Any]) -> None:
         if what == "ready":
@@ -223,14 +222,13 @@ class Supervisor:
 
     async def close(self) -> None:
         """Close the input of the fork server, which then kills all workers and exits."""
+        self._closing = True
         if self._server is not None and self._server.stdin is not None:
             self._server.stdin.close()
             try:
-                await asyncio.wait_for(self._server.wait(), CLOSE_SECONDS)
+                await asyncio.wait_for(self._watching, CLOSE_SECONDS)
             except TimeoutError:
                 self._server.kill()
-        for worker in self.live_workers:
-            worker.close()
 
 
 def read_error(path: Path) -> ErrorFile | None:
