@@ -13,7 +13,7 @@ from varuna.morph.rules.transitions import (
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.state import JobVerdict, MachinePlan
 
-FINISHED = JobVerdict("finished", 0, "every worker exited normally")
+FINISHED = JobVerdict("finished", 0, "every worker ended normally")
 
 # ---------------------------------------------------------------- events
 
