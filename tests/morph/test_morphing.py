@@ -45,7 +45,7 @@ def test_machines_come_and_go_workers_and_agents_are_killed_and_the_losses_are_t
         assert "on 127.0.0.3" in job.wait_for("generation: 7: 1 stage x 1 replica")
         job.wait_for_steps(3)
         assert "step" in job.varuna("logs", "0").stdout
-        assert "no machine of this job" in job.varuna("drain", "10.0.0.1").stderr
+        assert "not a machine of this job" in job.varuna("drain", "10.0.0.1").stderr
         check(job, peace)
 
 
@@ -185,7 +185,7 @@ def test_a_scripts_own_handler_runs_on_all_machines_at_one_step_though_the_signa
     with Job(tmp_path, machines=2, stages=2, script=OWN_HANDLER + TRAIN) as job:
         for moment, step in [("backward", 5), ("optimizer", 10)]:
             job.wait_for(
-                "varuna: stopped: all workers have saved and ended, as they were asked to by SIGUSR1"
+                "varuna: stopped: all workers saved and exited after SIGUSR1"
             )
             assert (tmp_path / moment).exists() and job.process.wait() == 0
             (logs,) = sorted(tmp_path.glob("varuna_logs/*/generation_1"))[-1:]
