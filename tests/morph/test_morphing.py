@@ -184,9 +184,7 @@ def test_a_scripts_own_handler_runs_on_all_machines_at_one_step_though_the_signa
     """V40: in the middle of a backward of one machine, then of the other's optimizer."""
     with Job(tmp_path, machines=2, stages=2, script=OWN_HANDLER + TRAIN) as job:
         for moment, step in [("backward", 5), ("optimizer", 10)]:
-            job.wait_for(
-                "varuna: stopped: all workers saved and exited after SIGUSR1"
-            )
+            job.wait_for("varuna: stopped: all workers saved and exited after SIGUSR1")
             assert (tmp_path / moment).exists() and job.process.wait() == 0
             (logs,) = sorted(tmp_path.glob("varuna_logs/*/generation_1"))[-1:]
             found = {re.findall(r"handler at (\d+)", log.read_text())[-1] for log in logs.glob("*.out")}
