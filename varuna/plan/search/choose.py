@@ -229,9 +229,6 @@ def lay_out_as_typed(
             f"{' and '.join(missing)} missing (give them, or a profile made by varuna.Profiler from which to "
             "choose them: `varuna.run_varuna --profile_folder DIR`)"
         )
-    for name, number in [("machines", num_machines), ("devices on each machine", devices_per_machine)]:
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or more, not {number}")
     return lay_out(
         num_machines * devices_per_machine,
         num_stages,

@@ -1,24 +1,30 @@
 """Explanation of why layouts do not fit, and the nearest layout that does."""
 
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import Draft, plan_of
 from varuna.plan.cut.place import Ground, Placement
-from varuna.plan.search.messages import (
-    StageNeed,
-    fits_otherwise,
-    fits_with_more,
-    needs_larger_devices,
-    nothing_fits,
-    too_few_devices,
-)
 from varuna.plan.search.queue import LayoutSearch
 from varuna.plan.search.request import PREFERENCE, check_depths
 from varuna.plan.search.space import LayoutSpace
 from varuna.types import Cluster
+from varuna.units import count, memory
+
+
+class StageNeed(NamedTuple):
+    """Memory that a stage needs, and that its device has."""
+
+    stage: int
+    num_bytes: float
+    device_bytes: int
+
+    @property
+    def missing(self) -> float:
+        return self.num_bytes - self.device_bytes
 
 
 def least_need(space: LayoutSpace, depth: int) -> StageNeed:
@@ -44,19 +50,31 @@ def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
     return StageNeed(stage, need, cutter.memory_bytes[stage])
 
 
+def shortage(depth: int, need: StageNeed) -> str:
+    return (
+        f"{count(depth, 'stage')}: stage {need.stage} needs at least {memory(need.num_bytes)}, but a device "
+        f"has {memory(need.device_bytes)}: {memory(need.missing)} too little"
+    )
+
+
 def why_nothing_fits(space: LayoutSpace) -> str:
     request = space.request
     possible = [depth for depth in request.depths if depth <= space.num_devices]
     if not possible:
-        return too_few_devices(min(request.depths), space.num_devices)
+        return (
+            f"no layout fits: at least {count(min(request.depths), 'stage')} were requested, each needs a "
+            f"device, and there are {space.num_devices} (use fewer stages, or add devices)"
+        )
     needs = {depth: least_need(space, depth) for depth in possible}
     depth = min(possible, key=lambda depth: needs[depth].num_bytes / needs[depth].device_bytes)
-    return nothing_fits(
-        depth,
-        needs[depth],
-        microbatch_size=request.microbatch_sizes[0],
-        recompute=request.modes[-1] == "everywhere",
-        solution=_solution(space, needs[depth]),
+    need, recompute = needs[depth], "" if request.modes[-1] == "everywhere" else "no "
+    # The layout that needs least memory may fit although it was not requested.
+    short = f", {memory(need.missing)} too little" if need.missing > 0 else "; but it was not requested"
+    return (
+        f"no layout fits: the layout that needs least memory has {count(depth, 'stage')}, micro-batches of "
+        f"{request.microbatch_sizes[0]} and {recompute}recompute; its stage {need.stage} needs "
+        f"{memory(need.num_bytes)} and the device has {memory(need.device_bytes)}{short} "
+        f"({_solution(space, need)})"
     )
 
 
@@ -74,10 +92,17 @@ def _solution(space: LayoutSpace, need: StageNeed) -> str:
         with suppress(PlanError):
             search.run()
             if search.found:
-                return fits_otherwise(plan_of(search.ranked()[0].draft, costs.profile))
+                plan = plan_of(search.ranked()[0].draft, costs.profile)
+                recompute = " with recompute" if any(stage.recompute for stage in plan.stages) else ""
+                return (
+                    f"it fits with {count(plan.depth, 'stage')}, micro-batches of {plan.microbatch_size}, "
+                    f"{plan.schedule}{recompute}"
+                )
     machine = max(space.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
     for depth in range(space.num_devices + 1, costs.num_segments + 1):
         larger = Ground(Cluster((msgspec.structs.replace(machine, devices=depth),)))
         if least_need(LayoutSpace(costs, larger, everything), depth).missing <= 0:
-            return fits_with_more(depth, space.num_devices)
-    return needs_larger_devices(need, shards_optimizer=request.shard_optimizer)
+            more = count(depth - space.num_devices, "more device")
+            return f"with {more}, {count(depth, 'stage')} would fit"
+    shard = "" if request.shard_optimizer else ", shard the optimizer state over the replicas"
+    return f"use devices with {memory(need.num_bytes)}{shard}, or cut the model into more segments"

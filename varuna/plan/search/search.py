@@ -13,8 +13,8 @@ from varuna.plan.cost.costs import Costs
 from varuna.plan.cost.forecast import describe, orders_of, pipelines, plan_of
 from varuna.plan.cut.cuts import Mode
 from varuna.plan.cut.place import Ground
-from varuna.plan.search.explanation import least_need, need_of_placement, why_nothing_fits
-from varuna.plan.search.messages import shortage, why_slower
+from varuna.plan.search.explanation import least_need, need_of_placement, shortage, why_nothing_fits
+from varuna.plan.search.messages import why_slower
 from varuna.plan.search.queue import LayoutSearch
 from varuna.plan.search.request import (
     SearchRequest,
