@@ -74,7 +74,7 @@ def test_samples_in_order_can_be_parted(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["sequence first, flat", "two views", "over again"])
 def test_samples_in_disorder_cannot(way: str) -> None:
-    assert len(told(way)) == 1 and "does not hold the samples one after the other" in told(way)[0]
+    assert len(told(way)) == 1 and "does not hold the samples in order" in told(way)[0]
 
 
 def test_what_is_in_the_order_of_a_sort_cannot() -> None:

@@ -162,7 +162,7 @@ def test_cut_after_cuts_a_model_that_is_not_edited() -> None:
     assert cut_after(plain, "body.1") == ["body.1"]
     assert list(plain.state_dict()) == names
     assert assert_same(plain, batch_of(3), batch=3).num_segments == 4
-    with pytest.raises(CaptureError, match=r"near names: .*body\.0"):
+    with pytest.raises(CaptureError, match=r"similar names: .*body\.0"):
         cut_after(plain, "boddy.*")
 
 

@@ -36,7 +36,7 @@ def test_a_chain_computes_what_the_span_does_with_dropout_drawn_by_each_layer() 
     span = 0, captured.num_segments
     state = stage_state(source, captured, *span, device="cpu")
     chain = chain_of(source, captured, *span, torch.device("cpu"))
-    assert len({id(segment.program) for segment in chain.segments}) == 3 < len(chain.segments)
+    assert len({id(link.program) for link in chain.links}) == 3 < len(chain.links)
     expected = run(captured.carve(*span), state, inputs)
     torch.testing.assert_close(run(chain, state, inputs), expected, rtol=1e-12, atol=1e-14)
 
@@ -49,7 +49,7 @@ def test_an_embedding_before_many_blocks_is_not_worth_compiling() -> None:
         source = Source(make_model("GPT", layers=layers))
         captured = source.capture(inputs, training=True)
         chain = chain_of(source, captured, 0, captured.num_segments, torch.device("cpu")).compiled()
-        plain = [isinstance(segment.program.graph_module, fx.GraphModule) for segment in chain.segments]
+        plain = [isinstance(link.program.graph_module, fx.GraphModule) for link in chain.links]
         assert not any(plain[1:])
         compiled[layers] = not plain[0]
     assert compiled == {2: True, 12: False}

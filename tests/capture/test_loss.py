@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from varuna.capture import Source, SpanProgram
 from varuna.capture.graph import fused_loss as loss
-from varuna.capture.graph.fused_loss import fuse_losses, fused_cross_entropy, parts, with_fused_loss
+from varuna.capture.graph.fused_loss import fuse_losses, fused_cross_entropy, row_blocks, with_fused_loss
 from varuna.execute.step.split import backward_inputs, backward_weights
 from varuna.types import PrecisionName, Work
 
@@ -66,7 +66,7 @@ def test_a_joint_loss_has_the_value_and_the_gradients_of_the_plain_one(
     finish: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """V10, V21: in parts that do not come out even, with labels that do not count."""
-    monkeypatch.setattr(loss, "PART_BYTES", 5 * 4160 * 8)
+    monkeypatch.setattr(loss, "BLOCK_BYTES", 5 * 4160 * 8)
     model = Language(finish, bias=bias)
     if finish is of_all_but_the_last:
         model = model.double()
@@ -139,6 +139,8 @@ def test_labels_of_which_none_counts_give_what_torch_gives() -> None:
 
 @given(st.integers(0, 5000), st.integers(1, 1 << 30))
 def test_parts_follow_each_other_and_fit(count: int, row_bytes: int) -> None:
-    found = parts(count, row_bytes)
+    found = row_blocks(count, row_bytes)
     assert [row for first, stop in found for row in range(first, stop)] == list(range(count))
-    assert all(stop - first == 1 or (stop - first - 1) * row_bytes < loss.PART_BYTES for first, stop in found)
+    assert all(
+        stop - first == 1 or (stop - first - 1) * row_bytes < loss.BLOCK_BYTES for first, stop in found
+    )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from varuna.capture import Source
-from varuna.capture.graph.attention_masks import ATTENTION, name_mask
+from varuna.capture.graph.attention_masks import ATTENTION, meaning_of
 from varuna.types import Work
 
 Mask = Callable[[Tensor], Tensor]
@@ -73,10 +73,12 @@ def test_a_mask_is_named_where_it_follows_from_sizes_and_means_it(mask: Mask, na
 
 
 def test_a_mask_that_adds_something_is_kept() -> None:
-    assert name_mask(torch.zeros(3, 3)) == "nothing"
-    assert name_mask(torch.full((3, 3), float("-inf")).triu(1).nan_to_num(0.0, neginf=-torch.inf)) == "causal"
-    assert name_mask(torch.eye(3)) is None
-    assert name_mask(torch.ones(2, 3, dtype=torch.bool).tril()) is None
+    assert meaning_of(torch.zeros(3, 3)) == "nothing"
+    assert (
+        meaning_of(torch.full((3, 3), float("-inf")).triu(1).nan_to_num(0.0, neginf=-torch.inf)) == "causal"
+    )
+    assert meaning_of(torch.eye(3)) is None
+    assert meaning_of(torch.ones(2, 3, dtype=torch.bool).tril()) is None
 
 
 def test_gpt2_of_hugging_face_keeps_no_mask() -> None:

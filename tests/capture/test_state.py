@@ -156,7 +156,7 @@ def test_values_that_nobody_makes_are_asked_for_by_name() -> None:
     with torch.device("meta"):
         source = Source(model := Bare())
     captured = source.capture(batch_of(2), training=True)
-    with pytest.raises(CaptureError, match="nothing tells the values of 'scale'"):
+    with pytest.raises(CaptureError, match="nothing initializes 'scale'"):
         stage_state(source, captured, 0, 1, device="cpu")
     assert model.scale.is_meta
 

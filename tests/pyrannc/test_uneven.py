@@ -308,7 +308,7 @@ def refusal(what: str) -> str:
     ("what", "words"),
     [
         ("Summing", ["replica_num 2+1", "parted by sample", "sums up all samples", "as many replicas"]),
-        ("Twice", ["does not hold the samples one after the other", "torch.stack([a, b], 1)"]),
+        ("Twice", ["does not hold the samples in order", "torch.stack([a, b], 1)"]),
         ("too many", ["replica_num 2+2", "4 ranks", "there are 3 ranks"]),
     ],
 )

@@ -264,7 +264,7 @@ def test_bad_input_is_refused_on_every_rank_with_the_way_out(pool: Pool, case: s
     """V7, B7."""
     for message in pool.run(refusal, 3, case):
         assert REFUSALS[case][1] in message
-        assert "(" in message or "one of" in message  # the way out
+        assert "(" in message or "one of" in message or ". " in message  # what to do
 
 
 def refusal(case: str) -> str:

@@ -1,1 +1,1 @@
-"""Finds cuts and carves segments out of a captured graph."""
+"""Decides where a captured graph is cut, and carves programs out of it."""

@@ -1,10 +1,10 @@
-"""Cuts a model that has no CutPoints: into the segments that an algorithm chose, in every capture alike.
+"""Cuts a model that has no CutPoints into segments that a partition algorithm chooses.
 
-What is cut is the first capture in training mode. Other captures of the same model (for evaluation,
-or for inputs of another shape) have other operations here and there, but their segments must hold
-the same parameters, for the stages are made. So an operation is known by its place in the program (the
-module that runs it, what it does, and how often that module has done it before) and goes where its
-counterpart went; what has none stays with what it needs.
+The algorithm cuts the first capture in training mode. Other captures of the same model (for evaluation, or
+for inputs of another shape) have slightly different operations, but their segments must hold the same
+parameters, because the stages exist already. So an operation is identified by its place in the program:
+module, function, and number of the call in that module. It goes to the segment of the same place in the
+first capture. An operation without a counterpart stays with its arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from varuna.capture.cuts.operations import describe
+from varuna.capture.cuts.operations import list_operations
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
@@ -25,29 +25,29 @@ from varuna.types import Partition
 
 log = logging.getLogger("varuna")
 
-Place = tuple[str, str, int]
+Place = tuple[str, str, int]  # module, function, number of the call
 
-DISORDERED = (
-    "is used in another order than in training, so that no cut fits both (put CutPoints into the model: they "
-    "hold wherever they are; or train it in one stage)"
+OTHER_ORDER = (
+    "is used in another order than in training, so that no cut fits both. Put CutPoints into the model, or "
+    "train it in one stage."
 )
-FIRST_USED = (
-    "is used for the first time, in the middle of a model that was cut and spread without it (let the first "
-    "call be one that uses all parameters, or train it in one stage)"
+FIRST_USE = (
+    "is used for the first time, in the middle of a model that is already cut without it. Let the first "
+    "call use all parameters, or train the model in one stage."
 )
 
 
 def cut(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
-    """Gives every node its segment, and puts each segment's nodes next to each other."""
-    operations = describe(flat, flow, symbol)
+    """Give every node the segment that the partition chooses, and sort the nodes by segment."""
+    operations = list_operations(flat, flow, symbol)
     segments = partition(operations.graph)
     for nodes, segment in zip(operations.nodes, segments, strict=True):
         for node in nodes:
             node.meta["segment"] = segment
-    for place, node in _places(flat):
+    for place, node in _nodes_by_place(flat):
         node.meta["place"] = place
     flat.num_segments = max(segments, default=0) + 1
-    _put_in_order(flat)
+    _sort_by_segment(flat)
     log.info(
         "the model has no CutPoints: its %d operations are cut into %d segments",
         len(operations.nodes),
@@ -56,37 +56,38 @@ def cut(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None, partition: Par
 
 
 @dataclass(frozen=True)
-class Stray:
-    """State that is used in a segment where it is not held: fine in a stage that spans both."""
+class MisplacedState:
+    """State that a segment uses and does not hold; allowed in a stage that spans both."""
 
     name: str
     segment: int
     holders: frozenset[int]
-    why: str
+    reason: str
 
-    def is_within(self, first: int, stop: int) -> bool:
-        """Whether a span has the segment, and not the state."""
+    def is_missing_in(self, first: int, stop: int) -> bool:
+        """Return whether a span has the segment but not the state."""
         return first <= self.segment < stop and not any(first <= holder < stop for holder in self.holders)
 
 
-def cut_alike(
+def cut_like(
     flat: FlatGraph,
     flow: Flow,
-    model: Mapping[Place, int],
+    segment_of: Mapping[Place, int],
     holders: Mapping[str, set[int]],
     unused: Collection[str],
-) -> list[Stray]:
-    """Cuts as another capture was: `model` tells where its nodes went, `holders` where its state is.
+) -> list[MisplacedState]:
+    """Cut the graph like an earlier capture, and return the state that does not fit.
 
-    `unused` are the names that it has no use for. Gives what does not fit.
+    `segment_of` has the segments of that capture's nodes, `holders` those of its state, `unused` the state
+    that it does not use.
     """
     names = {node: name for name, node in flat.state.items()}
-    again = Rematerialization(flat, flow)
-    strays: list[Stray] = []
-    for place, node in _places(flat):
+    rematerialization = Rematerialization(flat, flow)
+    misplaced: list[MisplacedState] = []
+    for place, node in _nodes_by_place(flat):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
-        segment = max(model.get(place, 0), earliest)
-        used = [names[state] for state in again.reads(node)]
+        segment = max(segment_of.get(place, 0), earliest)
+        used = [names[state] for state in rematerialization.reads(node)]
         possible = set.intersection(*(holders.get(name, set()) for name in used)) if used else {segment}
         possible = {other for other in possible if other >= earliest}
         if possible and segment not in possible:
@@ -94,20 +95,21 @@ def cut_alike(
         for name in used if not possible else ():
             held = frozenset(holders.get(name, ()))
             if segment not in held:
-                strays.append(Stray(name, segment, held, FIRST_USED if name in unused else DISORDERED))
+                reason = FIRST_USE if name in unused else OTHER_ORDER
+                misplaced.append(MisplacedState(name, segment, held, reason))
         node.meta["segment"] = segment
-    flat.num_segments = max(model.values(), default=0) + 1
-    _put_in_order(flat)
-    return strays
+    flat.num_segments = max(segment_of.values(), default=0) + 1
+    _sort_by_segment(flat)
+    return misplaced
 
 
 def places(flat: FlatGraph) -> dict[Place, int]:
-    """Where the nodes of a graph that was cut are."""
+    """Return the segment of every place of a graph that `cut` has cut."""
     return {node.meta["place"]: node.meta["segment"] for node in flat.nodes if "place" in node.meta}
 
 
-def _places(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
-    """Before the graph is put into another order than the program's, for that is what captures share."""
+def _nodes_by_place(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
+    """Return nodes with their places. Call it before `_sort_by_segment`: places count in program order."""
     seen: dict[tuple[str, str], int] = {}
     found = []
     for node in flat.nodes:
@@ -121,12 +123,12 @@ def _places(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
     return found
 
 
-def _put_in_order(flat: FlatGraph) -> None:
-    """Each segment's nodes after those of the segments before it, else in the order that they had."""
+def _sort_by_segment(flat: FlatGraph) -> None:
+    """Sort the nodes by segment; within a segment they keep their order."""
     nodes = flat.nodes
     ordered = sorted(nodes, key=lambda node: node.meta["segment"])
     if ordered != nodes:
-        place = [node for node in flat.graph.nodes if node.op == "placeholder"][-1]
+        last = [node for node in flat.graph.nodes if node.op == "placeholder"][-1]
         for node in ordered:
-            place.append(node)
-            place = node
+            last.append(node)
+            last = node

@@ -1,31 +1,30 @@
-"""Cuts a span of segments out of the whole graph.
+"""Carves the program of a span of segments out of the graph.
 
 A value that is made before a cut and used after it is one of three kinds:
 
-    its memory is a parameter's, or it follows cheaply from the inputs   → made again on the other side
-    it needs a gradient                                                  → sent, and a gradient comes back
-    neither                                                              → sent, and nothing comes back
+    a view of a parameter, or a cheap function of the inputs   → recomputed after the cut
+    a value that needs a gradient                              → sent, and its gradient comes back
+    any other value                                            → sent one way
 
-What crosses a cut does not depend on where the other cuts are: everything that is made before and
-used anywhere after it. So a stage in between passes on what only later stages use.
+The values that cross a cut do not depend on other cuts: everything made before it and used anywhere after
+it. A stage in between passes on what only later stages use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import num_bytes
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
-from varuna.capture.run.program import SpanProgram, build, laid_out, layout_of, under_autocast
+from varuna.capture.run.program import SpanProgram, build, in_memory_order, memory_order, under_autocast
 from varuna.capture.trace.opaque_module import OpaqueLeaf
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
@@ -46,8 +45,8 @@ class Carver:
         self.symbol = symbol
         self.precision: PrecisionName = precision
         self.device = device
-        self._closures = Rematerialization(flat, flow)
-        self._again: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
+        self._rematerialization = Rematerialization(flat, flow)
+        self._recomputed: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
         self._state = set(flat.state.values())
 
     @cached_property
@@ -59,50 +58,47 @@ class Carver:
         return segments
 
     def crossing(self, cut: int) -> tuple[fx.Node, ...]:
-        """The values that are sent over the cut before segment `cut`, in the order both sides agree on."""
+        """Return the values that are sent over the cut before segment `cut`, in the order of sending."""
         return () if cut in (0, self.flat.num_segments) else self._crossings[cut]
 
     @cached_property
     def _crossings(self) -> list[tuple[fx.Node, ...]]:
-        """For every cut: what is used behind it, made before it, and not made again."""
+        """The values over every cut: made before it, used after it, and not recomputed."""
         found: list[list[fx.Node]] = [[] for _ in range(self.flat.num_segments)]
         last = self.flat.num_segments - 1
-        needed = dict.fromkeys(self.flat.results, last)  # up to which segment
+        needed = dict.fromkeys(self.flat.results, last)  # the last segment that uses a value
         for node in reversed(self.flat.nodes):
             first, until = node.meta["segment"], needed.get(node, -1)
             if node.op != "get_attr":
                 for arg in node.all_input_nodes:
                     needed[arg] = max(needed.get(arg, -1), first)
             for cut in range(first + 1, until + 1):
-                if node.op == "get_attr" or self.made_again(node, cut) is not None:
+                if node.op == "get_attr" or self._nodes_to_recompute(node, cut) is not None:
                     continue
                 if isinstance(node.meta.get("val"), Tensor):
                     found[cut].append(node)
                 else:
-                    # A number that follows from the data, such as the length of x[mask]: its tensors cross.
+                    # A number that depends on the data, such as the length of x[mask]: send its tensors.
                     for arg in node.all_input_nodes:
                         needed[arg] = max(needed.get(arg, -1), cut)
         return [tuple(reversed(values)) for values in found]
 
     def crossing_bytes(self, cut: int) -> int:
-        """There and back, for one sample."""
+        """Return the bytes of one sample over a cut, forward and backward."""
         return sum(
             num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.gets_grad else 1)
             for node in self.crossing(cut)
         )
 
-    def _is_before(self, value: fx.Node, cut: int) -> bool:
-        return value.op not in ("placeholder", "get_attr") and value.meta["segment"] < cut
-
-    def made_again(self, value: fx.Node, cut: int) -> frozenset[fx.Node] | None:
-        """The nodes that make a value again after a cut; None where it must be sent."""
+    def _nodes_to_recompute(self, value: fx.Node, cut: int) -> frozenset[fx.Node] | None:
+        """Return the nodes that recompute a value after a cut; None if it must be sent."""
         key = (value, cut)
-        if key not in self._again:
-            self._again[key] = self._closures.closure(value, self._position(cut))
-        return self._again[key]
+        if key not in self._recomputed:
+            self._recomputed[key] = self._rematerialization.closure(value, self._position(cut))
+        return self._recomputed[key]
 
     def _position(self, cut: int) -> int:
-        """The position in the whole graph of a cut."""
+        """Return the position of a cut in the graph."""
         for segment in self._by_segment[cut:]:
             for node in segment:
                 return self.flow.order[node]
@@ -118,40 +114,46 @@ class Carver:
         )
 
     def carve(self, first: int, stop: int) -> SpanProgram:
-        flat, flow = self.flat, self.flow
-        if not 0 <= first < stop <= flat.num_segments:
+        num_segments = self.flat.num_segments
+        if not 0 <= first < stop <= num_segments:
             raise CaptureError(
-                f"segments {first}..{stop - 1} are asked for, the model has 0..{flat.num_segments - 1} "
-                "(put in more CutPoints, or use fewer stages)"
+                f"segments {first}..{stop - 1} do not exist: the model has 0..{num_segments - 1}. "
+                "Add CutPoints, or use fewer stages."
             )
-        last = stop == flat.num_segments
+        last = stop == num_segments
         received = self.crossing(first)
-        sent = self.crossing(stop)
-        outputs = list(flat.results) if last else list(sent)
+        outputs = list(self.flat.results) if last else list(self.crossing(stop))
+        chosen = self._chosen(first, stop, received, outputs)
+        self._refuse_changed_views(received, chosen)
+        nodes = self._alive(sorted(chosen, key=self.flow.order.__getitem__), received, outputs)
+        return self._build(nodes, received, outputs, last)
+
+    def _chosen(
+        self, first: int, stop: int, received: tuple[fx.Node, ...], outputs: list[fx.Node]
+    ) -> set[fx.Node]:
+        """Return the nodes of the span, and those that recompute earlier values."""
         own = [node for segment in self._by_segment[first:stop] for node in segment]
         chosen = set(own)
-        given = set(received)
         pending = [arg for node in own for arg in node.all_input_nodes] + outputs
         while pending:
             value = pending.pop()
-            if value in chosen or value in given or not self._is_before(value, first):
+            earlier = value.op not in ("placeholder", "get_attr") and value.meta["segment"] < first
+            if value in chosen or value in received or not earlier:
                 if value.op == "get_attr":
                     chosen.add(value)
                 continue
-            again = self.made_again(value, first)
-            if again is not None:
-                chosen.update(again)
+            recomputed = self._nodes_to_recompute(value, first)
+            if recomputed is not None:
+                chosen.update(recomputed)
             else:
                 chosen.add(value)
                 pending.extend(value.all_input_nodes)
-        self._refuse_torn_aliases(received, chosen)
-        nodes = self._alive(sorted(chosen, key=flow.order.__getitem__), received, outputs)
-        return self._build(nodes, received, outputs, last)
+        return chosen
 
     def _alive(
         self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node]
     ) -> list[fx.Node]:
-        """Without what only other stages need: they make it again."""
+        """Drop the nodes that only other stages need: they recompute them."""
         roots = {self.flow.root[value] for value in (*received, *outputs)} | self._state
         needed = set(outputs)
         kept: list[fx.Node] = []
@@ -162,16 +164,15 @@ class Carver:
                 roots.update(self.flow.root[arg] for arg in node.all_input_nodes)
         return kept[::-1]
 
-    def _refuse_torn_aliases(self, received: tuple[fx.Node, ...], chosen: set[fx.Node]) -> None:
-        """Two views of one memory arrive as two tensors: a change of one would not be seen in the other."""
+    def _refuse_changed_views(self, received: tuple[fx.Node, ...], chosen: set[fx.Node]) -> None:
+        """Refuse a change of one of two received views: they no longer share memory."""
         changed = {root for node in chosen for root in self.flow.writes[node]}
         for root in changed:
             views = [value for value in received if self.flow.root[value] is root]
             if len(views) > 1:
                 raise CaptureError(
-                    f"{', '.join(view.name for view in views)} share memory, cross a cut, and are "
-                    "changed in place "
-                    "after it (put the CutPoint elsewhere, or change a copy)"
+                    f"{', '.join(view.name for view in views)} share memory, cross a cut, and are changed in "
+                    "place after it. Move the CutPoint, or change a copy."
                 )
 
     def _build(
@@ -179,11 +180,11 @@ class Carver:
     ) -> SpanProgram:
         flat, flow = self.flat, self.flow
         used = {arg for node in nodes for arg in node.all_input_nodes} | set(outputs)
-        state = [(name, node) for name, node in flat.state.items() if node in used]
-        inputs = [(name, node) for name, node in flat.inputs.items() if node in used]
+        state = {name: node for name, node in flat.state.items() if node in used}
+        inputs = {name: node for name, node in flat.inputs.items() if node in used}
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node in [node for _, node in state] + list(received) + [node for _, node in inputs]:
+        for node in (*state.values(), *received, *inputs.values()):
             copies[node] = graph.placeholder(node.name)
         random = flat.work is not None and flat.work in used
         if random:
@@ -192,14 +193,14 @@ class Carver:
         changed = {root for node in nodes for root in flow.writes[node]}
         passed_on = {value: copies[value] for value in received if flow.root[value] not in changed}
         for value in received:
-            order = layout_of(value.meta["val"])
+            order = memory_order(value.meta["val"])
             if order is not None:
-                copies[value] = graph.call_function(laid_out, (copies[value], order))
+                copies[value] = graph.call_function(in_memory_order, (copies[value], order))
             if value not in passed_on:
                 copies[value] = graph.call_function(torch.ops.aten.clone.default, (copies[value],))
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            self._in_its_precision(copies[node], node)
+            self._apply_autocast(copies[node], node)
         graph.output(tuple(passed_on.get(value, copies[value]) for value in outputs))
         attributes = {
             str(node.target): flat.attributes[str(node.target)]
@@ -208,32 +209,25 @@ class Carver:
         }
         return SpanProgram(
             graph_module=build(graph, attributes),
-            state=tuple(name for name, _ in state),
+            state=tuple(state),
             received=tuple(map(self.spec, received)),
             sent=() if last else tuple(map(self.spec, outputs)),
-            mutated=tuple(name for name, node in state if node in changed),
-            inputs=tuple(name for name, _ in inputs),
+            mutated=tuple(name for name, node in state.items() if node in changed),
+            inputs=tuple(inputs),
             random=random,
-            leaves=_leaves(attributes),
+            leaves={leaf.name: leaf.module for leaf in attributes.values() if isinstance(leaf, OpaqueLeaf)},
             precision=self.precision,
             device=self.device,
         )
 
-    def _in_its_precision(self, copy: fx.Node, node: fx.Node) -> None:
+    def _apply_autocast(self, copy: fx.Node, node: fx.Node) -> None:
+        """Run a node in the autocast that the model sets for it."""
         autocast = node.meta.get("autocast")
-        if (
-            autocast is None
-            or node.op != "call_function"
-            or not isinstance(node.meta.get("val"), Tensor | tuple | list)
-        ):
+        if autocast is None or node.op != "call_function":
             return
         device_type, dtype, enabled = autocast
-        if not enabled and self.precision == "fp32":
-            return
-        target: Any = copy.target
-        copy.args = (target, device_type, dtype, enabled, *copy.args)
-        copy.target = under_autocast
-
-
-def _leaves(attributes: Mapping[str, Any]) -> dict[str, nn.Module]:
-    return {leaf.name: leaf.module for leaf in attributes.values() if isinstance(leaf, OpaqueLeaf)}
+        makes_tensors = isinstance(node.meta.get("val"), Tensor | tuple | list)
+        if makes_tensors and (enabled or self.precision != "fp32"):
+            target: Any = copy.target
+            copy.args = (target, device_type, dtype, enabled, *copy.args)
+            copy.target = under_autocast

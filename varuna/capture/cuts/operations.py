@@ -1,12 +1,12 @@
-"""A captured model before it is cut, told in nouns, so that an algorithm can decide where to cut it.
+"""The operations of a captured model before it is cut, as input of a partition algorithm.
 
-An operation here is one node of the graph, or as many neighbours as no cut may part:
+An operation is one node of the graph, or a run of nodes that no cut may separate:
 
-    a list and its items                                            only tensors cross a cut
-    a number that follows from the data, and all who read it
-    a tensor whose size follows from the data, and all who read it  what it costs could not be foretold
-    a value that is changed in place, until its last change         two stages would hold two copies
-    all uses of a buffer that a forward changes                     likewise
+    a list and its items                                              only tensors can cross a cut
+    a number that depends on the data, and all its users
+    a tensor whose size depends on the data, and all its users        its cost is unknown
+    a value that is changed in place, until its last change           two stages would hold two copies
+    all uses of a buffer that a forward changes                       likewise
 """
 
 from __future__ import annotations
@@ -27,31 +27,17 @@ from varuna.types import Operation, OperationGraph, Value
 
 
 @dataclass(frozen=True)
-class Operations:
-    """The graph in nouns, and the nodes of each operation."""
-
+class OperationList:
     graph: OperationGraph
-    nodes: Sequence[Sequence[fx.Node]]
+    nodes: Sequence[Sequence[fx.Node]]  # of each operation
 
 
-def describe(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None) -> Operations:
+def list_operations(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None) -> OperationList:
     nodes = [node for node in flat.nodes if node.op != "get_attr"]
-    place = {node: i for i, node in enumerate(nodes)}
-    last_use = {node: max((place[user] for user in node.users if user in place), default=0) for node in nodes}
-    again = Rematerialization(flat, flow)
-    free = {node for node in nodes if again.closure(node, len(flow.order)) is not None}
-    together = [False] * (len(nodes) + 1)  # each with the one before it
-    for first, last in _inseparable(flat, flow, place, last_use, free, symbol):
-        for i in range(first + 1, last + 1):
-            together[i] = True
-    number: dict[fx.Node, int] = {}
-    groups: list[list[fx.Node]] = []
-    for i, node in enumerate(nodes):
-        if together[i]:
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-        number[node] = len(groups) - 1
+    rematerialization = Rematerialization(flat, flow)
+    free = {node for node in nodes if rematerialization.closure(node, len(flow.order)) is not None}
+    groups = _grouped(nodes, _inseparable(flat, flow, nodes, free, symbol))
+    number = {node: i for i, group in enumerate(groups) for node in group}
     values = []
     for node in nodes:
         users = {number[user] for user in node.users if user in number}
@@ -59,27 +45,37 @@ def describe(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None) -> Operat
             users.add(len(groups) - 1)
         users.discard(number[node])
         if users:
-            ways = 2 if node in flow.gets_grad else 1
-            crossing = 0 if node in free else ways * num_bytes(node.meta.get("val"), symbol)
+            directions = 2 if node in flow.gets_grad else 1
+            crossing = 0 if node in free else directions * num_bytes(node.meta.get("val"), symbol)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
-    values += _afterwards(flow, number)
-    return Operations(
-        OperationGraph(
-            tuple(
-                Operation(
-                    sum(flops_per_sample(node, symbol) for node in group if node not in free),
-                    sum(moved_bytes(node, symbol) for node in group if node not in free),
-                )
-                for group in groups
-            ),
-            tuple(values),
-        ),
-        groups,
+    values += _order_after_changes(flow, number)
+    operations = tuple(
+        Operation(
+            sum(flops_per_sample(node, symbol) for node in group if node not in free),
+            sum(moved_bytes(node, symbol) for node in group if node not in free),
+        )
+        for group in groups
     )
+    return OperationList(OperationGraph(operations, tuple(values)), groups)
 
 
-def _afterwards(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
-    """Who reads memory after its last change comes after that, also where it was there before: an input's."""
+def _grouped(nodes: Sequence[fx.Node], spans: Iterator[tuple[int, int]]) -> list[list[fx.Node]]:
+    """Group nodes so that each span (first, last) lies in one group."""
+    joined = [False] * (len(nodes) + 1)  # each node with the one before it
+    for first, last in spans:
+        for i in range(first + 1, last + 1):
+            joined[i] = True
+    groups: list[list[fx.Node]] = []
+    for i, node in enumerate(nodes):
+        if joined[i]:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _order_after_changes(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
+    """Yield values of 0 bytes that keep readers of changed memory after the change."""
     for node, own in number.items():
         for arg in node.all_input_nodes:
             for writer in flow.writers_before(flow.root[arg], flow.order[node]):
@@ -90,19 +86,19 @@ def _afterwards(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
 def _inseparable(
     flat: FlatGraph,
     flow: Flow,
-    place: dict[fx.Node, int],
-    last_use: dict[fx.Node, int],
+    nodes: Sequence[fx.Node],
     free: set[fx.Node],
     symbol: sympy.Symbol | None,
 ) -> Iterator[tuple[int, int]]:
-    """Spans of nodes, first and last, that must stay in one segment."""
+    """Yield spans of nodes, first and last, that must stay in one segment."""
+    place = {node: i for i, node in enumerate(nodes)}
     for node, i in place.items():
         if node.target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             yield place.get(source, i), i
         elif node not in free and not _can_be_sent(node, symbol):
-            yield i, last_use[node]
+            yield i, max((place[user] for user in node.users if user in place), default=0)
     state = set(flat.state.values())
     uses: dict[fx.Node, list[int]] = {}
     for node, i in place.items():

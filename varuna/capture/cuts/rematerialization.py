@@ -1,6 +1,6 @@
-"""Which values need not be sent over a cut, for they are made again on its other side.
+"""Rematerialization: values that are recomputed after a cut, in place of being sent over it.
 
-A value is, where its memory is a parameter's, or where it follows cheaply from the inputs.
+These are views of a parameter, and values that follow cheaply from the inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 
-_MOST_MADE_AGAIN = 256  # nodes; more would cost more than a message
+_MAX_NODES = 256  # recomputing more would cost more than a message
 
 
 class Rematerialization:
@@ -22,16 +22,16 @@ class Rematerialization:
         self._changed = {root for root in flow.writers if root in self._state}
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The state that a node reads: itself, or by a view of it that is made again where it is used.
+        """Return the state that a node reads, directly or by a view.
 
-        Such a view by itself reads nothing.
+        A view that is recomputed where it is used reads nothing itself.
         """
         if self._is_view(node):
             return []
         return list(dict.fromkeys(state for arg in node.all_input_nodes for state in self.state_of(arg)))
 
     def state_of(self, value: fx.Node) -> list[fx.Node]:
-        """The state that whoever uses a value must hold."""
+        """Return the state that a user of a value must hold."""
         if value in self._state:
             return [value]
         return [self._flow.root[value]] if self._is_view(value) else []
@@ -43,7 +43,7 @@ class Rematerialization:
         return self.closure(node, len(self._flow.order)) is not None
 
     def closure(self, value: fx.Node, limit: int) -> frozenset[fx.Node] | None:
-        """The nodes that make a value as it is at a position of the graph; None where it must be sent."""
+        """Return the nodes that recompute a value as it is at position `limit`; None if it must be sent."""
         flow, root = self._flow, self._flow.root[value]
         of_state = root in self._state and root not in self._changed
         closure: set[fx.Node] = set()
@@ -53,19 +53,16 @@ class Rematerialization:
             if node in closure:
                 continue
             if node.op == "placeholder":
-                if (
-                    node is self._flat.work
-                    or node in self._changed
-                    or (node in self._parameters and not of_state)
-                ):
+                trained = node in self._parameters and not of_state
+                if node is self._flat.work or node in self._changed or trained:
                     return None
                 continue
             if node.op == "call_module" or "random" in node.meta:
                 return None
             closure.add(node)
-            if len(closure) > _MOST_MADE_AGAIN:
+            if len(closure) > _MAX_NODES:
                 return None
             if of_state and flow.root[node] is not root and isinstance(node.meta.get("val"), Tensor):
-                return None  # sizes may follow from the inputs' batch
+                return None  # a view of state may depend on sizes, but on no other tensor
             pending.extend(flow.dependencies(node))
         return frozenset(closure)

@@ -1,8 +1,8 @@
-"""Which segments cost the same, told from their graphs: one of each kind needs to be measured.
+"""Kinds of segments: segments with equal graphs cost the same, so that one of each kind is measured.
 
-Two segments are alike where their graphs are equal node by node: the same operations on the same
-values, shapes, precisions and constants. Names may differ, and the numbers under which random
-operations draw. Whatever cannot be looked into (an opaque module, a nested graph) is like nothing else.
+Two segments are of one kind if their graphs are equal node by node: the same operations on the same values,
+shapes, dtypes and constants. Names may differ, and the ordinals of random operations. A segment with an
+opaque module or a nested graph is a kind of its own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from varuna.capture.graph import randomness as random
+from varuna.capture.graph import randomness
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import SpanProgram, build, under_autocast
+from varuna.capture.run.program import SpanProgram, attributes, build, under_autocast
 
-ORDINALS: dict[Any, int] = {random.dropout: 3, random.draw: 4, random.draw_in_place: 4}
-"""Where the operations that draw have their number among their arguments."""
+ORDINAL_INDICES: dict[Any, int] = {
+    randomness.dropout: 3,
+    randomness.draw: 4,
+    randomness.draw_in_place: 4,
+}
+"""Index of the argument that holds the ordinal."""
 
 
 def find_kinds(source: Source, captured: Captured) -> list[int]:
-    """For each segment the number of its kind, counted in the order in which kinds first appear."""
+    """Return the kind of each segment, numbered in order of first appearance."""
     known: dict[str, int] = {}
     return [
         known.setdefault(_text(source, captured, index), len(known)) for index in range(captured.num_segments)
@@ -33,16 +37,16 @@ def find_kinds(source: Source, captured: Captured) -> list[int]:
 
 
 def relayed(captured: Captured, segment: int) -> tuple[bool, ...]:
-    """Which of the tensors that a segment is given have crossed the cut before as well."""
+    """Return for each tensor that a segment receives whether it also crosses the cut before."""
     before = captured.carve(segment - 1, segment).received if segment else ()
     known = {spec.name for spec in before}
     return tuple(spec.name in known for spec in captured.carve(segment, segment + 1).received)
 
 
 def entry(program: SpanProgram, first: int) -> SpanProgram | None:
-    """The part of a span's program that makes earlier values again, for they were not sent; None without.
+    """Return the part of a span's program that recomputes earlier values; None if there is none.
 
-    A stage that begins with a segment runs it; one that begins earlier has the values already.
+    A stage that begins with segment `first` runs it; one that begins earlier has the values already.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -57,81 +61,84 @@ def entry(program: SpanProgram, first: int) -> SpanProgram | None:
     if not made:
         return None
     graph.output(tuple(made))
-    names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    attributes = {name: getattr(program.graph_module, name) for name in names}
-    return replace(program, graph_module=build(graph, attributes), sent=())
+    known = attributes(program.graph_module)
+    used = {str(node.target): known[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
+    return replace(program, graph_module=build(graph, used), sent=())
 
 
 def _text(source: Source, captured: Captured, index: int) -> str:
     program = captured.carve(index, index + 1)
     segment = captured.graph.segments[index]
     module = program.graph_module
-    if any(isinstance(part, nn.Module) for part in module.children()):
+    if any(isinstance(child, nn.Module) for child in module.children()):
         return f"segment {index}"
     others = sorted({*segment.parameters, *segment.buffers} - {*program.state})
     lines = [
-        f"state {[_state(source, name, name in program.mutated) for name in program.state]}",
-        f"beside it {sorted(_state(source, name, False) for name in others)}",
-        f"given {[(s.dtype, str(s.dims), s.needs_grad) for s in program.received]}",
+        f"state {[_state_text(source, name, name in program.mutated) for name in program.state]}",
+        f"other state {sorted(_state_text(source, name, False) for name in others)}",
+        f"received {[(s.dtype, str(s.dims), s.needs_grad) for s in program.received]}",
         f"relayed {relayed(captured, index)}",
-        f"sends {[(s.dtype, str(s.dims), s.needs_grad) for s in program.sent]}",
+        f"sent {[(s.dtype, str(s.dims), s.needs_grad) for s in program.sent]}",
         f"inputs {program.inputs}",
     ]
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
-    def written(arg: Any) -> str:
+    def text(arg: Any) -> str:
         if isinstance(arg, fx.Node):
             return f"%{numbers[arg]}"
         if isinstance(arg, tuple | list):
-            return f"[{', '.join(map(written, arg))}]"
+            return f"[{', '.join(map(text, arg))}]"
         if isinstance(arg, dict):
-            return f"{{{', '.join(f'{key}: {written(arg[key])}' for key in sorted(arg))}}}"
-        return _called(arg) if callable(arg) else repr(arg)
+            return f"{{{', '.join(f'{key}: {text(arg[key])}' for key in sorted(arg))}}}"
+        return _function_text(arg) if callable(arg) else repr(arg)
 
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            lines.append(f"constant {_constant(getattr(module, str(node.target)))}")
+            lines.append(f"constant {_constant_text(getattr(module, str(node.target)))}")
         elif node.op != "placeholder":
             args = _without_ordinal(node)
-            lines.append(f"{_called(node.target)} {written(args)} {written(node.kwargs)} {_shapes(node)}")
+            lines.append(
+                f"{_function_text(node.target)} {text(args)} {text(node.kwargs)} {_shape_text(node)}"
+            )
     return "\n".join(lines)
 
 
-def _state(source: Source, name: str, changed: bool) -> str:
-    shell = source.meta_model.get_submodule(name.rpartition(".")[0])._parameters.get(name.rpartition(".")[2])
+def _state_text(source: Source, name: str, changed: bool) -> str:
+    path, _, leaf = name.rpartition(".")
+    shell = source.meta_model.get_submodule(path)._parameters.get(leaf)
     what = "buffer" if shell is None else "trained" if shell.requires_grad else "frozen"
     return f"{what} {source.dtype(name)} {source.shape(name)} {changed}"
 
 
-def ordinal_place(node: fx.Node) -> int | None:
-    """Where among its arguments a node has the number that it draws under; None where it draws nothing."""
-    drawn_under_autocast = node.target is under_autocast
-    place = ORDINALS.get(node.args[0] if drawn_under_autocast else node.target)
-    return None if place is None else place + 4 * drawn_under_autocast
+def ordinal_index(node: fx.Node) -> int | None:
+    """Return the index of the argument that holds a random node's ordinal; None if it draws nothing."""
+    in_autocast = node.target is under_autocast
+    index = ORDINAL_INDICES.get(node.args[0] if in_autocast else node.target)
+    return None if index is None else index + 4 * in_autocast
 
 
 def _without_ordinal(node: fx.Node) -> list[Any]:
     args: list[Any] = list(node.args)
-    place = ordinal_place(node)
-    if place is not None:
-        args[place] = "ordinal"
+    index = ordinal_index(node)
+    if index is not None:
+        args[index] = "ordinal"
     return args
 
 
-def _called(target: Any) -> str:
+def _function_text(target: Any) -> str:
     if isinstance(target, str | torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
-def _constant(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
 
 
-def _shapes(node: fx.Node) -> str:
+def _shape_text(node: fx.Node) -> str:
     found: Sequence[Any] = torch.utils._pytree.tree_leaves(node.meta.get("val"))
     return " ".join(
         f"{value.dtype}{tuple(map(str, value.shape))}{tuple(map(str, value.stride()))}"

@@ -1,4 +1,4 @@
-"""What a captured model is, in nouns: its segments, their cost, and a fingerprint that names it."""
+"""Summary of a captured model: its segments, their estimated cost, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -13,46 +13,39 @@ import torch
 from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
-from varuna.capture.graph import randomness as random
+from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
 from varuna.types import Dim, ModelGraph, Segment
 
 aten = torch.ops.aten
-_VIEWS = {
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "slice",
-    "select",
-    "detach",
-    "t",
-}
+_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select"}
+    | {"detach", "t"}
+)
 
 
 def summarize(
     flat: FlatGraph, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
 ) -> ModelGraph:
-    """State that nothing reads belongs to the first segment, so that none is lost."""
+    """Summarize the segments. State that nothing reads belongs to the first one, so that none is lost."""
     unused = [name for name, node in flat.state.items() if not node.users]
     names = {node: name for name, node in flat.state.items()}
-    again = Rematerialization(flat, flow)
+    rematerialization = Rematerialization(flat, flow)
     by_segment: list[list[fx.Node]] = [[] for _ in range(flat.num_segments)]
     for node in flat.nodes:
         if node.op != "get_attr":
             by_segment[node.meta["segment"]].append(node)
     segments = []
     for index, nodes in enumerate(by_segment):
-        used = {names[state] for node in nodes for state in again.reads(node)}
+        used = {names[state] for node in nodes for state in rematerialization.reads(node)}
         if index == 0:
             used.update(unused)
         if index == flat.num_segments - 1:
-            used.update(names[state] for result in flat.results for state in again.state_of(result))
+            used.update(
+                names[state] for result in flat.results for state in rematerialization.state_of(result)
+            )
         ordered = [name for name in flat.state if name in used]
         parameters = tuple(name for name in ordered if name in flat.parameters)
         segments.append(
@@ -63,8 +56,8 @@ def summarize(
                 num_operations=len(nodes),
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(flat.state[name].meta["val"]) for name in parameters),
-                moved_bytes=_line([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
-                kept_bytes=_line(
+                moved_bytes=_linear([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
+                kept_bytes=_linear(
                     [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
                 ),
             )
@@ -76,54 +69,55 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def _line(at_one_and_two: Sequence[int]) -> Dim:
-    """The sum as a line in the batch, from what it is for one sample and for two."""
+def _linear(at_one_and_two: Sequence[int]) -> Dim:
+    """Return a sum as a linear function of the batch size, from its terms for one sample and for two."""
     half = len(at_one_and_two) // 2
     one, two = sum(at_one_and_two[:half]), sum(at_one_and_two[half:])
     return Dim(two - one, 2 * one - two)
 
 
 def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[int]:
-    """The shape for so many samples."""
+    """Return the shape for a batch size."""
     dims = [dim_of(size, symbol) for size in value.shape]
     return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
 
 
 def num_bytes(value: Any, symbol: sympy.Symbol | None, batch: int = 1) -> int:
-    tensors = [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
-    return sum(math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in tensors)
+    sizes = (math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in _tensors(value))
+    return sum(sizes)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
 
 
 def _kept_bytes(node: fx.Node, flow: Flow, symbol: sympy.Symbol | None, batch: int) -> int:
-    """What it makes may be wanted in a backward, where it takes part in one and its memory is its own."""
+    """Return the bytes that a node may keep for the backward: its value, if it is new memory."""
     made = node in flow.needs_grad and flow.root[node] is node
     return num_bytes(node.meta.get("val"), symbol, batch) if made else 0
 
 
 def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
-    """What an operation reads and writes; nothing where it only looks at it in another way."""
+    """Return the bytes that an operation reads and writes; 0 for a view."""
     name = _name(node)
     if name in _VIEWS or node.target is operator.getitem:
         return 0
     values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
-    if name == "embedding":  # of the table, only the rows that were asked for
+    if name == "embedding":  # reads only the selected rows of the table
         values = values[:1] * 2
     return sum(num_bytes(value, symbol, batch) for value in values)
 
 
 def _name(node: fx.Node) -> str:
     target: Any = node.target
-    if target in (random.draw, random.draw_in_place):
+    if target in (randomness.draw, randomness.draw_in_place):
         target = node.args[0]
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     name = _name(node)
-    values = [
-        value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)
-    ]
-    elements = sum(math.prod(_sizes(value, symbol)) for value in values)
+    elements = sum(math.prod(_sizes(value, symbol)) for value in _tensors(node.meta.get("val")))
     operands = [
         _sizes(arg.meta["val"], symbol)
         for arg in node.all_input_nodes
@@ -132,13 +126,8 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     if name in _VIEWS:
         return 0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
-        inner = (
-            operands[1][-1]
-            if name == "linear"
-            else operands[-1][-2]
-            if len(operands[-1]) > 1
-            else operands[-1][-1]
-        )
+        last = operands[1] if name == "linear" else operands[-1]
+        inner = last[-1] if name == "linear" or len(last) == 1 else last[-2]
         return 2 * elements * inner
     if name.startswith("conv") and len(operands) >= 2:
         return 2 * elements * math.prod(operands[1][1:])
@@ -149,12 +138,12 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
 
 
 def fingerprint(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
-    """Who a model is: its operations, shapes, names, ties and cuts; not its values, nor the stages chosen."""
+    """Return a hash of the model's operations, shapes, names, ties and cuts; not of values or stages."""
     return hashlib.sha256("\n".join(listing(flat, ties, symbol)).encode()).hexdigest()
 
 
 def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
-    """A model line by line, as far as it has to do with who it is."""
+    """Return the model line by line, as the fingerprint hashes it: keep the format, for files name it."""
     index = {node: i for i, node in enumerate(flat.graph.nodes)}
 
     def shape(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""Rewrites a captured graph."""
+"""The graph of a captured model, and the passes that rewrite it."""

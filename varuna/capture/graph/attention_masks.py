@@ -1,8 +1,8 @@
-"""Attention masks that say no more than "causal", or nothing at all, become what attention calls them.
+"""Replaces attention masks that mean "causal" or "nothing" by the flag of scaled_dot_product_attention.
 
-Libraries build an explicit mask when they are traced, where they would pass a flag otherwise; and the
-fused kernels know the flag but not the mask. A mask that follows from sizes alone is the same at every
-step: it is computed here once, for two sizes of the batch, and looked at.
+Libraries build an explicit mask while they are traced, and pass a flag otherwise. Fused kernels accept the
+flag but not the mask. A mask that depends on sizes alone is the same in every step: it is computed here
+once, for two batch sizes, and compared.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from varuna.capture.graph.randomness import bound
 from varuna.capture.run.program import on_device
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-BATCHES = (2, 3)
-MOST_ELEMENTS = 1 << 26
-"""Of one sample's mask (8192 tokens): a larger one is left as it is, for a look at it takes gigabytes."""
-MOST_NODES = 256
+BATCH_SIZES = (2, 3)
+MAX_ELEMENTS = 1 << 26
+"""Largest mask of one sample that is computed (8192 tokens); a larger one would take gigabytes."""
+MAX_NODES = 256
 
 Meaning = Literal["causal", "nothing"]
 
 
-def name_masks(flat: FlatGraph) -> None:
-    """Replaces every mask that has a name."""
+def replace_masks(flat: FlatGraph) -> None:
     calls = [node for node in flat.nodes if node.target is ATTENTION]
     meanings: dict[fx.Node, Meaning | None] = {}
     flow = Flow(flat) if calls else None
@@ -37,7 +36,7 @@ def name_masks(flat: FlatGraph) -> None:
         if flow is None or not isinstance(mask, fx.Node):
             continue
         if mask not in meanings:
-            meanings[mask] = _meaning(flat, flow, mask)
+            meanings[mask] = _meaning_of_node(flat, flow, mask)
         meaning = meanings[mask]
         if meaning is not None:
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
@@ -45,46 +44,46 @@ def name_masks(flat: FlatGraph) -> None:
             node.kwargs = {**given, "attn_mask": None, "is_causal": meaning == "causal"}
 
 
-def _meaning(flat: FlatGraph, flow: Flow, mask: fx.Node) -> Meaning | None:
+def _meaning_of_node(flat: FlatGraph, flow: Flow, mask: fx.Node) -> Meaning | None:
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return None
     rows, columns = value.shape[-2:]
-    if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MOST_ELEMENTS:
+    if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MAX_ELEMENTS:
         return None
-    nodes = _made_of_sizes(flat, flow, mask)
+    nodes = _nodes_from_sizes(flat, flow, mask)
     if nodes is None:
         return None
-    found = {name_mask(_compute(flat, nodes, mask, batch)) for batch in BATCHES}
+    found = {meaning_of(_compute(flat, nodes, mask, batch)) for batch in BATCH_SIZES}
     return found.pop() if len(found) == 1 else None
 
 
-def name_mask(mask: Tensor) -> Meaning | None:
-    """`mask` as attention takes it: bools that let through, or numbers that are added."""
+def meaning_of(mask: Tensor) -> Meaning | None:
+    """Return the meaning of a mask of bools (True: visible) or of numbers that are added to the scores."""
     visible = mask
     if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min  # -inf as well: after a softmax both are nothing
+        hidden = mask <= torch.finfo(mask.dtype).min  # or -inf: after a softmax both are 0
         visible = mask == 0
         if not bool((visible | hidden).all()):
             return None
     if bool(visible.all()):
         return "nothing"
     causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
-    # Where rows and columns differ in number, the flag and a library may mean different corners.
+    # Square only: otherwise the flag and a library may mean different corners.
     if mask.shape[-2] == mask.shape[-1] and bool((visible == causal).all()):
         return "causal"
     return None
 
 
-def _made_of_sizes(flat: FlatGraph, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
-    """The nodes that make a mask, in order; None where it depends on anything but sizes and constants."""
+def _nodes_from_sizes(flat: FlatGraph, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes that make a mask, in order; None if it depends on more than sizes and constants."""
     found: set[fx.Node] = set()
     pending = [mask, *flow.writers_before(flow.root[mask], flow.order[mask])]
     while pending:
         node = pending.pop()
         if node in found or node is flat.batch:
             continue
-        if node.op not in ("call_function", "get_attr") or len(found) == MOST_NODES:
+        if node.op not in ("call_function", "get_attr") or len(found) == MAX_NODES:
             return None
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None

@@ -1,4 +1,4 @@
-"""Attention with dropout where no fused kernel does it better: one pass for the whole micro-batch."""
+"""Attention with dropout on the CPU, where no fused kernel does it: one pass for the whole micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention(
     enable_gqa: bool,
     drop: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """scaled_dot_product_attention as torch documents it, with `drop` applied to the weights."""
+    """Compute scaled_dot_product_attention as torch documents it, with `drop` applied to the weights."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -33,6 +33,6 @@ def attention(
         scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # Rows that see nothing at all weigh nothing, where a plain softmax would give NaN.
+    # Rows that are masked completely give 0, where a plain softmax would give NaN.
     weights = torch._safe_softmax(scores, -1)
     return drop(weights).to(value.dtype) @ value

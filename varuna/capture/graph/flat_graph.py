@@ -1,12 +1,12 @@
-"""From what torch.export wrote to one flat list of operations on named state and inputs.
+"""Turns the output of torch.export into one flat graph of operations on named state and inputs.
 
-Regions without gradient and regions with another precision come as nested graphs; here they are
-laid open, so that cuts, randomness and values can be followed through them:
+torch.export nests regions without gradient and regions with another precision. They are inlined here, so
+that cuts, randomness and values can be followed through them:
 
     wrap_with_set_grad_enabled(False, region, x)   →   the region's nodes, on x.detach()
-    wrap_with_autocast(..., region, x)             →   the region's nodes, each remembering its autocast
+    wrap_with_autocast(..., region, x)             →   the region's nodes, each with its autocast
 
-Marks become segment numbers, assertions are dropped, names of one tensor become one name.
+CutPoints become segment numbers, assertions are dropped, and tied names become one name.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Autocast = tuple[str, Any, bool]  # device type, dtype, enabled
 
 @dataclass
 class FlatGraph:
-    """The whole model as one graph. Every node's `meta` holds:
+    """The whole model as one graph. The `meta` of every node holds:
 
-    segment    how many cuts lie before it
-    val        a fake tensor (or number) that stands for its value
-    autocast   the autocast that it ran under, where the model changed it
+    segment    the number of cuts before it
+    val        a fake tensor (or number) with the shape of its value
+    autocast   the autocast in which it runs, if the model changes it
     """
 
     graph: fx.Graph
     attributes: dict[str, Any] = field(default_factory=dict)  # constants and nested graphs, by get_attr name
     state: dict[str, fx.Node] = field(default_factory=dict)  # by canonical name
-    parameters: set[str] = field(default_factory=set)  # those of the state that are no buffers
-    gradients: frozenset[str] = frozenset()  # inputs that a gradient goes back to
+    parameters: set[str] = field(default_factory=set)  # names of the state that are parameters
+    gradients: frozenset[str] = frozenset()  # inputs that get a gradient
     inputs: dict[str, fx.Node] = field(default_factory=dict)
     num_segments: int = 1
-    work: fx.Node | None = None  # stands for the Work that seeds what is drawn
-    batch: fx.Node | None = None  # stands for the batch size, where it is symbolic
+    work: fx.Node | None = None  # placeholder of the Work that seeds random operations
+    batch: fx.Node | None = None  # the batch size, if it is symbolic
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The loss, or whatever the model gives."""
+        """The loss, or all outputs of the model."""
         results: tuple[fx.Node, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
         return results
 
@@ -63,7 +63,7 @@ class FlatGraph:
 
 
 def flatten(trace: Trace, canonical: Mapping[str, str]) -> FlatGraph:
-    """`canonical` gives each name of a parameter or buffer the first name of the same tensor."""
+    """Flatten a trace. `canonical` maps each tied name to the first name of its tensor."""
     exported = trace.exported
     flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
     flattener = _Flattener(flat, trace.leaf_calls, canonical)
@@ -98,9 +98,8 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> FlatGraph:
     flat.num_segments = flattener.segment + 1
     if flat.num_segments != trace.num_cuts + 1:
         raise CaptureError(
-            f"{trace.num_cuts} CutPoints were called but {flattener.segment} are in the graph "
-            "(a CutPoint inside a region that is traced apart, such as torch.cond, cannot be cut: "
-            "move it out)"
+            f"{trace.num_cuts} CutPoints were called, but the graph has {flattener.segment}: one is inside a "
+            "region that is traced separately, such as torch.cond. Move it out of the region."
         )
     return flat
 
@@ -129,9 +128,9 @@ class _Flattener:
     def constant(self, value: Any, node: fx.Node) -> fx.Node:
         if isinstance(value, Tensor) and value.device.type == "meta":
             raise CaptureError(
-                f"the model holds a tensor of shape {list(value.shape)} on `meta` that is neither "
-                "a parameter nor "
-                "a buffer, so its values cannot be known (register it as a buffer, or make it in forward)"
+                f"the model holds a tensor of shape {list(value.shape)} on `meta` that is neither a "
+                "parameter nor a buffer, so its values are unknown. Register it as a buffer, or make it in "
+                "forward."
             )
         new = self.attribute("constant", value)
         new.meta = {"val": node.meta.get("val"), "segment": 0}
@@ -153,7 +152,7 @@ class _Flattener:
                 owner: Any = body
                 for part in node.target.split("."):
                     owner = getattr(owner, part)
-                # A nested graph is laid open where it is called; others (torch.cond) stay as they are.
+                # A nested graph is inlined where it is called; others (torch.cond) stay nested.
                 values[node] = owner
                 if not isinstance(owner, fx.GraphModule):
                     values[node] = self.constant(owner, node)
@@ -165,7 +164,7 @@ class _Flattener:
             if node.target in CHECKS:
                 continue
             values[node] = self._call(node, mapped, autocast, no_grad)
-        raise AssertionError("a graph without an output")
+        raise AssertionError("the graph has no output")
 
     def _call(self, node: fx.Node, mapped: Any, autocast: Autocast | None, no_grad: bool) -> Any:
         name = getattr(node.target, "__name__", str(node.target))
@@ -184,29 +183,20 @@ class _Flattener:
             if not isinstance(call.module, FunctionModule):
                 return self._leaf(node, mapped(node.args[0]), call)
             new = self.flat.graph.call_function(FunctionCall(call), tuple(mapped(node.args[0])))
-            new.meta = self._facts(node, autocast, no_grad)
-            return new
-        nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
-        new = self.flat.graph.create_node(
-            node.op,
-            node.target,
-            nested(mapped(node.args)),
-            nested(mapped(node.kwargs)),
-            name=node.name,
-        )
-        new.meta = self._facts(node, autocast, no_grad)
+        else:
+            nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
+            new = self.flat.graph.create_node(
+                node.op, node.target, nested(mapped(node.args)), nested(mapped(node.kwargs)), name=node.name
+            )
+        kept = ("val", "stack_trace", "nn_module_stack")
+        new.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        new.meta.update(segment=self.segment, no_grad=no_grad)
+        if autocast is not None:
+            new.meta["autocast"] = autocast
         return new
 
-    def _facts(self, node: fx.Node, autocast: Autocast | None, no_grad: bool) -> dict[str, Any]:
-        kept = ("val", "stack_trace", "nn_module_stack")
-        facts = {key: node.meta[key] for key in kept if key in node.meta}
-        facts.update(segment=self.segment, no_grad=no_grad)
-        if autocast is not None:
-            facts["autocast"] = autocast
-        return facts
-
     def _leaf(self, node: fx.Node, tensors: list[Any], call: RecordedCall) -> fx.Node:
-        """An opaque module, called with all of its state. Work and batch are filled in with the draws."""
+        """Call an opaque module with all of its state. `bind_randomness` adds the work and the batch size."""
         leaf = OpaqueLeaf(call, ordinal=0)
         full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
         state = [self.flat.state[self._canonical.get(name, name)] for name in full]
@@ -224,9 +214,8 @@ class _Flattener:
         self, region: fx.GraphModule, operands: list[Any], autocast: Autocast | None, no_grad: bool
     ) -> Any:
         inputs = [node for node in region.graph.nodes if node.op == "placeholder"]
-        return self.inline(
-            region, dict(zip(inputs, operands, strict=True)), autocast=autocast, no_grad=no_grad
-        )
+        values = dict(zip(inputs, operands, strict=True))
+        return self.inline(region, values, autocast=autocast, no_grad=no_grad)
 
     def _detached(self, operand: Any) -> Any:
         value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
@@ -237,7 +226,7 @@ class _Flattener:
         return new
 
     def _nested(self, args: Any) -> Any:
-        """Nested graphs that stay nested become attributes of the flat one."""
+        """Make nested graphs that stay nested attributes of the flat one."""
         return torch.utils._pytree.tree_map(
             lambda arg: self.attribute("region", arg) if isinstance(arg, fx.GraphModule) else arg,
             args,

@@ -1,4 +1,4 @@
-"""How values flow through the graph: who shares memory with whom, who changes it, what needs a gradient."""
+"""Data flow through the graph: which values share memory, which nodes change it, which need a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna.capture.graph.flat_graph import FlatGraph
 
 aten = torch.ops.aten
 
-# Their schemas do not say that they advance the running statistics: which arguments, and by which flag.
+# Operations that update running statistics, which their schemas do not say: argument indices and flag.
 _STATISTICS: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.native_batch_norm.default: ((3, 4), 5),
@@ -28,34 +28,35 @@ _WITHOUT_GRADIENT = frozenset(
 
 
 class Flow:
-    """Facts about every node of a whole graph, found once."""
+    """Facts about every node of a graph, computed once."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(flat.graph.nodes)}
-        self.root: dict[fx.Node, fx.Node] = {}
+        self.root: dict[fx.Node, fx.Node] = {}  # the node that made the memory of a node's value
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}  # node → the roots that it changes
         self.writers: dict[fx.Node, list[fx.Node]] = {}  # root → the nodes that change it, in order
         self.needs_grad: set[fx.Node] = set()
-        leaves = set(flat.state.values())
-        wanted = {flat.inputs[name] for name in flat.gradients if name in flat.inputs}
+        state = set(flat.state.values())
+        inputs = {flat.inputs[name] for name in flat.gradients if name in flat.inputs}
         for node in flat.graph.nodes:
-            self.root[node] = self._root(node)
+            source = _aliased(node)
+            self.root[node] = node if source is None else self.root[source]
             self.writes[node] = tuple(dict.fromkeys(self.root[arg] for arg in written(node)))
             for root in self.writes[node]:
                 self.writers.setdefault(root, []).append(node)
-            if node in wanted or self._needs_grad(node, leaves):
+            if node in inputs or self._needs_grad(node, state):
                 self.needs_grad.add(node)
                 # x.add_(y) gives x a gradient too.
                 self.needs_grad.update(self.writes[node])
 
     @cached_property
     def gets_grad(self) -> set[fx.Node]:
-        """Of what needs a gradient, what one comes back to: some result is made of it, and not detached."""
+        """The nodes whose values get a gradient: some result depends on them and is not detached."""
         return self.leading_to(self.flat.results)
 
     def leading_to(self, results: Sequence[fx.Node]) -> set[fx.Node]:
-        """What gets a gradient where these results do."""
+        """Return the nodes that get a gradient if these results do."""
         pending = list(results)
         pending += [writer for result in results for writer in self.writers.get(self.root[result], ())]
         reached: set[fx.Node] = set()
@@ -67,7 +68,7 @@ class Flow:
         return reached
 
     def momentum(self, of_modules: Mapping[str, float | None]) -> dict[str, float]:
-        """What one run of the model gives to each of BatchNorm's statistics, which move at every use."""
+        """Return the momentum of BatchNorm's statistics over one run, which may use one twice."""
         found: dict[str, float] = {}
         for name, root in self.flat.state.items():
             uses: list[Any] = [
@@ -84,14 +85,10 @@ class Flow:
                 yield writer
 
     def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What must have run before a node: its arguments, and whatever changed their memory until then."""
+        """Yield the nodes that must run before a node: its arguments, and earlier changes of their memory."""
         for arg in node.all_input_nodes:
             yield arg
             yield from self.writers_before(self.root[arg], self.order[node])
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        source = aliased(node)
-        return node if source is None else self.root[source]
 
     def _needs_grad(self, node: fx.Node, state: set[fx.Node]) -> bool:
         if node.op == "placeholder":
@@ -101,7 +98,7 @@ class Flow:
             return False
         if node.meta.get("no_grad") or base_name(node) in _WITHOUT_GRADIENT:
             return False
-        if not any(arg in self.needs_grad for arg in _made_of(node)):
+        if not any(arg in self.needs_grad for arg in _differentiated(node)):
             return False
         return any(
             isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
@@ -109,8 +106,8 @@ class Flow:
         )
 
 
-def _made_of(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a gradient goes back to: of an item of broadcast tensors, its own tensor alone."""
+def _differentiated(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that get a gradient. An item of broadcast tensors depends on one tensor alone."""
     source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
     if isinstance(source, fx.Node) and source.target is aten.broadcast_tensors.default:
         tensors: Any = source.args[0]
@@ -119,25 +116,25 @@ def _made_of(node: fx.Node) -> list[fx.Node]:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node changes in place."""
+    """Return the arguments that a node changes in place."""
     if node.op == "call_module":
         return list(node.meta.get("writes", ()))
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     if node.target in _STATISTICS:
-        which, flag = _STATISTICS[node.target]
-        changed = [node.args[i] for i in which] if node.args[flag] else []
+        indices, flag = _STATISTICS[node.target]
+        changed = [node.args[i] for i in indices] if node.args[flag] else []
         return [arg for arg in changed if isinstance(arg, fx.Node)]
     found: list[fx.Node] = []
-    for i, name in _written(node.target):
+    for i, name in _written_arguments(node.target):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
     return found
 
 
 @cache
-def _written(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operation changes."""
+def _written_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Return index and name of the arguments that an operation changes."""
     return [
         (i, argument.name)
         for i, argument in enumerate(target._schema.arguments)
@@ -145,15 +142,15 @@ def _written(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
     ]
 
 
-def aliased(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's value may share."""
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose memory a node's value may share."""
     if node.op != "call_function":
         return None
     if getattr(node.target, "__name__", "") == "getitem":
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    for i, name in _aliased(node.target):
+    for i, name in _aliased_arguments(node.target):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if isinstance(value, fx.Node):
             return value
@@ -161,8 +158,8 @@ def aliased(node: fx.Node) -> fx.Node | None:
 
 
 @cache
-def _aliased(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments whose memory an operation's results may share."""
+def _aliased_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Return index and name of the arguments whose memory an operation's results may share."""
     schema = target._schema
     returned = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.before_set

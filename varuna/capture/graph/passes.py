@@ -1,10 +1,9 @@
-"""Makes the flat graph fit to be cut: sizes follow from the batch, draws belong to samples, dead nodes go."""
+"""Passes that prepare the flat graph to be cut: sizes from the batch, seeded randomness, no dead nodes."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -12,23 +11,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from varuna.capture.graph import randomness as random
+from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import DETACH, FlatGraph
-from varuna.capture.graph.flow import Flow, base_name
+from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import dim_of
-from varuna.errors import CaptureError
 from varuna.types import Dim
 
 aten = torch.ops.aten
-_ALONG = frozenset(
-    {"flip", "roll", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
-    | {"softmax", "_softmax", "log_softmax", "_log_softmax"}
-)
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
-def symbol_of(flat: FlatGraph, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
-    """The symbol of the batch; None where the batch is fixed at one."""
+def batch_symbol(flat: FlatGraph, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
+    """Return the symbol of the batch size; None where the batch is one sample."""
     for name, dim in batch_dims.items():
         if name in flat.inputs:
             size = flat.inputs[name].meta["val"].shape[dim]
@@ -39,8 +33,10 @@ def symbol_of(flat: FlatGraph, batch_dims: Mapping[str, int]) -> sympy.Symbol | 
     return None
 
 
-def sizes_from_the_batch(flat: FlatGraph, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None) -> None:
-    """Every size that was read off some activation is computed from an input's batch instead."""
+def compute_sizes_from_batch(
+    flat: FlatGraph, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None
+) -> None:
+    """Compute every size from the batch of an input, in place of reading it from an activation."""
     if symbol is None:
         return
     name, dim = next((name, dim) for name, dim in batch_dims.items() if name in flat.inputs)
@@ -75,141 +71,70 @@ def sizes_from_the_batch(flat: FlatGraph, batch_dims: Mapping[str, int], symbol:
         graph.erase_node(node)
 
 
-def refuse_coupled_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
-    """A matrix of every sample against every other means something else in each micro-batch."""
-    if symbol is None:
-        return
-    for node in flat.nodes:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            continue
-        shape: tuple[Any, ...] = tuple(value.shape)
-        sizes = tuple(size.node.expr for size in shape if isinstance(size, torch.SymInt))
-        if _degree(sizes, symbol) >= 2:
-            raise CaptureError(
-                f"{where(node)}: the value {node.name} has the shape "
-                f"{[str(s) for s in value.shape]} with the batch "
-                f"{symbol} in it twice: it compares every sample with every other, so the loss would mean "
-                "something else in every micro-batch (compute such a loss outside the pipeline, or "
-                "train with "
-                "micro-batches as large as the batch)"
-            )
-
-
-@lru_cache(maxsize=4096)
-def _degree(sizes: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> int:
-    """How often a symbol is a factor of the product."""
-    count = sympy.expand(sympy.Mul(*sizes))
-    return int(sympy.degree(count, symbol)) if symbol in count.free_symbols else 0
-
-
-def refuse_reordered_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
-    """An operation along the batch sees other neighbours in each micro-batch.
-
-    Sums are not among them: whoever takes a mean over the batch means one over the micro-batch, as
-    BatchNorm does. Neither is sorting, by which experts gather their tokens, and bring them back.
-    """
-    for node in flat.nodes:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or base_name(node) not in _ALONG:
-            continue
-        arguments = dict(
-            zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
-        )
-        arguments.update(node.kwargs)
-        value = node.all_input_nodes[0].meta.get("val")
-        dims = arguments.get("dims", arguments.get("dim"))
-        for dim in dims if isinstance(dims, list | tuple) else [dims]:
-            if not isinstance(value, Tensor) or not isinstance(dim, int) or not value.dim():
-                continue
-            found = dim_of(value.shape[dim], symbol)
-            if found is not None and found.per_sample:
-                raise CaptureError(
-                    f"{where(node)}: {base_name(node)} goes along the batch, from sample to sample, so it "
-                    "would give something else in every micro-batch (do it outside of the pipeline; or, if "
-                    "each micro-batch may do it by itself, keep its module whole with varuna.opaque)"
-                )
-
-
-def refuse_sparse_gradients(flat: FlatGraph) -> None:
-    """Gradients are summed over replicas and stages, and measured, as whole tensors."""
-    for node in flat.nodes:
-        embeds = isinstance(node.target, torch._ops.OpOverload) and "embedding" in base_name(node)
-        if embeds and random.bound(node.target, node.args, node.kwargs).get("sparse"):
-            raise CaptureError(
-                f"{where(node)}: an embedding with sparse=True gives sparse gradients; expected dense ones "
-                "(make it with sparse=False)"
-            )
-
-
-def where(node: fx.Node) -> str:
-    """The model's line that made a node, or its module."""
-    return node.meta.get("stack_trace") or node.name
-
-
 def bind_randomness(flat: FlatGraph, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
-    """Every operation that draws is numbered and seeded by its work; gives the ordinals that samples share.
+    """Number every random operation and seed it by its work; return the ordinals that samples share.
 
-    `shared` brings those in from the capture with a symbolic batch, where the batch here is fixed at one.
+    `shared` holds those ordinals from the capture with a symbolic batch, where the batch here is one sample.
     """
-    draws = [node for node in flat.nodes if _draws(node)]
+    random_nodes = [node for node in flat.nodes if _draws(node)]
     for node in flat.nodes:
         if node.target in _DROPOUTS and not _draws(node):
-            # Dropout that drops nothing gives its input back.
             node.replace_all_uses_with(node.all_input_nodes[0])
             flat.graph.erase_node(node)
-    if not draws:
+    if not random_nodes:
         return frozenset()
     with flat.graph.inserting_before(next(iter(flat.graph.nodes))):
         flat.work = flat.graph.placeholder("work")
     flat.work.meta = {"val": None, "segment": 0}
     return frozenset(
-        ordinal for ordinal, node in enumerate(draws) if _bind(flat, node, ordinal, symbol, ordinal in shared)
+        ordinal
+        for ordinal, node in enumerate(random_nodes)
+        if _bind(flat, node, ordinal, symbol, ordinal in shared)
     )
 
 
 def _draws(node: fx.Node) -> bool:
     target = node.target
     if "leaf" in node.meta:
-        return True
+        return True  # an opaque module may draw
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    return random.draws(target, node.args, node.kwargs)
+    return randomness.draws(target, node.args, node.kwargs)
 
 
 def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
-    """Replaces one node that draws; True where all samples share the draw."""
+    """Replace one random node by a seeded one; return whether all samples share its draw."""
     graph, work = flat.graph, flat.work
     target: Any = node.target
     if "leaf" in node.meta:
-        # An opaque module may draw or not; it numbers its draws by itself.
-        node.meta["leaf"].ordinal = ordinal
+        node.meta["leaf"].ordinal = ordinal  # an opaque module numbers its own draws
         node.meta["random"] = ordinal
         node.args = (*node.args, work, 1 if flat.batch is None else flat.batch)
         return False
     in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
-    results = [_part(value, symbol) for value in values]
+    results = [_sample_dim(value, symbol) for value in values]
     leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
-    parts = [_part(leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, symbol) for leaf in leaves]
-    batched = any(part is not None for part in (*parts, *results)) if symbol is not None else not shared
+    arguments = [
+        _sample_dim(leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, symbol) for leaf in leaves
+    ]
+    batched = any(dim is not None for dim in (*arguments, *results)) if symbol is not None else not shared
     with graph.inserting_before(node):
         if node.target in _DROPOUTS:
-            part = results[0]
+            found = results[0]
             if batched and symbol is None:
-                # The batch is one sample: all of the value is its own.
-                part = (0, values[0].shape[0])
-            dim, per_sample = part if part is not None else (None, 0)
-            new = graph.call_function(random.dropout, (*node.args[:2], work, ordinal, dim, per_sample))
+                found = (0, values[0].shape[0])  # the batch is one sample, which owns the whole value
+            dim, per_sample = found if found is not None else (None, 0)
+            new = graph.call_function(randomness.dropout, (*node.args[:2], work, ordinal, dim, per_sample))
         else:
-            apart = symbol is not None and all(part is not None for part in results)
+            divisible = symbol is not None and all(dim is not None for dim in results)
             num_samples: Any = None
             if batched:
                 num_samples = 1 if symbol is None else flat.batch
             new = graph.call_function(
-                random.draw_in_place if in_place else random.draw,
+                randomness.draw_in_place if in_place else randomness.draw,
                 (target, list(node.args), dict(node.kwargs), work, ordinal),
-                {"parts": parts, "results": results if apart else None, "num_samples": num_samples},
+                {"parts": arguments, "results": results if divisible else None, "num_samples": num_samples},
             )
     new.meta = {**node.meta, "random": ordinal}
     final = new
@@ -222,8 +147,7 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | N
     return not batched
 
 
-def _part(value: Any, symbol: sympy.Symbol | None) -> random.Part | None:
-    """Which dimension of a value belongs to the samples, and how much of it to each."""
+def _sample_dim(value: Any, symbol: sympy.Symbol | None) -> randomness.SampleDim | None:
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     for i, size in enumerate(sizes):
         if isinstance(size, torch.SymInt):
@@ -233,15 +157,8 @@ def _part(value: Any, symbol: sympy.Symbol | None) -> random.Part | None:
     return None
 
 
-def drop_needless_detaches(flat: FlatGraph, flow: Flow) -> None:
-    for node in flat.nodes:
-        if node.target is DETACH and node.args[0] not in flow.needs_grad:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            flat.graph.erase_node(node)
-
-
-def parts_beside_their_whole(flat: FlatGraph) -> None:
-    """The items of a list belong to the segment that made the list: only tensors cross a cut."""
+def move_items_to_their_list(flat: FlatGraph) -> None:
+    """Move the items of a list to the segment that makes the list: only tensors can cross a cut."""
     for node in flat.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             source = node.args[0]
@@ -250,8 +167,8 @@ def parts_beside_their_whole(flat: FlatGraph) -> None:
                 source.append(node)
 
 
-def changes_where_their_values_are(flat: FlatGraph) -> None:
-    """`self.buffer = ...` is written down at the very end: it belongs to the segment that made the value."""
+def move_buffer_updates_to_their_values(flat: FlatGraph) -> None:
+    """Move `self.buffer = value` to the segment of the value: torch.export writes it at the graph's end."""
     for name, buffer in flat.state.items():
         if name in flat.parameters:
             continue
@@ -268,8 +185,17 @@ def changes_where_their_values_are(flat: FlatGraph) -> None:
                 last.append(node)
 
 
-def drop_dead(flat: FlatGraph, flow: Flow) -> None:
-    """Keeps what the results need, and what changes a buffer."""
+def drop_needless_detaches(flat: FlatGraph) -> None:
+    flow = Flow(flat)
+    for node in flat.nodes:
+        if node.target is DETACH and node.args[0] not in flow.needs_grad:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            flat.graph.erase_node(node)
+
+
+def drop_dead_nodes(flat: FlatGraph) -> None:
+    """Keep the nodes that the results need, and those that change a buffer."""
+    flow = Flow(flat)
     state = set(flat.state.values())
     needed: set[fx.Node] = set(flat.results)
     roots: set[fx.Node] = {flow.root[node] for node in flat.results}
@@ -280,19 +206,3 @@ def drop_dead(flat: FlatGraph, flow: Flow) -> None:
             roots.update(flow.root[arg] for arg in node.all_input_nodes)
         else:
             flat.graph.erase_node(node)
-
-
-def refuse_torn_buffers(flat: FlatGraph, flow: Flow) -> None:
-    """A buffer that one segment changes and another reads would need its change sent along."""
-    for name, root in flat.state.items():
-        if root not in flow.writers:
-            continue
-        users = [node for node in flat.nodes if any(flow.root[arg] is root for arg in node.all_input_nodes)]
-        segments = sorted({node.meta["segment"] for node in users})
-        if len(segments) > 1:
-            raise CaptureError(
-                f"{where(flow.writers[root][0])}: the buffer {name!r} is changed in place and used "
-                "in the segments "
-                f"{', '.join(map(str, segments))}; expected in one (put the CutPoints so that all its uses "
-                "lie between two of them)"
-            )

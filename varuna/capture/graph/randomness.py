@@ -1,12 +1,13 @@
-"""Randomness belongs to the sample: a mask depends on (seed, step, sample, which random operation), and on
-nothing else. Not on the depth, the width, the rank, nor the micro-batch size.
+"""Seeds of random operations: a mask depends on (seed, step, sample, ordinal) alone.
 
-The operations of a model that draw are numbered in the order in which they run: the `ordinal`. Each
-sample of a micro-batch draws on its own, from a generator that is seeded for it:
+It does not depend on depth, width, rank or micro-batch size. The `ordinal` numbers the random operations of
+a model in the order in which they run. Each sample draws from a generator seeded for it:
 
-    seed_of(work, samples[i], ordinal)              what belongs to sample i
-    seed_of(work, SHARED, ordinal)                  what all samples share
-    seed_of(work, first_sample, ordinal)            what cannot be taken apart by sample
+    seed_of(work, samples[i], ordinal)              a value of sample i
+    seed_of(work, SHARED, ordinal)                  a value that all samples share
+    seed_of(work, first_sample, ordinal)            a value that cannot be divided by sample
+
+The names of `dropout`, `draw`, `draw_in_place` and their keywords enter a model's fingerprint: keep them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SHARED = -1
 _generators: dict[torch.device, torch.Generator] = {}
 
 
-Part = tuple[int, int]
-"""How a tensor (or a size) belongs to the samples: a dimension, and how much of it is each sample's."""
+SampleDim = tuple[int, int]
+"""The dimension of a tensor along which the samples lie, and the size of each sample there."""
 
 
 def seed_of(work: Work, sample: int, ordinal: int) -> int:
@@ -40,11 +41,11 @@ def seed_of(work: Work, sample: int, ordinal: int) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def dropout(x: Tensor, p: float, work: Work, ordinal: int, dim: int | None, per_sample: int) -> Tensor:
-    """Dropout whose mask is drawn for each sample by itself; `dim` None: one mask that all share."""
+    """Apply dropout with a separate mask for each sample; `dim` None: one mask for all samples."""
     if p >= 1.0:
         return x * 0.0
     mask = _mask(x, 1.0 - p, work, ordinal, dim, per_sample)
-    # A mask of bools is all that the backward pass keeps: one byte for each element.
+    # The backward keeps only the mask of bools: one byte for each element.
     return (x * mask).mul_(1.0 / (1.0 - p))
 
 
@@ -59,17 +60,17 @@ def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per
 
 
 def _kept(seeds: Sequence[int], count: int, keep: float, device: torch.device) -> Tensor:
-    """For each seed a row of bools, true with the probability `keep` (to the nearest 1/65536).
+    """Return a row of bools for each seed, true with probability `keep` (to the nearest 1/65536).
 
-    Sixteen bits decide on one element, so each number drawn decides on four: faster than bernoulli_.
+    Sixteen bits decide one element, so each number drawn decides four: faster than bernoulli_.
     """
     generator = _generator(device)
-    words = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
-    for seed, row in zip(seeds, words.unbind(0), strict=True):
+    bits = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
+    for seed, row in zip(seeds, bits.unbind(0), strict=True):
         generator.manual_seed(seed)
         row.random_(-(2**63), None, generator=generator)
     limit = max(round(keep * 65536) - 32769, -32768)
-    return (words.view(torch.int16)[:, :count] <= limit).contiguous()
+    return (bits.view(torch.int16)[:, :count] <= limit).contiguous()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -80,61 +81,61 @@ def draw(
     work: Work,
     ordinal: int,
     *,
-    parts: Sequence[Part | None],
-    results: Sequence[Part | None] | None,
+    parts: Sequence[SampleDim | None],
+    results: Sequence[SampleDim | None] | None,
     num_samples: int | None,
 ) -> Any:
-    """Runs any operation that draws, once for each sample.
+    """Run any random operation once for each sample.
 
-    `parts` says for each leaf of (args, kwargs) how it belongs to the samples, `results` the same
-    for what comes out. Where `num_samples` is None all share one draw; where `results` is None the
-    operation cannot be taken apart, and runs once for the whole micro-batch.
+    `parts` holds the sample dimension of each leaf of (args, kwargs), `results` those of the outputs. If
+    `num_samples` is None, all samples share one draw. If `results` is None, the operation cannot be divided
+    by sample and runs once for the whole micro-batch.
     """
     leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
     device = _device_of(leaves)
     if device.type == "cpu" and getattr(operation, "__name__", "").startswith("scaled_dot_product_attention"):
-        part = parts[0] if results is not None or num_samples is None else (0, leaves[0].shape[0])
+        sample_dim = parts[0] if results is not None or num_samples is None else (0, leaves[0].shape[0])
         if num_samples in (None, 1) or results is not None:
-            return _attention(args, kwargs, work, ordinal, None if num_samples is None else part)
+            return _attention(args, kwargs, work, ordinal, None if num_samples is None else sample_dim)
     if num_samples is None or results is None:
         sample = SHARED if num_samples is None else work.first_sample
-        with seeded(seed_of(work, sample, ordinal), device):
+        with _seeded(seed_of(work, sample, ordinal), device):
             return operation(*args, **kwargs)
     outputs: list[list[Any]] = []
-    shape = None
+    output_structure = None
     for i, sample in enumerate(work.samples(num_samples)):
-        own = [_own(leaf, part, i) for leaf, part in zip(leaves, parts, strict=True)]
+        own = [_of_sample(leaf, dim, i) for leaf, dim in zip(leaves, parts, strict=True)]
         own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-        with seeded(seed_of(work, sample, ordinal), device):
+        with _seeded(seed_of(work, sample, ordinal), device):
             result = operation(*own_args, **own_kwargs)
-        flat, shape = pytree.tree_flatten(result)
+        flat, output_structure = pytree.tree_flatten(result)
         outputs.append(flat)
     joined = [
-        torch.cat([flat[k] for flat in outputs], dim=part[0]) if part is not None else outputs[0][k]
-        for k, part in enumerate(results)
+        torch.cat([flat[k] for flat in outputs], dim=dim[0]) if dim is not None else outputs[0][k]
+        for k, dim in enumerate(results)
     ]
-    assert shape is not None
-    return pytree.tree_unflatten(joined, shape)
+    assert output_structure is not None
+    return pytree.tree_unflatten(joined, output_structure)
 
 
 def _attention(
-    args: Sequence[Any], kwargs: Mapping[str, Any], work: Work, ordinal: int, part: Part | None
+    args: Sequence[Any], kwargs: Mapping[str, Any], work: Work, ordinal: int, sample_dim: SampleDim | None
 ) -> Tensor:
     given = bound(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
     p = given.pop("dropout_p")
-    dim, per_sample = part if part is not None else (None, 0)
+    dim, per_sample = sample_dim if sample_dim is not None else (None, 0)
     return attention(**given, drop=lambda weights: dropout(weights, p, work, ordinal, dim, per_sample))
 
 
-def draw_in_place(operation: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """What an operation that overwrites its first argument would leave there; the argument stays as it is."""
-    return draw(lambda x, *more, **kwargs: operation(x.clone(), *more, **kwargs), *args, **how)
+def draw_in_place(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the result of an operation that overwrites its first argument, without overwriting it."""
+    return draw(lambda x, *more, **kwargs: operation(x.clone(), *more, **kwargs), *args, **options)
 
 
-def _own(leaf: Any, part: Part | None, i: int) -> Any:
-    if part is None:
+def _of_sample(leaf: Any, sample_dim: SampleDim | None, i: int) -> Any:
+    if sample_dim is None:
         return leaf
-    dim, per_sample = part
+    dim, per_sample = sample_dim
     return leaf.narrow(dim, i * per_sample, per_sample) if isinstance(leaf, Tensor) else per_sample
 
 
@@ -154,8 +155,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The device's own generator at a seed, and afterwards as it was."""
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the device's default generator, and restore its state afterwards."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generator = torch.cuda.default_generators[index]
@@ -170,7 +171,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def bound(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by the names in its schema, defaults included."""
+    """Return the arguments of an operation by the names in its schema, with defaults."""
     found: dict[str, Any] = {}
     for i, argument in enumerate(operation._schema.arguments):
         if i < len(args):
@@ -183,7 +184,7 @@ def bound(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw does so with these arguments: not in eval mode, nor with p = 0."""
+    """Return whether a random operation draws with these arguments: not in eval mode, nor with p = 0."""
     values = bound(operation, args, kwargs)
     if values.get("train", True) is False or values.get("training", True) is False:
         return False

@@ -1,1 +1,1 @@
-"""Reads a user's model: names, calls, batches, state."""
+"""Reads a user's model: call convention, batch, state, tied weights, initial values."""

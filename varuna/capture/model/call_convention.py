@@ -1,9 +1,9 @@
-"""How a model is called, and what of its answer is wanted.
+"""Call conventions: how a model is called, and which of its outputs are wanted.
 
-`Varuna` calls a model by keywords and wants its loss. `Structured` calls it with any arguments, whose
-tensors are told apart by flat names, and wants all that it gives:
+`Varuna` calls a model by keywords and wants its loss (`CallConvention`). `StructuredCall` calls it with any
+arguments and wants all outputs; it gives each tensor a flat name:
 
-    model(x, pair=(a, b))   ◄──►   {"x": x, "pair_0": a, "pair_1": b}   and how they are nested
+    model(x, pair=(a, b))   <->   {"x": x, "pair_0": a, "pair_1": b}   and the nesting
 """
 
 from __future__ import annotations
@@ -21,27 +21,38 @@ from torch.utils import _pytree as pytree
 from varuna.errors import CaptureError
 
 
-class CallConvention:
-    """By keywords, for the loss."""
+@dataclass(frozen=True)
+class OutputStructure:
+    """Nesting of a model's outputs, and those outputs that are not tensors."""
 
-    key: Hashable = None  # equal where models are called alike
-    gradients: frozenset[str] = frozenset()  # inputs that a gradient goes back to
+    spec: pytree.TreeSpec
+    places: tuple[int | None, ...]  # index of the tensor of each leaf; None: a constant
+    constants: tuple[object, ...]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        constants = iter(self.constants)
+        leaves = [next(constants) if place is None else tensors[place] for place in self.places]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class CallConvention:
+    """Calls by keywords, for the loss."""
+
+    key: Hashable = None  # equal for calls of the same form
+    gradients: frozenset[str] = frozenset()  # inputs that get a gradient
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
-        """The inputs are the forward's keyword arguments: all that it needs, none that it does not know."""
+        """Raise unless the inputs are valid keyword arguments of forward."""
         try:
             inspect.signature(model.forward).bind(**inputs)
         except TypeError as error:
-            raise CaptureError(
-                f"{type(model).__name__}.forward cannot be called with the inputs {sorted(inputs)}: {error} "
-                f"(its signature is {inspect.signature(model.forward)})"
-            ) from None
+            raise CaptureError(_cannot_call(model, f"the inputs {sorted(inputs)}", error)) from None
 
     @contextmanager
     def adapted(self, model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
-        """Within, `model(**inputs)` gives the tensors that are wanted.
+        """Make `model(**inputs)` return the wanted tensors.
 
-        The loss alone leaves the graph: what only other outputs need is not computed.
+        Only the loss leaves the graph: what only other outputs need is not computed.
         """
         hook = model.register_forward_hook(lambda _module, _args, output: find_loss(output))
         original = model.forward
@@ -57,26 +68,12 @@ class CallConvention:
             model.forward = original
 
     def structure(self) -> OutputStructure:
-        """Of what the model gave when it was last run adapted."""
+        """Return the structure of the last output of the adapted model."""
         return OutputStructure(pytree.tree_structure(0), (0,), ())
 
 
-@dataclass(frozen=True)
-class OutputStructure:
-    """How a model's results are nested, and what in them is no tensor."""
-
-    spec: pytree.TreeSpec
-    places: tuple[int | None, ...]  # of each leaf: which tensor it is; None: a constant
-    constants: tuple[object, ...]
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        constants = iter(self.constants)
-        leaves = [next(constants) if place is None else tensors[place] for place in self.places]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
 class StructuredCall(CallConvention):
-    """With any arguments, for all that it gives."""
+    """Calls with any arguments, for all outputs."""
 
     def __init__(self, names: Sequence[str], spec: pytree.TreeSpec, gradients: frozenset[str]) -> None:
         self.names = tuple(names)
@@ -86,21 +83,22 @@ class StructuredCall(CallConvention):
         self._structure: OutputStructure | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nested as the arguments are: torch's own descriptions of nesting do not travel well.
-        return _nested, (self.names, pytree.tree_unflatten(list(self.names), self._spec), self.gradients)
+        # Pickle the nested names: a pytree spec cannot always be pickled.
+        return _from_nesting, (
+            self.names,
+            pytree.tree_unflatten(list(self.names), self._spec),
+            self.gradients,
+        )
 
     @classmethod
     def of(
         cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad_enabled: bool
     ) -> tuple[StructuredCall, dict[str, Any]]:
-        """How this call is made, and its leaves by name. `keeps`: whether there may be a backward."""
+        """Return the form of a call, and its leaves by name."""
         try:
             bound = _signature(model).bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(
-                f"{type(model).__name__}.forward cannot be called so: {error} "
-                f"(its signature is {inspect.signature(model.forward)})"
-            ) from None
+            raise TypeError(_cannot_call(model, "these arguments", error)) from None
         paths, spec = pytree.tree_flatten_with_path(dict(bound.arguments))
         leaves: dict[str, Any] = {}
         for path, leaf in paths:
@@ -108,11 +106,12 @@ class StructuredCall(CallConvention):
             while name in leaves:
                 name += "_"
             leaves[name] = leaf
-        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        back_to = (
-            {name for name, tensor in tensors.items() if tensor.requires_grad} if grad_enabled else set()
-        )
-        return cls(tuple(leaves), spec, frozenset(back_to)), leaves
+        gradients = {
+            name
+            for name, leaf in leaves.items()
+            if grad_enabled and isinstance(leaf, Tensor) and leaf.requires_grad
+        }
+        return cls(tuple(leaves), spec, frozenset(gradients)), leaves
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
         assert tuple(inputs) == self.names
@@ -126,7 +125,7 @@ class StructuredCall(CallConvention):
             bound = inspect.BoundArguments(
                 signature, pytree.tree_unflatten([leaves[name] for name in self.names], self._spec)
             )
-            return self._taken_apart(original(*bound.args, **bound.kwargs), set(map(id, leaves.values())))
+            return self._output_tensors(original(*bound.args, **bound.kwargs), set(map(id, leaves.values())))
 
         model.forward = _declaring(forward, inputs)
         try:
@@ -135,10 +134,10 @@ class StructuredCall(CallConvention):
             model.forward = original
 
     def structure(self) -> OutputStructure:
-        assert self._structure is not None, "the model has not been run yet"
+        assert self._structure is not None, "the model has not run yet"
         return self._structure
 
-    def _taken_apart(self, output: Any, given: set[int]) -> tuple[Tensor, ...]:
+    def _output_tensors(self, output: Any, input_ids: set[int]) -> tuple[Tensor, ...]:
         leaves, spec = pytree.tree_flatten(output)
         tensors: list[Tensor] = []
         places: list[int | None] = []
@@ -146,27 +145,37 @@ class StructuredCall(CallConvention):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 places.append(len(tensors))
-                # What is handed through is a value of its own, as all results are.
-                tensors.append(leaf.clone() if id(leaf) in given or isinstance(leaf, nn.Parameter) else leaf)
+                # An input or parameter that is returned becomes a value of its own, like all outputs.
+                returned = id(leaf) in input_ids or isinstance(leaf, nn.Parameter)
+                tensors.append(leaf.clone() if returned else leaf)
             elif leaf is None or isinstance(leaf, bool | int | float | str):
                 places.append(None)
                 constants.append(leaf)
             else:
                 raise CaptureError(
                     f"the model's forward returned a {type(leaf).__name__}; expected tensors and constants "
-                    "(None, bool, int, float, str) in tuples, lists, dicts, or types that torch's pytree "
-                    "knows (return a tensor in its place, or register the type with torch.utils._pytree)"
+                    "(None, bool, int, float, str) in tuples, lists or dicts. Return a tensor in its place, "
+                    "or register the type with torch.utils._pytree."
                 )
         if not tensors:
-            raise CaptureError(f"the model's forward returned no tensor, but {in_words(output)}")
+            raise CaptureError(
+                f"the model's forward returned no tensor, but {in_words(output)}. Return at least one tensor."
+            )
         self._structure = OutputStructure(spec, tuple(places), tuple(constants))
         return tuple(tensors)
 
 
-def _declaring(forward: Any, names: Iterable[str]) -> Any:
-    """The function, with these arguments: torch.export matches its example with what a forward declares.
+def _cannot_call(model: nn.Module, arguments: str, error: TypeError) -> str:
+    return (
+        f"{type(model).__name__}.forward cannot be called with {arguments}: {error}. "
+        f"Its signature is {inspect.signature(model.forward)}."
+    )
 
-    So what a model takes by `**kwargs`, as Hugging Face's do, is an input like any other.
+
+def _declaring(forward: Any, names: Iterable[str]) -> Any:
+    """Set the signature of a function: torch.export matches its example with the declared arguments.
+
+    Arguments that a model takes by `**kwargs` thus become inputs like any other.
     """
     forward.__signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
@@ -174,7 +183,7 @@ def _declaring(forward: Any, names: Iterable[str]) -> Any:
     return forward
 
 
-_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()  # of methods: each call asks
+_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()  # by method, for fast calls
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
@@ -186,7 +195,7 @@ def _signature(model: nn.Module) -> inspect.Signature:
     return _signatures[method]
 
 
-def _nested(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> StructuredCall:
+def _from_nesting(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> StructuredCall:
     return StructuredCall(names, pytree.tree_structure(nesting), gradients)
 
 
@@ -208,11 +217,9 @@ def find_loss(output: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss
     raise CaptureError(
-        f"the model's forward returned {in_words(output)}; expected its loss, a floating-point "
-        "tensor with no "
-        "dimension that is the mean over the batch: as the output itself, as its first element, or as "
-        '`.loss` / `["loss"]` (compute the loss inside forward; Hugging Face models do so when '
-        "given `labels`)"
+        f"the model's forward returned {in_words(output)}; expected its loss, the mean over the batch as a "
+        'floating-point scalar: the output itself, its first element, or its "loss" item or attribute. '
+        "Compute the loss inside forward (Hugging Face models do so if you pass `labels`)."
     )
 
 

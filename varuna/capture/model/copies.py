@@ -1,6 +1,6 @@
-"""A model without its values: the code and the shapes that every later capture needs, at no cost in memory.
+"""Copies of a model without its values, for later captures.
 
-user's model ──hollow──► the same modules on `meta` ──fake──► the same modules on fake tensors, to be traced
+model ──meta_copy──► the same modules on `meta` ──fake_copy──► the same modules on fake tensors, to trace
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares no storage with the model and holds none itself; ties are kept."""
+    """Copy a model on `meta`: it shares no storage with the original and keeps its ties."""
     return _copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A copy on fake tensors of a device."""
+    """Copy a model with fake tensors of a device."""
 
     def make(tensor: Tensor) -> Tensor:
         with mode:
@@ -28,32 +28,36 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> n
     return _copy_with(model, make)
 
 
+def uninitialized_copy(module: nn.Module) -> nn.Module:
+    """Copy a module on the CPU, with memory of its own that is not initialized."""
+    return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
 @torch.no_grad()
 def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    # The memo of deepcopy answers for every parameter and buffer, so that no real one is ever copied.
+    # deepcopy finds every parameter and buffer in its memo, so that no real one is copied.
     memo: dict[int, object] = {}
     keep_alive: list[Tensor] = []
     for parameter in model.parameters():
-        new = make(parameter)
-        memo[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
         keep_alive.append(parameter)
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
         keep_alive.append(buffer)
     for module in model.modules():
         for value in vars(module).values():
-            # Old weight_norm keeps a computed weight beside its parameters: it is computed anew at each call.
+            # The old weight_norm keeps a computed weight beside its parameters.
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach()
                 keep_alive.append(value)
     try:
         return copy.deepcopy(model, dict(memo))
     except Exception:
-        return copy.deepcopy(model, {**memo, **_shared(model, memo)})
+        return copy.deepcopy(model, {**memo, **_uncopyable(model, memo)})
 
 
-def _shared(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
-    """Attributes that cannot be copied (locks, files, process groups): both models have the same ones."""
+def _uncopyable(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
+    """Return the attributes that cannot be copied (locks, files, process groups): both models share them."""
     shared: dict[int, object] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -64,8 +68,3 @@ def _shared(model: nn.Module, memo: dict[int, object]) -> dict[int, object]:
             except Exception:
                 shared[id(value)] = value
     return shared
-
-
-def uninitialized_copy(module: nn.Module) -> nn.Module:
-    """A copy of one module with memory of its own on CPU, not yet written to."""
-    return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))

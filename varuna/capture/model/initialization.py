@@ -1,10 +1,10 @@
-"""Values for a model on `meta`, made module by module, so that no process ever holds more than its stage.
+"""Initial values of a model on `meta`, made module by module, so that no process holds more than its stage.
 
-Each module draws from a generator that is seeded by its own name: the values do not depend on which
-stage, rank or layout asks for them. A module's tensors are made by whoever knows how:
+A generator seeded by the module's name draws each module's values: they do not depend on stage, rank or
+layout. These functions make the tensors of a module, the first one that knows how:
 
-    its own reset_parameters(), that of a module around it, or the model's _init_weights(module)
-    (as Hugging Face has it), called on the module and on those around it
+    1. its own reset_parameters(), or that of a module around it
+    2. the model's _init_weights(module) (Hugging Face), for the module and those around it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from varuna.errors import CaptureError
 def initialized(
     model: nn.Module, names: Sequence[str], *, device: torch.device, seed: int
 ) -> dict[str, Tensor]:
-    """The named tensors of a hollow model, each made by its own module's initialisation."""
+    """Return the named tensors of a model on `meta`, initialized by their modules."""
     by_owner: dict[str, list[str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -37,7 +37,7 @@ def initialized(
 
 
 def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """One module's own tensors, on CPU, while all others of the model stay on `meta`."""
+    """Return one module's own tensors on the CPU; the rest of the model stays on `meta`."""
     module = model.get_submodule(path)
     before = (dict(module._parameters), dict(module._buffers))
     for leaf, parameter in before[0].items():
@@ -48,30 +48,28 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
         if buffer is not None:
             module._buffers[leaf] = poisoned(buffer.shape, buffer.dtype)
     parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
+    outer = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little"))
-            for candidate in [module, *around]:
-                if any(is_poisoned(_own(module, leaf)) for leaf in leaves):
+            for candidate in [module, *outer]:
+                if any(is_poisoned(own_tensor(module, leaf)) for leaf in leaves):
                     _reset(candidate)
             root_init = getattr(model, "_init_weights", None)
             if callable(root_init):
-                for candidate in [module, *around]:
+                for candidate in [module, *outer]:
                     root_init(candidate)
-        made = {leaf: _own(module, leaf).detach() for leaf in leaves}
+        made = {leaf: own_tensor(module, leaf).detach() for leaf in leaves}
     finally:
         module._parameters.update(before[0])
         module._buffers.update(before[1])
     for leaf, tensor in made.items():
         if is_poisoned(tensor):
             raise CaptureError(
-                "the model is on `meta` and nothing tells the values of "
-                f"{f'{path}.{leaf}' if path else leaf!r}: "
-                f"expected {type(module).__name__}.reset_parameters(), or _init_weights(module) of "
-                "the model, to make "
-                "them (or pass initialize=, a mapping of names to tensors or a function that fills a tensor)"
+                f"nothing initializes {f'{path}.{leaf}' if path else leaf!r} of the model on `meta`. "
+                f"Write {type(module).__name__}.reset_parameters() or the model's _init_weights(module), or "
+                "pass initialize=, a mapping of names to tensors or a function that fills a tensor."
             )
     return made
 
@@ -84,7 +82,8 @@ def _reset(module: nn.Module) -> None:
             return
 
 
-def _own(module: nn.Module, leaf: str) -> Tensor:
+def own_tensor(module: nn.Module, leaf: str) -> Tensor:
+    """Return a parameter or buffer that the module itself holds."""
     found: Tensor | None = module._parameters.get(leaf)
     found = found if found is not None else module._buffers[leaf]
     assert found is not None
@@ -92,7 +91,7 @@ def _own(module: nn.Module, leaf: str) -> Tensor:
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:
-    """A value that no initialisation gives: memory that none touches must not pass for values."""
+    """Return a value that no initialization gives, to detect memory that none has written."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).max - 6

@@ -1,4 +1,4 @@
-"""A model to be captured, perhaps several times: train and eval, and every shape of inputs that comes."""
+"""A model to capture, possibly several times: for training and evaluation, and for each shape of inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture.graph.flat_graph import flatten
-from varuna.capture.model.batch import Batch, describe, find_batch
+from varuna.capture.model.batch import Batch, find_batch, input_signature
 from varuna.capture.model.call_convention import CallConvention
 from varuna.capture.model.copies import meta_copy
 from varuna.capture.model.tied_weights import canonical_names, find_ties
 from varuna.capture.run.captured import Captured
 from varuna.capture.trace.cutpoint import cutpoints
 from varuna.capture.trace.opaque_module import is_opaque, opaque
-from varuna.capture.trace.refusals import DependsOnData
+from varuna.capture.trace.refusals import DataDependentError
 from varuna.capture.trace.trace import Trace, trace
 from varuna.errors import CaptureError
 from varuna.observe.progress_bar import Watch
@@ -27,7 +27,7 @@ log = logging.getLogger("varuna")
 
 
 class Source:
-    """Keeps the model's code and shapes, and none of its values."""
+    """Keeps the model's code and shapes on `meta`, and only a weak reference to its values."""
 
     def __init__(
         self,
@@ -40,32 +40,30 @@ class Source:
         partition: Partition | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """`partition` cuts a model without CutPoints; without it, such a model is one segment.
+        """`partition` cuts a model that has no CutPoints; without it, such a model is one segment.
 
-        `watch` shows how far a capture is.
+        `watch` shows the progress of a capture.
         """
         self._watch = watch
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.meta_model = meta_copy(model)
-        # Weakly: its maker may let go of the model, and its values with it, once the stages have theirs.
+        # Weak: the caller may free the model and its values once the stages have their own.
         self._model = weakref.ref(model)
         self.precision: PrecisionName = precision
         self.device = torch.device(device_type)
         self._batch_dims = dict(batch_dims or {})
         self._flags = {name: module.training for name, module in model.named_modules()}
         self._partition = None if any(cutpoints(model)) else partition
-        self._first: Captured | None = None  # that was cut by the partition
+        self._partitioned: Captured | None = None  # the capture that the partition has cut
         self._captured: dict[Hashable, Captured] = {}
-        self._shared_draws: dict[Hashable, frozenset[int]] = {}
 
     def batch(self, inputs: Mapping[str, object]) -> Batch:
-        """Which of the inputs are batched, and how many samples they hold."""
         return find_batch(inputs, self._batch_dims)
 
     def signature(self, inputs: Mapping[str, object], batch: Batch | None = None) -> Hashable:
-        """All of the inputs that a capture depends on: another signature needs another capture."""
-        return describe(inputs, batch or self.batch(inputs))
+        """Return everything about the inputs that a capture depends on."""
+        return input_signature(inputs, batch or self.batch(inputs))
 
     def capture(
         self,
@@ -76,12 +74,15 @@ class Source:
         convention: CallConvention | None = None,
         precision: PrecisionName | None = None,
     ) -> Captured:
-        """`batch` says what one sample cannot show: which leading 1 is a batch and which is shared."""
+        """Capture the model for these inputs, or return the earlier capture for inputs of this form.
+
+        With one sample, pass `batch`: a leading 1 does not show whether an input is batched or shared.
+        """
         convention = convention or CallConvention()
         convention.check(self.meta_model, inputs)
         batch = batch or self.batch(inputs)
         precision = precision or self.precision
-        key = (describe(inputs, batch), training, convention.key, precision)
+        key = (input_signature(inputs, batch), training, convention.key, precision)
         if key not in self._captured:
             self._captured[key] = self._capture(inputs, batch, training, convention, precision)
         return self._captured[key]
@@ -96,7 +97,7 @@ class Source:
     ) -> Captured:
         shared: frozenset[int] = frozenset()
         if batch.size == 1 and training:
-            # With one sample no shape tells which draws are its own: the capture with several knows.
+            # Shapes with one sample do not show which draws belong to it; those with two samples do.
             shared = self.capture(
                 _doubled(inputs, batch),
                 training=True,
@@ -104,15 +105,14 @@ class Source:
                 convention=convention,
                 precision=precision,
             ).shared_draws
-        elif self._partition is not None and self._first is None and not training:
-            # Which is the one that is cut.
+        elif self._partition is not None and self._partitioned is None and not training:
+            # The partition cuts a capture in training mode; others follow it.
             self.capture(inputs, training=True, batch=batch, convention=convention, precision=precision)
         self._set_mode(training)
         traced = self._trace(inputs, batch, convention, precision)
-        flat = flatten(traced, self.canonical)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
-            flat,
+            flatten(traced, self.canonical),
             batch,
             ties=self.ties,
             shared_draws=shared,
@@ -121,14 +121,18 @@ class Source:
             device=self.device,
             structure=traced.structure,
             partition=partition,
-            alike=None if partition is None else self._first,
+            cut_like=None if partition is None else self._partitioned,
         )
         if partition is not None:
-            self._first = self._first or captured
+            self._partitioned = self._partitioned or captured
         return captured
 
     def _trace(
-        self, inputs: Mapping[str, object], batch: Batch, convention: CallConvention, precision: PrecisionName
+        self,
+        inputs: Mapping[str, object],
+        batch: Batch,
+        convention: CallConvention,
+        precision: PrecisionName,
     ) -> Trace:
         try:
             return trace(
@@ -140,30 +144,34 @@ class Source:
                 convention=convention,
                 watch=self._watch,
             )
-        except DependsOnData as error:
-            if not self._keep_experts_whole(error.module):
+        except DataDependentError as error:
+            if not self._make_experts_opaque(error.module):
                 raise
         return self._trace(inputs, batch, convention, precision)
 
-    def _keep_experts_whole(self, path: str) -> bool:
-        """Experts that loop over those that were chosen: each token is looked at alone, so they may."""
+    def _make_experts_opaque(self, path: str) -> bool:
+        """Make experts that loop over the chosen ones opaque: they treat each token separately."""
         kind = type(self.meta_model.get_submodule(path))
-        alike = [
-            module for module in self.meta_model.modules() if type(module) is kind and not is_opaque(module)
-        ]
-        if not kind.__name__.endswith("Experts") or not alike:
+        experts = [m for m in self.meta_model.modules() if type(m) is kind and not is_opaque(m)]
+        if not kind.__name__.endswith("Experts") or not experts:
             return False
-        log.info("%s loops over data: each stays whole, and runs as it is", kind.__name__)
-        for module in alike:
+        log.info("%s loops over data and cannot be traced: it stays eager", kind.__name__)
+        for module in experts:
             opaque(module)
         return True
 
     def on_meta(self, name: str) -> bool:
-        return self._tensor(name).device.type == "meta"
+        return self.value(name).device.type == "meta"
 
     def value(self, name: str) -> Tensor:
-        """The value that the model has for a name; not a copy."""
-        return self._tensor(name)
+        """Return the model's tensor of this name, not a copy."""
+        model = self._model()
+        if model is None:
+            raise CaptureError(
+                f"the values of {name!r} are needed, but the captured model has been freed. Build the stages "
+                "while it exists, or pass its values with initialize=."
+            )
+        return _look_up(model, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(_look_up(self.meta_model, name).shape)
@@ -171,17 +179,8 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         return _look_up(self.meta_model, name).dtype
 
-    def _tensor(self, name: str) -> Tensor:
-        model = self._model()
-        if model is None:
-            raise CaptureError(
-                f"the values of {name!r} are asked for, but the model that was captured is gone "
-                "(make the stages while it is there, or pass initialize= with its values)"
-            )
-        return _look_up(model, name)
-
     def _set_mode(self, training: bool) -> None:
-        """Trains what trained when the model came; a model that came in eval mode trains whole."""
+        """Set the modules' modes. A model that came in eval mode trains as a whole."""
         for name, module in self.meta_model.named_modules():
             module.training = training and (self._flags[name] or not self._flags[""])
 

@@ -1,4 +1,4 @@
-"""The parameters and buffers of one stage: its own copies, under the names that they have in the model."""
+"""The parameters and buffers of one stage, under their names in the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.initialization import initialized, is_poisoned, poisoned
+from varuna.capture.model.initialization import initialized, is_poisoned, own_tensor, poisoned
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
 from varuna.errors import CaptureError
@@ -18,16 +18,15 @@ Initialize = Mapping[str, Tensor] | Callable[[str, Tensor], object]
 
 
 class StageState(nn.Module):
-    """Holds state and nothing else: modules nested as in the model, so that `state_dict()` has its names."""
+    """Holds the state of a stage in modules nested as in the model, so that `state_dict()` has its names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._transient: set[str] = set()
 
     def hold(self, names: tuple[str, ...], tensor: Tensor, *, persistent: bool) -> None:
-        """Registers one tensor under all of its names, the canonical one first."""
+        """Register one tensor under all of its names, the canonical one first."""
         for name in names:
             owner: nn.Module = self
             *path, leaf = name.split(".")
@@ -45,15 +44,11 @@ class StageState(nn.Module):
             self._transient.add(names[0])
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a canonical name, as it is registered now (`to()` may have replaced it)."""
-        owner, leaf = self._places[name]
-        found: Tensor | None = owner._parameters.get(leaf)
-        found = found if found is not None else owner._buffers[leaf]
-        assert found is not None
-        return found
+        """Return the current tensor of a canonical name (`to()` may have replaced it)."""
+        return own_tensor(*self._places[name])
 
     def is_persistent(self, name: str) -> bool:
-        """Whether a canonical name is in `state_dict()`."""
+        """Return whether a canonical name is in `state_dict()`."""
         return name not in self._transient
 
     @property
@@ -71,7 +66,7 @@ def stage_state(
     initialize: Initialize | None = None,
     seed: int = 0,
 ) -> StageState:
-    """The state of the segments `first..stop-1`, copied from the model, or made where that is on `meta`."""
+    """Return the state of the segments `first..stop-1`: copied from the model, or made if it is on `meta`."""
     shells = _shells(source, captured, first, stop)
     values = _values(source, list(shells), torch.device(device), initialize, seed)
     return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
@@ -87,9 +82,9 @@ def adopted_state(
     device: torch.device | str,
     seed: int = 0,
 ) -> StageState:
-    """The same, but the model's own tensors, which stay registered there.
+    """Return the state of the segments as the model's own tensors, which stay registered in the model.
 
-    All others of the model become shells on `meta`. What was on `meta` itself is replaced by what has values.
+    All other tensors of the model move to `meta`. Tensors of the stage that were on `meta` get values.
     """
     device = torch.device(device)
     shells = _shells(source, captured, first, stop)
@@ -101,26 +96,28 @@ def adopted_state(
         else:
             values[name] = source.value(name)
             values[name].data = values[name].data.to(device)
-    canonical = source.canonical
-    every: dict[str, Tensor] = dict(source.meta_model.named_parameters(remove_duplicate=False))
-    every.update(source.meta_model.named_buffers(remove_duplicate=False))
-    for name, shell in every.items():
+    for name, shell in _meta_tensors(source).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         places: dict[str, Any] = owner._parameters if isinstance(shell, nn.Parameter) else owner._buffers
-        places[leaf] = values.get(canonical.get(name, name), shell)
+        places[leaf] = values.get(source.canonical.get(name, name), shell)
     return _held(source, values)
 
 
+def _meta_tensors(source: Source) -> dict[str, Tensor]:
+    return {
+        **dict(source.meta_model.named_parameters(remove_duplicate=False)),
+        **dict(source.meta_model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[str, Tensor]:
-    """What the segments `first..stop-1` hold, by canonical name, without values."""
+    """Return the meta tensors of the segments `first..stop-1`, by canonical name."""
     segments = captured.graph.segments[first:stop]
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
-    # Values that are made again after a cut read buffers of segments before it.
+    # Values that are recomputed after a cut read buffers of earlier segments.
     wanted.update(captured.carve(first, stop).state)
-    shells: dict[str, Tensor] = dict(source.meta_model.named_parameters(remove_duplicate=False))
-    shells.update(source.meta_model.named_buffers(remove_duplicate=False))
-    return {name: shell for name, shell in shells.items() if name in wanted}
+    return {name: shell for name, shell in _meta_tensors(source).items() if name in wanted}
 
 
 def _like(shell: Tensor, value: Tensor) -> Tensor:
@@ -153,12 +150,12 @@ def _values(
         shape = source.shape(name)
         if tuple(found.shape) != shape:
             raise CaptureError(
-                f"initialize gives {name!r} the shape {tuple(found.shape)}, the model has {shape} "
-                "(give the values of this very model)"
+                f"initialize has {name!r} with the shape {tuple(found.shape)}, but the model has {shape}. "
+                "Pass values of this model."
             )
         values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=True)
     if fill is not None:
-        values.update(_computed(source, missing, device, seed))
+        values.update(_computed_buffers(source, missing, device, seed))
         for name in missing:
             if name not in values:
                 tensor = poisoned(source.shape(name), source.dtype(name), device)
@@ -171,8 +168,8 @@ def _values(
     return values
 
 
-def _computed(source: Source, names: list[str], device: torch.device, seed: int) -> dict[str, Tensor]:
-    """Buffers outside the state_dict that the model itself makes: they follow from its sizes."""
+def _computed_buffers(source: Source, names: list[str], device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Return the buffers outside the state_dict that the model computes from its sizes."""
     found: dict[str, Tensor] = {}
     for name in names:
         if not _is_persistent(source.meta_model, name):

@@ -1,4 +1,4 @@
-"""Which names of a model's state mean one tensor."""
+"""Tied weights: groups of names that mean one tensor."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from varuna.errors import CaptureError
 
 
 def find_ties(model: nn.Module, declared: Sequence[tuple[str, str]] | None) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more names for one tensor, the first name of each being its canonical one."""
+    """Return groups of two or more names of one tensor; the first name of a group is the canonical one."""
     groups: list[list[str]] = []
     by_key: dict[object, list[str]] = {}
     everything = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    tensors = dict(everything)
     for name, tensor in everything:
-        group = by_key.get(id(tensor)) or by_key.get(_storage(tensor))
+        group = by_key.get(id(tensor)) or by_key.get(_storage_key(tensor))
         if group is None:
             group = []
             groups.append(group)
         group.append(name)
         by_key[id(tensor)] = group
-        by_key[_storage(tensor)] = group
+        by_key[_storage_key(tensor)] = group
     for pair in declared or ():
-        _join(groups, pair, tensors)
+        _join(groups, pair, dict(everything))
     position = {name: i for i, (name, _) in enumerate(everything)}
     tied = [sorted(group, key=position.__getitem__) for group in groups if len(group) > 1]
     return tuple(tuple(group) for group in sorted(tied, key=lambda group: position[group[0]]))
 
 
-def _storage(tensor: Tensor) -> object:
+def _storage_key(tensor: Tensor) -> object:
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -43,17 +42,17 @@ def _join(groups: list[list[str]], pair: Sequence[str], tensors: dict[str, Tenso
     for name in pair:
         if name not in tensors:
             raise CaptureError(
-                f"shared_weights names {name!r}, which is no parameter of the model "
-                "(name parameters as model.named_parameters() does)"
+                f"shared_weights names {name!r}, which is no parameter of the model. "
+                "Use the names of model.named_parameters()."
             )
     if len({tuple(tensors[name].shape) for name in pair}) != 1:
         raise CaptureError(
-            f"shared_weights ties {' and '.join(map(repr, pair))}, whose shapes differ: "
-            f"{', '.join(str(tuple(tensors[name].shape)) for name in pair)}"
+            f"shared_weights ties {' and '.join(map(repr, pair))}, but their shapes differ: "
+            f"{', '.join(str(tuple(tensors[name].shape)) for name in pair)}. Tie parameters of equal shape."
         )
-    mine = [group for group in groups if any(name in group for name in pair)]
-    for other in mine[1:]:
-        mine[0].extend(other)
+    joined = [group for group in groups if any(name in group for name in pair)]
+    for other in joined[1:]:
+        joined[0].extend(other)
         groups.remove(other)
 
 

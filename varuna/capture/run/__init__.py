@@ -1,1 +1,1 @@
-"""Runs captured programs and verifies them against the model."""
+"""Captured models, and the programs that stages run."""

@@ -1,4 +1,4 @@
-"""A captured model: one graph, cut into segments, from which any span can be carved."""
+"""A captured model: one graph, cut into segments, from which any span of segments can be carved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from varuna.capture.cuts import automatic
 from varuna.capture.cuts.carver import Carver
 from varuna.capture.cuts.separability import Separability
 from varuna.capture.cuts.summary import listing, summarize
-from varuna.capture.graph import passes
-from varuna.capture.graph.attention_masks import name_masks
+from varuna.capture.graph import checks, passes
+from varuna.capture.graph.attention_masks import replace_masks
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.model.batch import Batch
@@ -25,10 +25,9 @@ from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 class Captured:
     graph: ModelGraph
     num_segments: int
-    cut_automatically: bool  # and not by CutPoints
-    random: bool  # whether anything in the graph draws
-    # Of BatchNorm's running statistics, by name, over one run of the model; None where cumulative.
-    momentum: Mapping[str, float | None]
+    cut_automatically: bool  # by a partition, not by CutPoints
+    random: bool  # whether any operation draws random numbers
+    momentum: Mapping[str, float | None]  # of BatchNorm's statistics, per run; None: cumulative average
     shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
 
     def __init__(
@@ -43,29 +42,31 @@ class Captured:
         device: torch.device,
         structure: OutputStructure,
         partition: Partition | None = None,
-        alike: Captured | None = None,
+        cut_like: Captured | None = None,
     ) -> None:
-        """Cut by its CutPoints; or by `partition`; or as another capture of the same model was by that."""
-        symbol = passes.symbol_of(flat, batch.dims)
-        passes.sizes_from_the_batch(flat, batch.dims, symbol)
-        name_masks(flat)
+        """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition."""
+        symbol = passes.batch_symbol(flat, batch.dims)
+        passes.compute_sizes_from_batch(flat, batch.dims, symbol)
+        replace_masks(flat)
         self.shared_draws = passes.bind_randomness(flat, symbol, shared_draws)
-        passes.parts_beside_their_whole(flat)
-        passes.changes_where_their_values_are(flat)
-        passes.drop_needless_detaches(flat, Flow(flat))
-        passes.drop_dead(flat, Flow(flat))
-        passes.refuse_coupled_samples(flat, symbol)
-        passes.refuse_reordered_samples(flat, symbol)
-        passes.refuse_sparse_gradients(flat)
+        passes.move_items_to_their_list(flat)
+        passes.move_buffer_updates_to_their_values(flat)
+        passes.drop_needless_detaches(flat)
+        passes.drop_dead_nodes(flat)
+        checks.refuse_coupled_samples(flat, symbol)
+        checks.refuse_reordered_samples(flat, symbol)
+        checks.refuse_sparse_gradients(flat)
         flow = Flow(flat)
-        self._strays: list[automatic.Stray] = []
-        if alike is not None:
-            self._strays = automatic.cut_alike(flat, flow, alike._places, alike._holders, alike._unused)
+        self._misplaced: list[automatic.MisplacedState] = []
+        if cut_like is not None:
+            self._misplaced = automatic.cut_like(
+                flat, flow, cut_like._places, cut_like._holders, cut_like._unused
+            )
             flow = Flow(flat)
         elif partition is not None:
             automatic.cut(flat, flow, symbol, partition)
             flow = Flow(flat)
-        passes.refuse_torn_buffers(flat, flow)
+        checks.refuse_divided_buffers(flat, flow)
         self.graph = summarize(flat, flow, ties, symbol)
         self.num_segments = flat.num_segments
         self.cut_automatically = partition is not None
@@ -80,25 +81,34 @@ class Captured:
         self._carver = Carver(flat, flow, symbol=symbol, precision=precision, device=device)
         self._programs: dict[tuple[int, int], SpanProgram] = {}
 
+    def carve(self, first: int, stop: int) -> SpanProgram:
+        """Return the segments `first..stop-1` as a pure function."""
+        misplaced = [state for state in self._misplaced if state.is_missing_in(first, stop)]
+        if misplaced:
+            names = [state.name for state in misplaced if state.reason == misplaced[0].reason]
+            raise CaptureError(f"{some(names)} {misplaced[0].reason}")
+        if (first, stop) not in self._programs:
+            self._programs[first, stop] = self._carver.carve(first, stop)
+        return self._programs[first, stop]
+
     def inseparable(self, cut: int) -> list[str]:
-        """What crosses the cut before a segment and cannot be parted by sample, in words."""
-        reasons = (self._apart.why_not_over_a_cut(value) for value in self._carver.crossing(cut))
+        """Return why values over the cut before a segment cannot be divided by sample; [] if they can."""
+        reasons = (self._separability.why_not_over_a_cut(value) for value in self._carver.crossing(cut))
         return [reason for reason in reasons if reason]
 
     @property
     def disordered(self) -> tuple[str, ...]:
-        """Which results have a batch, but not the samples one after the other, in words."""
+        """The results that have a batch but not the samples in order, with the reason."""
         specs = zip(self._flat.results, self.results, strict=True)
         batched = [node for node, spec in specs if any(dim is None or dim.per_sample for dim in spec.dims)]
-        return tuple(reason for reason in map(self._apart.why_not, batched) if reason)
+        return tuple(reason for reason in map(self._separability.why_not, batched) if reason)
 
     @cached_property
-    def _apart(self) -> Separability:
+    def _separability(self) -> Separability:
         return Separability(self._flat, self.batch_dims, self._symbol)
 
     @property
     def changes_buffers(self) -> bool:
-        """Whether a forward changes any buffer, in whatever segment."""
         return bool(self.carve(0, self.num_segments).mutated)
 
     @cached_property
@@ -119,12 +129,12 @@ class Captured:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """What goes over the cut after each segment but the last, there and back, for one sample."""
+        """Bytes per sample over the cut after each segment but the last, forward and backward."""
         return [self._carver.crossing_bytes(cut) for cut in range(1, self.num_segments)]
 
     @cached_property
     def results(self) -> tuple[TensorSpec, ...]:
-        """What the last stage gives: the loss, or all tensors of the `structure`."""
+        """The outputs of the last stage: the loss, or all tensors of the `structure`."""
         return tuple(map(self._carver.spec, self._flat.results))
 
     @property
@@ -132,7 +142,7 @@ class Captured:
         return tuple(self._flat.parameters)
 
     def untouched(self, wanted: Sequence[bool] | None = None) -> frozenset[str]:
-        """The parameters that get no gradient where only these of the results get one; None: all do."""
+        """Return the parameters that get no gradient if only the wanted results get one; None: all do."""
         results = list(self._flat.results)
         if wanted is not None:
             results = [result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted]
@@ -148,15 +158,5 @@ class Captured:
 
     @property
     def listing(self) -> list[str]:
-        """The model line by line: where two fingerprints differ, these tell why."""
+        """The model line by line, to find out why two fingerprints differ."""
         return listing(self._flat, self.graph.ties, self._symbol)
-
-    def carve(self, first: int, stop: int) -> SpanProgram:
-        """The segments `first..stop-1` as a pure function."""
-        strays = [stray for stray in self._strays if stray.is_within(first, stop)]
-        if strays:
-            names = [stray.name for stray in strays if stray.why == strays[0].why]
-            raise CaptureError(f"{some(names)} {strays[0].why}")
-        if (first, stop) not in self._programs:
-            self._programs[first, stop] = self._carver.carve(first, stop)
-        return self._programs[first, stop]

@@ -1,7 +1,7 @@
-"""A span of segments as a chain of programs, in which segments that are alike share one.
+"""A span of segments as a chain of programs, in which equal segments share one program.
 
-A compiler that is given a whole stage compiles each of its equal blocks anew. Here it is given one of each
-kind: it runs with the state of whichever segment is at hand, and draws under that segment's numbers.
+A compiler that gets a whole stage compiles each of its equal blocks again. In a chain it compiles one of
+each kind, which runs with the state and the random numbers of each segment in turn.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from varuna.capture.cuts.segment_kinds import find_kinds, ordinal_place
+from varuna.capture.cuts.segment_kinds import find_kinds, ordinal_index
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.program import SpanProgram
 from varuna.types import TensorSpec, Work
 
-TRIFLING = 0.05
-"""Of a chain's operations."""
+UNCOMPILED_SHARE = 0.05
+"""Largest share of a chain's operations that is not compiled."""
 
 
 class ChainLink(NamedTuple):
-    program: SpanProgram  # of the first segment of its kind in the chain
-    places: tuple[int, ...]  # of its state in the chain's
-    first_ordinal: int  # the number of its first random operation
+    program: SpanProgram  # of the first segment of this kind
+    places: tuple[int, ...]  # indices of its state in the chain's state
+    first_ordinal: int  # number of its first random operation
 
 
 @dataclass(frozen=True)
 class ProgramChain:
-    """What a `Program` is, made of several."""
+    """Several programs with the interface of one `SpanProgram`."""
 
-    segments: tuple[ChainLink, ...]
+    links: tuple[ChainLink, ...]
     state: tuple[str, ...]
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
@@ -44,35 +44,39 @@ class ProgramChain:
 
     @property
     def leaves(self) -> Mapping[str, nn.Module]:
-        return {name: leaf for segment in self.segments for name, leaf in segment.program.leaves.items()}
+        return {name: leaf for link in self.links for name, leaf in link.program.leaves.items()}
 
     @property
     def repeats(self) -> bool:
-        return all(segment.program.repeats for segment in self.segments)
+        return all(link.program.repeats for link in self.links)
 
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]:
         values = tuple(received)
-        for program, places, first_ordinal in self.segments:
+        for program, places, first_ordinal in self.links:
             own = msgspec.structs.replace(work, first_ordinal=first_ordinal) if program.random else work
             values = program([state[place] for place in places], values, inputs, own)
         return values
 
     def compiled(self) -> ProgramChain:
-        """The same chain, its programs compiled when they first run, but for trifles."""
-        known = {id(segment.program): segment.program for segment in self.segments}
-        trifles = self._trifles()
-        made = {key: program if key in trifles else program.compiled() for key, program in known.items()}
-        return replace(self, segments=tuple(s._replace(program=made[id(s.program)]) for s in self.segments))
+        """Return the chain with its programs compiled at their first run, except those not worth it."""
+        programs = {id(link.program): link.program for link in self.links}
+        skipped = self._not_worth_compiling()
+        made = {key: program if key in skipped else program.compiled() for key, program in programs.items()}
+        return replace(
+            self, links=tuple(link._replace(program=made[id(link.program)]) for link in self.links)
+        )
 
-    def _trifles(self) -> set[int]:
-        """Programs, by id, that take as long to compile as a whole block and have nothing to win by it: run
-        once, before the loss, and all of them together next to nothing of the chain (an embedding)."""
-        times = Counter(id(segment.program) for segment in self.segments)
-        programs = {id(segment.program): segment.program for segment in self.segments}
+    def _not_worth_compiling(self) -> set[int]:
+        """Return ids of small programs that run once and before the loss, such as an embedding.
+
+        Each takes as long to compile as a whole block.
+        """
+        times = Counter(id(link.program) for link in self.links)
+        programs = {id(link.program): link.program for link in self.links}
         sizes = {key: _num_operations(program) for key, program in programs.items()}
-        left = TRIFLING * sum(times[key] * size for key, size in sizes.items())
+        left = UNCOMPILED_SHARE * sum(times[key] * size for key, size in sizes.items())
         found = set()
         for key, size in sorted(sizes.items(), key=lambda item: item[1]):
             if times[key] == 1 and programs[key].sent and size <= left:
@@ -87,14 +91,14 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
     state = tuple(dict.fromkeys(chain.from_iterable(program.state for program in programs)))
     place_of = {name: place for place, name in enumerate(state)}
     shared: dict[int, SpanProgram] = {}
-    segments = []
+    links = []
     for kind, program in zip(kinds[first:stop], programs, strict=True):
         start = _first_ordinal(program)
         if kind not in shared:
-            shared[kind] = _counting_from_zero(program.to(device), start)
-        segments.append(ChainLink(shared[kind], tuple(place_of[name] for name in program.state), start))
+            shared[kind] = _numbered_from_zero(program.to(device), start)
+        links.append(ChainLink(shared[kind], tuple(place_of[name] for name in program.state), start))
     return ProgramChain(
-        tuple(segments),
+        tuple(links),
         state,
         programs[0].received,
         programs[-1].sent,
@@ -107,19 +111,19 @@ def _num_operations(program: SpanProgram) -> int:
 
 
 def _ordinals(program: SpanProgram) -> list[tuple[fx.Node, int]]:
-    """The nodes that draw, and where among their arguments their number is."""
-    places = ((node, ordinal_place(node)) for node in program.graph_module.graph.nodes)
+    """Return the random nodes, each with the index of the argument that holds its ordinal."""
+    places = ((node, ordinal_index(node)) for node in program.graph_module.graph.nodes)
     return [(node, place) for node, place in places if place is not None]
 
 
 def _first_ordinal(program: SpanProgram) -> int:
-    if program.leaves:  # an opaque module numbers its draws by itself, and is like no other
+    if program.leaves:  # an opaque module numbers its own draws, and equals no other segment
         return 0
     return min((int(str(node.args[place])) for node, place in _ordinals(program)), default=0)
 
 
-def _counting_from_zero(program: SpanProgram, start: int) -> SpanProgram:
-    """Changes a program that nobody else has."""
+def _numbered_from_zero(program: SpanProgram, start: int) -> SpanProgram:
+    """Subtract `start` from the ordinals of a program, in place."""
     for node, place in _ordinals(program) if start else ():
         args = list(node.args)
         args[place] = int(str(args[place])) - start

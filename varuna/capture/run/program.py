@@ -1,4 +1,4 @@
-"""A span of segments as a pure function of tensors: what one stage runs."""
+"""A span of segments as a pure function of tensors: the program that a stage runs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ OPERATION = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 @dataclass(frozen=True)
 class SpanProgram:
-    """state + received + inputs → what is sent on, or the loss."""
+    """A function (state, received, inputs, work) → the tensors to send, or the loss."""
 
-    # Its placeholders: the state, then what is received, the inputs, and last the work, where it draws.
-    graph_module: fx.GraphModule
+    graph_module: fx.GraphModule  # placeholders: state, received, inputs, and the work if it is random
     state: tuple[str, ...]  # canonical names of the parameters and buffers that it reads, in call order
-    received: tuple[TensorSpec, ...]  # what comes in over the cut before it
-    sent: tuple[TensorSpec, ...]  # what goes out over the cut after it; () where it ends in the loss
+    received: tuple[TensorSpec, ...]  # tensors from the previous stage
+    sent: tuple[TensorSpec, ...]  # tensors for the next stage; () in the last one
     mutated: tuple[str, ...]  # buffers that it changes in place
     inputs: tuple[str, ...]  # inputs of the model that it reads
     random: bool
-    leaves: Mapping[str, nn.Module]  # opaque modules by their original names
+    leaves: Mapping[str, nn.Module]  # opaque modules by their names in the model
     precision: PrecisionName
     device: torch.device
 
     @property
     def repeats(self) -> bool:
-        """Whether it does the same operations whatever the values and the work."""
+        """Whether it runs the same operations for all values and all work."""
         return not self.random and not self.leaves
 
     def __call__(
@@ -59,16 +58,14 @@ class SpanProgram:
         return self.graph_module if compiled else bind(self.graph_module)
 
     def compiled(self) -> SpanProgram:
-        """The same program, compiled when it first runs; draws stay as they are."""
+        """Return the program compiled at its first run; random operations stay uncompiled."""
         return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> SpanProgram:
-        """The same program with what it makes by itself on another device."""
+        """Return the program with its constants and new tensors on another device."""
         device = torch.device(device)
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.graph_module.graph, values)
-        graph.output(output)
+        graph.output(graph.graph_copy(self.graph_module.graph, {}))
         constants = {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in attributes(self.graph_module).items()
@@ -83,16 +80,16 @@ class SpanProgram:
 
 
 def start_compiler(device: torch.device) -> None:
-    """Its processes take seconds to start; kernels that find none are compiled by this one, one by one."""
+    """Start the compiler's processes early: they take seconds to start."""
     if device.type == "cuda":
-        with suppress(ImportError):  # nothing but time is lost where another torch has it elsewhere
-            from torch._inductor.async_compile import maybe_warm_pool  # not before: it takes long to import
+        with suppress(ImportError):  # another torch version: compiling only takes longer
+            from torch._inductor.async_compile import maybe_warm_pool  # a slow import
 
             maybe_warm_pool()
 
 
 def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
-    """A graph with its constants, nested graphs and opaque leaves."""
+    """Return a module of a graph with its constants, nested graphs and opaque leaves."""
     root = nn.Module()
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
@@ -107,10 +104,10 @@ def build(graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
 
 
 def bind(module: fx.GraphModule) -> Callable[..., Any]:
-    """The module's forward with its operations looked up once.
+    """Return the module's forward with every operation looked up once.
 
-    As fx writes it, each operation is found again through four attributes and called through Python:
-    a seventh of the forward of a small model.
+    The code of fx looks each one up through four attributes in every call: a seventh of a small model's
+    forward. If the forward raises, the error gets a note with the model's line.
     """
     code = module.graph.python_code("self")
     space = dict(code.globals)
@@ -132,7 +129,7 @@ def bind(module: fx.GraphModule) -> Callable[..., Any]:
         except Exception as error:
             number = _line_number(error, forward)
             if number is not None:
-                line = _line_of_the_model(module.graph, code.src.splitlines()[number - 1])
+                line = _model_line(module.graph, code.src.splitlines()[number - 1])
                 error.add_note(f"in the model: {line}")
             raise
 
@@ -144,8 +141,8 @@ def _line_number(error: BaseException, function: FunctionType) -> int | None:
     return next((number for frame, number in steps if frame.f_code is function.__code__), None)
 
 
-def _line_of_the_model(graph: fx.Graph, statement: str) -> str:
-    """Where the model does what a statement of the written forward does, which assigns to its node's name."""
+def _model_line(graph: fx.Graph, statement: str) -> str:
+    """Return the model's line for a statement of the generated forward, which assigns to its node's name."""
     name = statement.partition("=")[0].strip()
     lines = (node.meta.get("stack_trace") for node in graph.nodes if node.name == name)
     return next(lines, None) or statement.strip()
@@ -163,18 +160,13 @@ def on_device(args: Any, device: torch.device) -> Any:
 def under_autocast(
     operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """One operation in a precision of its own, where the model changes it for a few of its lines."""
+    """Run one operation in a precision of its own, where the model changes it for a few lines."""
     with torch.autocast(device_type, dtype, enabled=enabled):
         return operation(*args, **kwargs)
 
 
-def _hint(size: Any) -> Any:
-    """A size of the example; asking the symbol itself would fix it for good."""
-    return size if isinstance(size, int) else size.node.hint
-
-
-def layout_of(value: Tensor) -> list[int] | None:
-    """The order of a tensor's dimensions in memory, None where it is the usual one (or none at all)."""
+def memory_order(value: Tensor) -> list[int] | None:
+    """Return the order of a dense tensor's dimensions in memory; None for the usual or no order."""
     sizes, strides = [_hint(size) for size in value.shape], [_hint(stride) for stride in value.stride()]
     if None in sizes or None in strides:
         return None
@@ -187,7 +179,12 @@ def layout_of(value: Tensor) -> list[int] | None:
     return None if order == list(range(value.dim())) else order
 
 
-def laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
-    """What arrived, in memory as the model had it: sums run in the same order, to the last bit."""
+def _hint(size: Any) -> Any:
+    """Return a size of the example; comparing the symbol itself would fix it."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Lay out a received tensor in memory as the model had it, so that sums are equal bit for bit."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return x.permute(*order).contiguous().permute(*back)

@@ -1,8 +1,7 @@
-"""Trust, after checking: the captured model against the model itself, before anything is trained."""
+"""Verifies a capture: compares loss and gradients of the carved programs with the model's own."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,16 +22,19 @@ _WORK = Work(seed=0, step=0, first_sample=0)
 
 
 def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, object]) -> None:
-    """Loss and gradients of the carved programs equal the model's; the model is left as it was found."""
-    tensors = _state(model)
-    names = canonical_names(captured.graph.ties)
+    """Raise where the captured model differs from the model, as one stage or cut everywhere.
+
+    Leaves the model unchanged.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modes = {name: module.training for name, module in model.named_modules()}
     rng = torch.get_rng_state()
     try:
         if not model.training:
             model.train()
-        expected = _eager(model, captured, inputs, names)
+        expected = _eager(model, captured, inputs)
         n = captured.num_segments
         for cuts in ([0, n], list(range(n + 1))):
             _restore(model, buffers)
@@ -44,12 +46,6 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, obj
         torch.set_rng_state(rng)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
-    return tensors
-
-
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -57,34 +53,30 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 Results = tuple[Tensor, dict[str, Tensor]]
+"""The loss, and the gradients by canonical name."""
 
 
-def _eager(
-    model: nn.Module, captured: Captured, inputs: Mapping[str, Any], names: Mapping[str, str]
-) -> Results:
+def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any]) -> Results:
     name, dim = next(iter(captured.batch_dims.items()))
     batch = inputs[name].shape[dim]
+    draws = plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch)
     config = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     if use_cache is not None:
         config.use_cache = False  # type: ignore[union-attr]
     try:
-        with (
-            plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch).with_shared_draws(
-                captured.shared_draws
-            ),
-            autocast(captured.precision, captured.device),
-        ):
-            loss = find_loss(model(**copy.copy(dict(inputs))))
+        with draws.with_shared_draws(captured.shared_draws), autocast(captured.precision, captured.device):
+            loss = find_loss(model(**inputs))
     finally:
         if use_cache is not None:
             config.use_cache = use_cache  # type: ignore[union-attr]
     named = model.named_parameters(remove_duplicate=False)
     trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
+    canonical_name = canonical_names(captured.graph.ties)
     found: dict[str, Tensor] = {}
     for name, grad in zip(trained, grads, strict=True):
-        canonical = names.get(name, name)
+        canonical = canonical_name.get(name, name)
         if grad is None:
             continue
         # Two names of one Parameter give its gradient twice; two tied by declaration give two halves.
@@ -111,16 +103,19 @@ def _carved(
     grads: list[Tensor | None] = [torch.ones_like(loss)]
     found: dict[str, Tensor] = {}
     for program, state, received, sent in reversed(stages):
-        outputs = [(value, grad) for value, grad in zip(sent, grads, strict=True) if grad is not None]
+        outputs = [
+            (value, grad)
+            for value, grad in zip(sent, grads, strict=True)
+            if grad is not None and value.requires_grad
+        ]
         wanted = [t for t in (*state, *received) if t.requires_grad]
-        outputs = [(value, grad) for value, grad in outputs if value.requires_grad]
-        if not wanted or not outputs:  # a segment that nothing is learned in
+        if not wanted or not outputs:  # nothing in this segment is trained
             grads = [None] * len(received)
             continue
-        given = torch.autograd.grad(
+        computed = torch.autograd.grad(
             [value for value, _ in outputs], wanted, [grad for _, grad in outputs], allow_unused=True
         )
-        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, given, strict=True)}
+        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, computed, strict=True)}
         grads = [by_tensor.get(id(value)) for value in received]
         for name, tensor in zip(program.state, state, strict=True):
             grad = by_tensor.get(id(tensor))
@@ -130,34 +125,30 @@ def _carved(
 
 
 def _compare(expected: Results, found: Results, captured: Captured, cuts: Sequence[int]) -> None:
-    loss, grads = expected
+    (loss, grads), (found_loss, found_grads) = expected, found
     tolerance = 1e-5 if captured.precision == "fp32" else 2e-2
-    largest = max((float(grad.detach().abs().max()) for grad in grads.values() if grad.numel()), default=0.0)
-    differences = {"the loss": (_difference(found[0], loss), abs(float(loss)))}
+    # Gradients that cancel to nearly 0 are compared with the usual size of this model's gradients.
+    usual = 0.01 * max(map(_largest, grads.values()), default=0.0)
+    differences = {"the loss": (_difference(found_loss, loss), abs(float(loss)))}
     for name, grad in grads.items():
-        other = found[1].get(name)
-        difference = float(grad.abs().max()) if other is None else _difference(other, grad)
-        # Gradients that cancel to nearly nothing are held to what is usual in this model.
-        differences[name] = (
-            difference,
-            max(float(grad.detach().abs().max()) if grad.numel() else 0.0, 0.01 * largest),
-        )
-    for name in found[1].keys() - grads.keys():  # of what has no gradient in the model itself
-        differences[name] = (
-            float(found[1][name].abs().max()) if found[1][name].numel() else 0.0,
-            0.01 * largest,
-        )
+        other = found_grads.get(name)
+        difference = _largest(grad) if other is None else _difference(other, grad)
+        differences[name] = (difference, max(_largest(grad), usual))
+    for name in found_grads.keys() - grads.keys():  # the model itself has no gradient for them
+        differences[name] = (_largest(found_grads[name]), usual)
     worst = max(differences, key=lambda name: differences[name][0] / (differences[name][1] + 1e-12))
     difference, scale = differences[worst]
     if not difference <= tolerance * scale + 1e-9:
         raise CaptureError(
-            f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model "
-            f"itself: {worst} by "
-            f"{difference:.3g} where its largest value is {scale:.3g} (expected at most "
-            f"{tolerance:g} of it; does the "
-            "forward depend on anything but its inputs and parameters, such as a Python counter or "
-            "numpy's randomness?)"
+            f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model itself: "
+            f"{worst} by {difference:.3g} where its largest value is {scale:.3g} (allowed: {tolerance:g} of "
+            "it). Check that forward depends only on its inputs and parameters, not on a Python counter or "
+            "on numpy's random numbers."
         )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

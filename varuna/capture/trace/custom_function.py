@@ -1,67 +1,73 @@
-"""A custom autograd.Function in a captured model: one operation, which keeps its own backward.
+"""Custom autograd.Functions: each call becomes one operation of the graph and keeps its own backward.
 
-torch.export looks into its forward and would forget the backward that belongs to it.
+torch.export would trace into the forward of a Function and lose the backward that belongs to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from varuna.capture.trace.opaque_module import RecordedCall, open_to_gradients, record_call
+from varuna.capture.run.plain_randomness import run_once
+from varuna.capture.trace import patches
+from varuna.capture.trace.opaque_module import RecordedCall, mark_for_gradient, record_call
+from varuna.capture.trace.recorder import TraceRecorder
+from varuna.capture.trace.refusals import current_line, opaque_call
 from varuna.errors import CaptureError
 
 
+class UnsupportedFunction(CaptureError):
+    """The Function does something that one operation of the graph cannot."""
+
+
 class FunctionModule(nn.Module):
-    """Stands for the Function while the model is traced."""
+    """Wraps a Function as a module, so that its calls are recorded like those of opaque modules."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with _Watching({_memory(tensor) for tensor in given}):
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with _PurityCheck({_storage_id(tensor) for tensor in inputs}):
             apply: Any = self.function.apply
             return apply(*args, **kwargs)
 
 
-class UnsupportedFunction(CaptureError):
-    """The Function does something that an operation of the graph cannot."""
+class _PurityCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a Function draws random numbers or changes an input."""
 
-
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Over a Function: its draws would be nobody's, a change of what it is given nobody would know."""
-
-    def __init__(self, given: set[int]) -> None:
+    def __init__(self, input_storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = given
+        self._inputs = input_storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnsupportedFunction("draws random numbers")
-        if func._schema.is_mutable and isinstance(args[0], Tensor) and _memory(args[0]) in self._given:
-            raise UnsupportedFunction("changes what it is given")
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and _storage_id(args[0]) in self._inputs:
+            raise UnsupportedFunction("changes an input in place")
         return func(*args, **(kwargs or {}))
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 class FunctionCall:
-    """One call of the Function: of its tensors, with its other arguments as they were."""
+    """One call of a Function, as a function of its tensors; other arguments are constants."""
 
     def __init__(self, call: RecordedCall) -> None:
         assert isinstance(call.module, FunctionModule)
         self._call = call
         self._function: Any = call.module.function
-        # By which graphs call it; and by which they are compared.
+        # Generated code uses the name; segments are compared by the qualified name.
         self.__name__ = f"apply_{self._function.__name__}"
         self.__qualname__ = f"{self.__name__} {call.constants}"
         self.__module__ = self._function.__module__
@@ -71,17 +77,37 @@ class FunctionCall:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         args, kwargs = self._call.arguments(tensors)
-        found = pytree.tree_leaves(self._function.apply(*args, **kwargs))
-        results = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves(self._function.apply(*args, **kwargs))
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return [open_to_gradients(result) for result in results]
+            return [mark_for_gradient(result) for result in results]
         return results
 
 
-def record_function(
-    function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """In place of `function.apply` while a model is traced."""
+@contextmanager
+def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
+    """Record every call of a custom Function as one operation of the graph."""
+
+    def apply(cls: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if cls is CheckpointFunction:
+            run, _preserve, *operands = args
+            return run_once(run, operands)
+        if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
+            return original(*args, **kwargs)
+        place = current_line()
+        try:
+            return _record(cls, args, kwargs)
+        except UnsupportedFunction as error:
+            raise CaptureError(
+                f"{place}: the custom autograd.Function {cls.__qualname__} {error}, so it cannot be one "
+                f"operation of a graph. Keep the module eager with {opaque_call(recorder.running)}."
+            ) from error
+
+    with patches.function_apply(apply):
+        yield
+
+
+def _record(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in pytree.tree_leaves((args, kwargs))):
-        raise UnsupportedFunction("is given a size that follows from the batch")
+        raise UnsupportedFunction("takes a size that depends on the batch")
     return record_call(function.__qualname__, FunctionModule(function), args, kwargs)

@@ -1,4 +1,4 @@
-"""Where a model may be cut: CutPoint, and a way to put CutPoints into a model that one does not edit."""
+"""Places where a model may be cut: `CutPoint`, and `cut_after` for models that you do not edit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from varuna.errors import CaptureError
 
 
 class CutPoint(nn.Module):
-    """A place between two operations where the model may be cut. Gives back what it is given.
+    """A place between two operations where the model may be cut. Returns its arguments.
 
-        x = self.cutpoint(x)            # one tensor
+        x = self.cutpoint(x)                # one tensor
         x, mask = self.cutpoint(x, mask)    # or several
 
-    Whatever runs after it belongs to the next segment. Other values need not pass through it:
-    all that is used on the other side is found and carried over.
+    Operations after it belong to the next segment. You need not pass every value through it: all values
+    that later segments use are found and sent.
     """
 
     def forward(self, *tensors: Any) -> Any:
@@ -31,7 +31,7 @@ class CutPoint(nn.Module):
         return tensors[0] if len(tensors) == 1 else tensors
 
 
-class _CutAfter:
+class _CutAfterHook:
     """A forward hook that marks the first tensor of a module's output."""
 
     def __init__(self) -> None:
@@ -41,29 +41,29 @@ class _CutAfter:
         recorder = active()
         if recorder is None:
             return None
-        marked, found = _replace_first(output, lambda x: self._mark(recorder, module, x))
+        name = recorder.name_of(module)
+
+        def mark(x: Tensor) -> Any:
+            return recorder.mark(self.cutpoint, f"after {name!r}", (x,))[0]
+
+        marked, found = _replace_first(output, mark)
         if not found:
             raise CaptureError(
-                f"cut_after: {recorder.name_of(module)!r} returns no tensor "
-                f"({type(output).__name__}), so there "
-                "is nothing to cut after it (name a module that returns its activations)"
+                f"cut_after: the module {name!r} returns no tensor ({type(output).__name__}). "
+                "Name a module that returns its activations."
             )
-        return marked
-
-    def _mark(self, recorder: TraceRecorder, module: nn.Module, x: Tensor) -> Tensor:
-        marked: Tensor = recorder.mark(self.cutpoint, f"after {recorder.name_of(module)!r}", (x,))[0]
         return marked
 
 
 def _replace_first(value: Any, change: Any) -> tuple[Any, bool]:
-    """The same structure with its first tensor changed, and whether there was one."""
+    """Return the structure with its first tensor changed, and whether there is one."""
     if isinstance(value, Tensor):
         return change(value), True
     if isinstance(value, Mapping):
         for key, item in value.items():
             changed, found = _replace_first(item, change)
             if found:
-                # ModelOutput and plain dicts alike are changed in place: they keep their class.
+                # Change mappings in place, so that a ModelOutput keeps its class.
                 value[key] = changed  # type: ignore[index]
                 return value, True
     if isinstance(value, tuple | list):
@@ -78,16 +78,16 @@ def _replace_first(value: Any, change: Any) -> tuple[Any, bool]:
 
 
 def cut_after(model: nn.Module, *patterns: str) -> list[str]:
-    """Puts a CutPoint after every module whose name matches; gives the names.
+    """Put a CutPoint after every module whose name matches, and return the names.
 
-    A `*` stands for one part of the dotted name: "transformer.h.*" is every block, and nothing
-    inside the blocks. The model keeps its code, its modules and the names of its state.
+    A `*` matches one part of the dotted name: "transformer.h.*" is every block, and nothing inside the
+    blocks. The model keeps its code, its modules and the names of its state.
     """
     matched = modules_named(model, patterns)
     for name in matched:
         module = model.get_submodule(name)
-        if not any(isinstance(hook, _CutAfter) for hook in module._forward_hooks.values()):
-            module.register_forward_hook(_CutAfter())
+        if not any(isinstance(hook, _CutAfterHook) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(_CutAfterHook())
     return matched
 
 
@@ -99,24 +99,26 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The names that match, in the model's order; a * stands for one part between dots."""
+    """Return the module names that match any pattern, in the model's order."""
     names = [name for name, _ in model.named_modules() if name]
     matched: list[str] = []
     for pattern in patterns:
         found = [name for name in names if _matches(name, pattern)]
         if not found:
-            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            similar = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
             raise CaptureError(
-                f"no module is named {pattern!r}; near names: {', '.join(near)} "
-                "(see model.named_modules(); a * stands for one part between dots)"
+                f"no module matches {pattern!r}; similar names: {', '.join(similar)}. "
+                "See model.named_modules(); a * matches one part of a dotted name."
             )
         matched += [name for name in found if name not in matched]
     return sorted(matched, key=names.index)
 
 
 def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
-    """Every CutPoint that the model holds, with its path: as a submodule, in a list, tuple or dict
-    of an attribute, or put there by `cut_after`."""
+    """Yield every CutPoint of the model with its path.
+
+    A CutPoint may be a submodule, an item of a list, tuple or dict attribute, or come from `cut_after`.
+    """
     seen: set[int] = set()
 
     def new(path: str, value: object) -> Iterator[tuple[str, CutPoint]]:
@@ -128,26 +130,26 @@ def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
         prefix = f"{name}." if name else ""
         yield from new(name, module)
         for hook in module._forward_hooks.values():
-            if isinstance(hook, _CutAfter):
+            if isinstance(hook, _CutAfterHook):
                 yield from new(f"after {name!r}", hook.cutpoint)
         for attribute, value in vars(module).items():
             if attribute.startswith("_") and attribute in nn.Module().__dict__:
                 continue
-            if isinstance(value, CutPoint):
-                yield from new(prefix + attribute, value)
-            elif isinstance(value, list | tuple):
-                for i, item in enumerate(value):
-                    yield from new(f"{prefix}{attribute}[{i}]", item)
+            yield from new(prefix + attribute, value)
+            items: Sequence[tuple[object, object]] = ()
+            if isinstance(value, list | tuple):
+                items = list(enumerate(value))
             elif isinstance(value, dict):
-                for key, item in value.items():
-                    yield from new(f"{prefix}{attribute}[{key!r}]", item)
+                items = list(value.items())
+            for key, item in items:
+                yield from new(f"{prefix}{attribute}[{key!r}]", item)
 
 
 def require_all_met(model: nn.Module, recorder: TraceRecorder) -> None:
-    """A CutPoint that is there but was never called would be a cut that never happens."""
+    """Raise where a CutPoint of the model was never called: its cut would be lost."""
     missed = [path for path, cutpoint in cutpoints(model) if not recorder.has_met(cutpoint)]
     if missed:
         raise CaptureError(
-            f"the CutPoint {', '.join(missed)} was never called in the forward pass, expected once "
-            "(call it where the model may be cut, or delete it)"
+            f"the CutPoint {', '.join(missed)} was never called in the forward pass. "
+            "Call it where the model may be cut, or delete it."
         )

@@ -1,13 +1,13 @@
-"""Modules that stay eager and whole: for a branch on data, or a custom autograd.Function.
+"""Opaque modules: modules that stay eager and whole, for code that cannot be traced.
 
-In the graph such a module is one operation; in a program it is the module's own forward, on the
-stage's own parameters. It cannot be cut, and its draws belong to the samples as everywhere else.
+In the graph such a module is one operation. A program runs the module's own forward on the stage's
+parameters. It cannot be cut inside. Its random numbers are seeded per sample, as everywhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from varuna.capture.model.copies import uninitialized_copy
 from varuna.capture.run.plain_randomness import plain_randomness
+from varuna.capture.trace import patches
 from varuna.capture.trace.cutpoint import modules_named
 from varuna.capture.trace.recorder import active, library
 from varuna.errors import CaptureError
@@ -29,39 +30,42 @@ library.define("opaque(Tensor[] tensors, int call) -> Tensor[]")
 OPAQUE = torch.ops.varuna.opaque.default
 
 
-class _Mark:
-    """A pair of hooks that tells a running `plain_randomness` where an opaque module begins and ends."""
-
-    def enter(self, _module: nn.Module, _args: object) -> None:
-        for mode in plain_randomness.running:
-            mode.enter_leaf()
-
-    def leave(self, _module: nn.Module, _args: object, _output: object) -> None:
-        for mode in plain_randomness.running:
-            mode.leave_leaf()
-
-
 def opaque(module: Module, *patterns: str) -> Module:
-    """Marks a module, or with patterns those of its submodules that match, to stay eager and whole.
+    """Keep a module, or those of its submodules that match a pattern, eager and whole. Return the module.
 
-        opaque(model.gate)
-        opaque(model, "layers.*.gate")      # a * stands for one part of the dotted name
-
-    Gives the module back.
+    opaque(model.gate)
+    opaque(model, "layers.*.gate")      # a * matches one part of the dotted name
     """
     if patterns:
         for name in modules_named(module, patterns):
             opaque(module.get_submodule(name))
     elif not is_opaque(module):
-        mark = _Mark()
-        module.register_forward_pre_hook(mark.enter)
-        module.register_forward_hook(mark.leave, always_call=True)
+        module.register_forward_pre_hook(_enter_leaf)
+        module.register_forward_hook(_leave_leaf, always_call=True)
         module.__dict__["_varuna_opaque"] = True
     return module
 
 
 def is_opaque(module: nn.Module) -> bool:
     return "_varuna_opaque" in module.__dict__
+
+
+def _enter_leaf(_module: nn.Module, _args: object) -> None:
+    for mode in plain_randomness.running:
+        mode.enter_leaf()
+
+
+def _leave_leaf(_module: nn.Module, _args: object, _output: object) -> None:
+    for mode in plain_randomness.running:
+        mode.leave_leaf()
+
+
+class _TensorPlaceholder:
+    def __repr__(self) -> str:
+        return "a tensor"  # part of the name by which calls of custom Functions are compared
+
+
+_TENSOR = _TensorPlaceholder()
 
 
 @dataclass
@@ -71,8 +75,8 @@ class RecordedCall:
     name: str
     module: nn.Module
     structure: Any  # of (args, kwargs)
-    constants: list[Any]  # their leaves, with None where a tensor goes
-    results: Any = None  # the structure of what comes out
+    constants: list[Any]  # leaves of (args, kwargs), with _TENSOR in place of each tensor
+    results: Any = None  # structure of the output
     constant_results: tuple[Any, ...] = ()
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -84,21 +88,16 @@ class RecordedCall:
     def keep_results(self, output: Any) -> list[Tensor]:
         leaves, self.results = pytree.tree_flatten(output)
         self.constant_results = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        # An output that is an input would be an alias, which an operation of the graph cannot give.
+        # Clone: an operation of the graph cannot return one of its inputs.
         return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class _Tensor:
-    def __repr__(self) -> str:
-        return "a tensor"
-
-
-_TENSOR = _Tensor()
+# ---------------------------------------------------------------- while a model is traced
 
 
 @contextmanager
 def leaves_marked(model: nn.Module) -> Iterator[None]:
-    """While a model is traced, each of its opaque modules leaves one operation in the graph."""
+    """Let each opaque module of the model add one operation to the graph in place of its own."""
     marked: list[nn.Module] = []
     opaque_ones = {name: module for name, module in model.named_modules() if is_opaque(module)}
     for name, module in opaque_ones.items():
@@ -113,7 +112,7 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
 
 
 class _OpaqueForward:
-    """Stands in for an opaque module's forward."""
+    """Replaces the forward of an opaque module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
@@ -124,17 +123,17 @@ class _OpaqueForward:
 
 
 def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Leaves one operation in the graph that is being traced, for whatever the module does."""
+    """Add one operation to the traced graph for a call of the module, and return its fake results."""
     recorder = active()
     assert recorder is not None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
-        around = _around(name) if recorder.reading == name else recorder.reading
+        outer = _parent_path(name) if recorder.reading == name else recorder.reading
         raise CaptureError(
-            f"the opaque module {name!r} is given a number that follows from the batch or from data; "
-            "expected tensors and constants (let it read sizes off its tensors, or keep the module around "
-            f'it whole: varuna.opaque(model, "{around}"))'
+            f"the opaque module {name!r} takes a number that depends on the batch or on data. Let it read "
+            "sizes from its tensors, or make the module around it opaque: "
+            f'varuna.opaque(model, "{outer}").'
         )
     call = RecordedCall(name, module, structure, constants)
     recorder.leaf_calls.append(call)
@@ -144,8 +143,8 @@ def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mappi
     return pytree.tree_unflatten(results, call.results)
 
 
-def _around(name: str) -> str:
-    """The path of the module that holds another, not counting lists of layers."""
+def _parent_path(name: str) -> str:
+    """Return the path of the module that contains another, skipping lists of layers."""
     parts = name.split(".")[:-1]
     while parts and parts[-1].isdigit():
         parts = parts[:-2]
@@ -153,42 +152,23 @@ def _around(name: str) -> str:
 
 
 @torch.library.register_fake("varuna::opaque", lib=library)  # type: ignore[untyped-decorator]
-def _shapes(tensors: list[Tensor], call: int) -> list[Tensor]:
+def _fake_results(tensors: list[Tensor], call: int) -> list[Tensor]:
     recorder = active()
     assert recorder is not None
     leaf: RecordedCall = recorder.leaf_calls[call]
-    forward = type(leaf.module).forward
     args, kwargs = leaf.arguments(tensors)
-    mode = torch._guards.detect_fake_mode(tensors)
-    shapes = mode.shape_env if mode is not None else None
-    pending = shapes.pending_fresh_unbacked_symbols if shapes is not None else []
-    before = list(pending)
-    # Whatever it asks of the batch's size here (a loop over its samples) must not hold for the graph.
-    unasked = shapes.error_on_new_guards() if shapes is not None else nullcontext()
-    with recorder.inside(leaf.name), _untraced():
+    with recorder.inside(leaf.name), patches.untracked_modules():
         try:
-            with unasked:
-                return leaf.keep_results(forward(leaf.module, *args, **kwargs))
+            with patches.discarded_guards(tensors):
+                return leaf.keep_results(type(leaf.module).forward(leaf.module, *args, **kwargs))
         except CaptureError:
             raise
         except Exception as refused:
-            pending[:] = before  # what the failed attempt asked for is not part of the graph
-            return _shapes_by_running(leaf, tensors, refused)
+            return _results_by_running(leaf, tensors, refused)
 
 
-@contextmanager
-def _untraced() -> Iterator[None]:
-    """The tracer keeps a stack of the modules that run, where one that raises would stay for ever."""
-    traced = nn.Module.__call__
-    nn.Module.__call__ = nn.Module._wrapped_call_impl  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = traced  # type: ignore[method-assign]
-
-
-def _shapes_by_running(leaf: RecordedCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
-    """Where fake values will not do (a branch on data): two real runs on zeros, at two batch sizes."""
+def _results_by_running(leaf: RecordedCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
+    """Find the output shapes of a module with a branch on data: run it on zeros at two batch sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     runs = []
     with (
@@ -211,20 +191,22 @@ def _shapes_by_running(leaf: RecordedCall, tensors: list[Tensor], refused: Excep
             except Exception as error:
                 raise CaptureError(
                     f"the opaque module {leaf.name!r} runs neither on fake tensors ({refused}) nor on zeros "
-                    f"({error}), so the shapes of its outputs cannot be found"
+                    f"({error}), so its output shapes are unknown. Let it run on zeros, or make a module "
+                    "around it opaque."
                 ) from error
-    return [_with_shape_of(one, two, sizes, tensors) for one, two in zip(*runs, strict=True)]
+    return [_symbolic(one, two, sizes, tensors) for one, two in zip(*runs, strict=True)]
 
 
 def _size_at(size: Any, batch: int) -> int:
-    # While a model is traced each input has its own symbol for the batch: they are all the same.
+    # While tracing, each input has its own symbol for the batch size.
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
     return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(batch))))
 
 
-def _with_shape_of(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Tensor]) -> Tensor:
+def _symbolic(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Tensor]) -> Tensor:
+    """Return a fake tensor whose sizes are linear in the batch size, from the shapes at 3 and at 5."""
     shape: list[Any] = []
     for at_three, at_five in zip(one.shape, two.shape, strict=True):
         if at_three == at_five:
@@ -236,6 +218,9 @@ def _with_shape_of(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Ten
     return tensors[0].new_empty(shape, dtype=one.dtype)
 
 
+# ---------------------------------------------------------------- in a program
+
+
 class OpaqueLeaf(nn.Module):
     """An opaque module inside a program: a pure function of its state and its tensors."""
 
@@ -244,7 +229,7 @@ class OpaqueLeaf(nn.Module):
         self._call = call
         self.ordinal = ordinal
         self.name = call.name
-        # In a tuple: its parameters are handed in at every call, and are none of the program's own.
+        # In a tuple, so that its parameters are not registered: every call passes them in.
         self._module = (call.module,)
         self.names = tuple(dict(call.module.named_parameters(remove_duplicate=False))) + tuple(
             dict(call.module.named_buffers(remove_duplicate=False))
@@ -263,12 +248,12 @@ class OpaqueLeaf(nn.Module):
             output = torch.func.functional_call(self.module, values, args, kwargs)
         results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*state, *tensors)):
-            # The graph cannot look inside: every floating-point result counts as one that takes a gradient.
-            return [open_to_gradients(result) for result in results]
+            return [mark_for_gradient(result) for result in results]
         return results
 
 
-def open_to_gradients(result: Tensor) -> Tensor:
+def mark_for_gradient(result: Tensor) -> Tensor:
+    """Let a floating-point result require a gradient: the graph assumes that each one of a leaf does."""
     if result.requires_grad or not result.is_floating_point():
         return result
     return result.detach().requires_grad_()

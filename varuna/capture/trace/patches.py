@@ -1,30 +1,44 @@
-"""Spares torch.export the work of which a capture reads nothing: a deep model's would take minutes.
+"""Patches of torch's internals, each a context manager that undoes itself.
 
-The graph is the same without it. What is spared is code that nobody runs, texts that nobody reads, and
-rounds of the garbage collector that find nothing.
+A patch may rely on private names of torch. tests/capture/test_patches.py has one test for each patch, which
+fails with the patch's name when a torch release changes what the patch relies on.
 """
 
 from __future__ import annotations
 
+import builtins
+import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.fx.proxy
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _PyTreeCodeGen
+from torch.utils import checkpoint
+from torch.utils._sympy.functions import Min
+
+# ---------------------------------------------------------------- faster export
 
 
 @contextmanager
-def quick(line: Callable[[FrameType | None], str]) -> Iterator[None]:
-    """`line` tells the model's line for a frame of the stack."""
+def fast_export(line: Callable[[FrameType | None], str]) -> Iterator[None]:
+    """Skip work of torch.export that a capture never reads; the graph stays the same.
+
+    A deep model would otherwise take minutes: torch formats a hundred stack frames for every operation and
+    generates code after every pass. `line` returns the model's line for a stack frame.
+    """
 
     class Lines(list[str]):
-        """In the place of torch's own, which reads the texts of a hundred frames for every operation."""
+        """Replaces torch's CapturedTraceback: holds the model's line alone."""
 
         extract = staticmethod(lambda: Lines())
 
@@ -35,19 +49,18 @@ def quick(line: Callable[[FrameType | None], str]) -> Iterator[None]:
         def format(self) -> list[str]:
             return self
 
-    with ExitStack() as stack:
-        stack.enter_context(_uncollected())
-        stack.enter_context(patch.object(fx.GraphModule, "recompile", _recompile_when_called))
-        stack.enter_context(patch.object(torch.fx.proxy, "CapturedTraceback", Lines))
-        stack.enter_context(
-            patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, lines: lines)
-        )
+    with (
+        _gc_disabled(),
+        patch.object(fx.GraphModule, "recompile", _recompile_when_called),
+        patch.object(torch.fx.proxy, "CapturedTraceback", Lines),
+        patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, lines: lines),
+    ):
         yield
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """All that a trace makes stays until its end, so looking for garbage meanwhile finds none."""
+def _gc_disabled() -> Iterator[None]:
+    """Stop the garbage collector: everything that a trace makes lives until its end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,7 +74,7 @@ _recompile: Any = fx.GraphModule.recompile
 
 
 def _recompile_when_called(module: fx.GraphModule) -> None:
-    """torch.export edits graphs in many passes and makes code after each; few are ever run."""
+    """Generate the module's code at its first call: torch.export runs few of the graphs that it edits."""
     codegen = module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen):
         module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
@@ -70,4 +83,154 @@ def _recompile_when_called(module: fx.GraphModule) -> None:
         _recompile(self)
         return self.forward(*args, **kwargs)
 
-    type(module).forward = forward  # each has a class of its own
+    type(module).forward = forward  # each graph module has a class of its own
+
+
+# ---------------------------------------------------------------- calls of the model while it is traced
+
+
+@contextmanager
+def function_apply(
+    apply: Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
+) -> Iterator[None]:
+    """Replace `torch.autograd.Function.apply` by `apply(cls, original, args, kwargs)`."""
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, functools.partial(original, cls), args, kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(replacement)):
+        yield
+
+
+@contextmanager
+def gradient_calls(wrap: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Replace the functions that work on gradients by `wrap(name, original)`."""
+    with (
+        patch.object(torch.autograd, "grad", wrap("torch.autograd.grad", torch.autograd.grad)),
+        patch.object(Tensor, "backward", wrap("Tensor.backward", Tensor.backward)),
+        patch.object(Tensor, "register_hook", wrap("Tensor.register_hook", Tensor.register_hook)),
+    ):
+        yield
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Stop distributions from checking their arguments, which are unknown while tracing."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def symbolic_len() -> Iterator[None]:
+    """Let `len(tensor)` return its symbolic size: an int would fix the batch size in the graph."""
+    original = builtins.len
+
+    def size(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() else original(value)
+
+    with patch.object(builtins, "len", size):
+        yield
+
+
+@contextmanager
+def simplified_min() -> Iterator[None]:
+    """Replace the minimum of two sizes where their bounds decide it: its stride would fix the batch size."""
+    original = ShapeEnv.simplify
+
+    def simplify(shapes: ShapeEnv, expression: Any, size_oblivious: bool = False) -> Any:
+        found: Any = original(shapes, expression, size_oblivious)
+        smaller: dict[Any, Any] = {}
+        for atom in found.atoms(Min):
+            bounds = {size: shapes.bound_sympy(size) for size in atom.args}
+            for size, bound in bounds.items():
+                if all(other is size or bound.upper <= bounds[other].lower for other in bounds):
+                    smaller[atom] = size
+        return original(shapes, found.xreplace(smaller), size_oblivious) if smaller else found
+
+    with patch.object(ShapeEnv, "simplify", simplify):
+        yield
+
+
+@contextmanager
+def skipped_moves() -> Iterator[None]:
+    """Make `self.layer.to(dtype)` inside a forward a no-op where it changes nothing."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        same = all((new := fn(t)).dtype == t.dtype and new.device == t.device for t in tensors)
+        return module if same else original(module, fn, recurse)  # type: ignore[no-untyped-call]
+
+    with patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+# ---------------------------------------------------------------- opaque modules
+
+
+@contextmanager
+def untracked_modules() -> Iterator[None]:
+    """Call modules without the tracer, which never removes a module that raises from its stack."""
+    with patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl):
+        yield
+
+
+@contextmanager
+def discarded_guards(tensors: list[Tensor]) -> Iterator[None]:
+    """Raise where code restricts the batch size, and forget the symbols of an attempt that raised."""
+    mode = torch._guards.detect_fake_mode(tensors)
+    shapes = mode.shape_env if mode is not None else None
+    if shapes is None:
+        yield
+        return
+    pending = shapes.pending_fresh_unbacked_symbols
+    before = list(pending)
+    try:
+        with shapes.error_on_new_guards():
+            yield
+    except Exception:
+        pending[:] = before
+        raise
+
+
+# ---------------------------------------------------------------- plain_randomness
+
+
+@contextmanager
+def disabled_checkpointing(run: Callable[[Callable[..., Any], Sequence[Any]], Any]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint` keep its activations: a second forward would draw other numbers.
+
+    `run(function, operands)` replaces the reentrant kind.
+    """
+
+    def apply(_cls: Any, function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return run(function, args)
+
+    def recompute_nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    with (
+        patch.object(checkpoint.CheckpointFunction, "apply", classmethod(apply)),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", recompute_nothing),
+    ):
+        yield
+
+
+@functools.cache
+def without_overrides(function: Any) -> types.FunctionType:
+    """Return a copy of a function of torch.nn.functional that does not dispatch to a TorchFunctionMode."""
+    never = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **never},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,7 +1,7 @@
-"""Watches the one forward pass that a capture makes: who is running, and which CutPoints were met.
+"""State of the one forward pass that a capture traces: running modules, CutPoints, opaque calls.
 
-One recorder is active at a time, and only while a model is being traced. Everything that leaves
-a mark in the graph (CutPoint, opaque modules) asks here first; outside a capture the answer is None.
+One recorder is active at a time, and only while a model is traced. CutPoints and opaque modules look it up
+with `active()`, which returns None outside a capture.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ CHECKS = {
     aten.sym_constrain_range_for_size.default,
     torch._check,
 }
-"""Of what torch.export writes down: a capture leaves them out."""
+"""Assertions that torch.export adds and a capture drops."""
 
 
 class TraceRecorder:
-    """What happened so far in the forward pass that is being traced."""
-
-    def __init__(self, model: nn.Module, tell: Callable[[int], None] | None = None) -> None:
-        """`tell` is told how many modules have run."""
-        self._tell = tell
+    def __init__(self, model: nn.Module, on_progress: Callable[[int], None] | None = None) -> None:
+        """Call `on_progress` with the number of modules that have run."""
+        self._on_progress = on_progress
         self._done: set[int] = set()
         self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
-        self._inside = ""  # the opaque module whose own code is running
-        self._reader: str | None = None  # the module that last read a number off a tensor
+        self._inside = ""  # path of the opaque module that is running
+        self._reader: str | None = None  # path of the module that last read a number from a tensor
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
 
     def name_of(self, module: nn.Module) -> str:
@@ -54,7 +52,7 @@ class TraceRecorder:
 
     @property
     def running(self) -> str:
-        """The path of the innermost registered module that is running now."""
+        """Path of the innermost running module."""
         paths = self._paths
         return paths[-1] if paths else ""
 
@@ -63,35 +61,32 @@ class TraceRecorder:
         return [self._names[id(module)] for module in self._running if id(module) in self._names]
 
     def note_read(self) -> None:
-        """The module that is running reads a number off a tensor, and may hand it to others."""
+        """Remember that the running module reads a number from a tensor; it may pass it to others."""
         self._reader = self.running
 
     @property
     def reading(self) -> str:
-        """The path of the innermost running module that holds the one that last read a number, if any."""
+        """Path of the innermost running module that contains the last reader of a number."""
         holders = [path for path in self._paths if f"{self._reader}.".startswith(f"{path}.")]
         return holders[-1] if holders else self.running
 
     def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Leaves a mark in the graph: whatever comes after it belongs to the next segment."""
-        if any(met is cutpoint for met in self._cuts):
+        """Mark a cut in the graph: later operations belong to the next segment."""
+        where = path or f"in {self.running or 'the model'}"
+        if self.has_met(cutpoint):
             raise CaptureError(
-                f"the CutPoint {path or 'in ' + (self.running or 'the model')} is called twice in "
-                "one forward "
-                "pass, expected once: one cut is one place (use a CutPoint of its own for each "
-                "place, and none "
-                "in a module that runs several times)"
+                f"the CutPoint {where} is called twice in one forward pass. Use a separate CutPoint for each "
+                "place, and none in a module that runs several times."
             )
         if self._inside:
             raise CaptureError(
-                f"the CutPoint {path} lies inside the opaque module {self._inside!r}, which stays whole "
-                "(move the CutPoint out of it, or make a smaller module opaque)"
+                f"the CutPoint {where} is inside the opaque module {self._inside!r}, which cannot be cut. "
+                "Move the CutPoint out of it, or make a smaller module opaque."
             )
         first = next((i for i, value in enumerate(values) if isinstance(value, Tensor)), None)
         if first is None:
             raise CaptureError(
-                f"the CutPoint {path or 'in ' + (self.running or 'the model')} got no tensor to carry "
-                "(call it with the activations at that place: x = cutpoint(x))"
+                f"the CutPoint {where} got no tensor. Pass it the activations: x = cutpoint(x)."
             )
         index = len(self._cuts)
         self._cuts.append(cutpoint)
@@ -120,14 +115,14 @@ class TraceRecorder:
         self._running.append(module)
 
     def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
-        # A module whose forward raised stays on the stack: the innermost is the one to name in the error.
+        # A module that raised stays on the stack until here, so that an error can name it.
         while self._running:
             left = self._running.pop()
             if left is module:
                 break
-        if self._tell is not None and id(module) in self._names:
+        if self._on_progress is not None and id(module) in self._names:
             self._done.add(id(module))
-            self._tell(len(self._done))
+            self._on_progress(len(self._done))
 
 
 _active: TraceRecorder | None = None
@@ -138,11 +133,11 @@ def active() -> TraceRecorder | None:
 
 
 @contextmanager
-def recording(model: nn.Module, tell: Callable[[int], None] | None = None) -> Iterator[TraceRecorder]:
+def recording(model: nn.Module, on_progress: Callable[[int], None] | None = None) -> Iterator[TraceRecorder]:
     global _active
     if _active is not None:
-        raise RuntimeError("a capture is already under way in this process")
-    recorder = TraceRecorder(model, tell)
+        raise RuntimeError("another capture is already running in this process")
+    recorder = TraceRecorder(model, on_progress)
     hooks = [
         register_module_forward_pre_hook(recorder._enter),
         register_module_forward_hook(recorder._leave),

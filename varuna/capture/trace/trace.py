@@ -1,7 +1,7 @@
-"""One forward pass of a model, written down by torch.export.
+"""Traces one forward pass of a model with torch.export.
 
-On fake tensors: no values, no memory, any size of model. The batch is the one symbol; everything
-else is as in the example.
+The trace uses fake tensors: no values, no memory, any model size. The batch size is the only symbol; all
+other sizes are those of the example.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from varuna.capture.model.batch import Batch, hint_size
 from varuna.capture.model.call_convention import CallConvention, OutputStructure
 from varuna.capture.model.copies import fake_copy
+from varuna.capture.trace import patches
+from varuna.capture.trace.branches import KnownBranches
+from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
 from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
-from varuna.capture.trace.patches import quick
-from varuna.capture.trace.recorder import recording
-from varuna.capture.trace.refusals import model_line, refusals_explained, watched
+from varuna.capture.trace.recorder import TraceRecorder, recording
+from varuna.capture.trace.refusals import explained_failures, model_line, refused_gradient_call
 from varuna.observe.progress_bar import Watch
 from varuna.types import PrecisionName
 
@@ -41,15 +43,11 @@ LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16
 
 @dataclass(frozen=True)
 class Trace:
-    """What torch.export wrote down, and the model (on fake tensors) that it was written from."""
-
     exported: ExportedProgram
-    model: nn.Module
     num_cuts: int
     leaf_calls: Sequence[RecordedCall]
-    batch: Batch
     structure: OutputStructure
-    gradients: frozenset[str]  # inputs that a gradient goes back to
+    gradients: frozenset[str]  # inputs that get a gradient
 
 
 @torch.inference_mode(False)
@@ -64,19 +62,19 @@ def trace(
     convention: CallConvention,
     watch: Watch | None = None,
 ) -> Trace:
-    """Traces a hollow model; a batch of one is fixed, since torch.export fixes sizes of 0 and 1 anyway.
+    """Trace a model on `meta`. A batch of one sample is a fixed size: torch.export fixes sizes 0 and 1.
 
-    With gradients, whatever the caller is about: where there are none, a `no_grad` of the model would not
-    show, and what is captured for an evaluation may be trained by the next call.
+    Gradients are always enabled: without them a `no_grad` of the model would not show in the graph, and a
+    graph that is captured for evaluation may be trained later.
     """
     attempt = functools.partial(
         _trace, model, inputs, batch, precision=precision, device=device, convention=convention, watch=watch
     )
     try:
-        return attempt(repeats=True)
-    except Exception as error:  # the model's own as well: what torch itself says of it is what counts
-        log.debug("traced again, without repeats: %r", error)
-        return attempt(repeats=False)
+        return attempt(reuse=True)
+    except Exception as error:  # errors of the model too: report the one that torch itself raises
+        log.debug("tracing again without the operation cache: %r", error)
+        return attempt(reuse=False)
 
 
 def _trace(
@@ -88,56 +86,71 @@ def _trace(
     device: torch.device,
     convention: CallConvention,
     watch: Watch | None,
-    repeats: bool,
+    reuse: bool,
 ) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake_copy(model, mode, device)
     size = 1 if batch.size == 1 else hint_size(inputs)
-    example: dict[str, Any] = {}
-    shapes: dict[str, dict[int, Any] | None] = {}
-    # A bound, for some kernels of CUDA are chosen by size, and such a choice would count as a fixed batch.
+    with mode:
+        example, shapes = _example(inputs, batch, size, device)
+    with ExitStack() as stack:
+        on_progress = stack.enter_context(watch(_num_runnable(faked))) if watch is not None else None
+        recorder = stack.enter_context(recording(faked, on_progress))
+        stack.enter_context(explained_failures(recorder, size))
+        stack.enter_context(leaves_marked(faked))
+        stack.enter_context(_without_kv_cache(faked))
+        stack.enter_context(convention.adapted(faked, inputs))
+        cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
+        stack.enter_context(_running_in([_adapted_calls(recorder), cache], faked))
+        stack.enter_context(autocast(precision, device))
+        stack.enter_context(warnings.catch_warnings())
+        # Recurrent modules list their weights again in an attribute; it is not state.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")
+        stack.enter_context(patches.fast_export(model_line))
+        exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
+    require_all_met(faked, recorder)
+    return Trace(
+        exported, recorder.num_cuts, tuple(recorder.leaf_calls), convention.structure(), convention.gradients
+    )
+
+
+def _example(
+    inputs: Mapping[str, object], batch: Batch, size: int, device: torch.device
+) -> tuple[dict[str, Any], dict[str, dict[int, Any] | None]]:
+    """Return the example inputs with a batch of `size`, and the symbolic dimensions of each."""
+    # Bounded: CUDA chooses some kernels by size, and such a choice would count as a fixed batch size.
     symbol = Dim("batch", min=2, max=max(LARGEST_BATCH, batch.size))
+    example: dict[str, Any] = dict(inputs)
+    shapes: dict[str, dict[int, Any] | None] = dict.fromkeys(inputs)
     for name, value in inputs.items():
-        shapes[name] = None
-        example[name] = value
         if isinstance(value, Tensor):
             shape = list(value.shape)
             if name in batch.dims:
                 shape[batch.dims[name]] = size
                 if size > 1:
                     shapes[name] = {batch.dims[name]: symbol}
-            with mode:
-                example[name] = torch.empty(shape, dtype=value.dtype, device=device)
-    with ExitStack() as stack:
-        tell = stack.enter_context(watch(num_running(faked))) if watch is not None else None
-        recorder = stack.enter_context(recording(faked, tell))
-        stack.enter_context(refusals_explained(recorder, size))
-        stack.enter_context(leaves_marked(faked))
-        stack.enter_context(_without_cache(faked))
-        stack.enter_context(convention.adapted(faked, inputs))
-        repeating: AbstractContextManager[Any] = OperationCache(model_line) if repeats else nullcontext()
-        stack.enter_context(_running_in([watched(recorder), repeating], faked))
-        stack.enter_context(autocast(precision, device))
-        stack.enter_context(warnings.catch_warnings())
-        # Recurrent modules list their weights anew: that is no state of theirs.
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")
-        stack.enter_context(quick(model_line))
-        exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
-    require_all_met(faked, recorder)
-    return Trace(
-        exported,
-        faked,
-        recorder.num_cuts,
-        tuple(recorder.leaf_calls),
-        batch,
-        convention.structure(),
-        convention.gradients,
-    )
+            example[name] = torch.empty(shape, dtype=value.dtype, device=device)
+    return example, shapes
+
+
+@contextmanager
+def _adapted_calls(recorder: TraceRecorder) -> Iterator[None]:
+    """Handle the calls of a model that torch.export would silently drop, or reject without need."""
+    with (
+        patches.unchecked_distributions(),
+        recorded_functions(recorder),
+        patches.gradient_calls(functools.partial(refused_gradient_call, recorder)),
+        patches.symbolic_len(),
+        patches.simplified_min(),
+        patches.skipped_moves(),
+        KnownBranches(recorder),
+    ):
+        yield
 
 
 @contextmanager
 def _running_in(contexts: Sequence[AbstractContextManager[Any]], model: nn.Module) -> Iterator[None]:
-    """The innermost contexts in which torch.export runs the model, the last one innermost."""
+    """Run the model's forward inside contexts, the last one innermost."""
     original = model.forward
 
     @functools.wraps(original)
@@ -154,21 +167,21 @@ def _running_in(contexts: Sequence[AbstractContextManager[Any]], model: nn.Modul
         model.forward = original
 
 
-def num_running(model: nn.Module) -> int:
-    """How many of its modules may run: lists and dictionaries of others do not."""
+def _num_runnable(model: nn.Module) -> int:
+    """Return the number of modules that can run; containers of modules do not."""
     return sum(not isinstance(module, nn.ModuleList | nn.ModuleDict) for module in model.modules())
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:
-    """The precision that a program is captured and run under."""
+    """Return the autocast context in which a program is captured and run."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, LOW_PRECISION[precision])
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Hugging Face models keep keys and values for generation unless told otherwise."""
+def _without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Switch off the key-value cache that Hugging Face models fill by default."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "use_cache")}
     before = {key: config.use_cache for key, config in configs.items()}

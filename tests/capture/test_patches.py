@@ -1,0 +1,181 @@
+"""Each patch of torch's internals finds what it relies on; a failure names the patch and torch's version."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.proxy
+from torch import Tensor, fx, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from varuna.capture.run.plain_randomness import _COMPOSITE
+from varuna.capture.trace import patches
+
+SUPPORTED = "torch 2.11 to 2.13"
+
+
+def require(patch: str, condition: bool, expected: str) -> None:
+    assert condition, (
+        f"the patch {patch} of varuna/capture/trace/patches.py relies on {expected}; it is written for "
+        f"{SUPPORTED}, installed is torch {torch.__version__}"
+    )
+
+
+def require_parameters(patch: str, owner: Any, name: str, *parameters: str) -> None:
+    """`owner.name` exists and its parameters start with these."""
+    function = inspect.getattr_static(owner, name, None)
+    require(patch, function is not None, f"{owner.__name__}.{name}")
+    found = tuple(inspect.signature(getattr(function, "__func__", function)).parameters)
+    expected = f"{owner.__name__}.{name}({', '.join(parameters)}, ...), found ({', '.join(found)})"
+    require(patch, found[: len(parameters)] == parameters, expected)
+
+
+def fake_shapes() -> tuple[ShapeEnv, FakeTensorMode]:
+    shapes = ShapeEnv()
+    return shapes, FakeTensorMode(shape_env=shapes)
+
+
+def test_fast_export() -> None:
+    name = "fast_export"
+    require_parameters(name, fx.GraphModule, "recompile", "self")
+    require_parameters(name, torch.fx.proxy.TracerBase, "_filter_traceback_frames", "self")
+    traceback = getattr(torch.fx.proxy, "CapturedTraceback", None)
+    require(name, hasattr(traceback, "extract"), "torch.fx.proxy.CapturedTraceback.extract")
+    require(name, hasattr(traceback, "summary"), "CapturedTraceback.summary")
+    module = fx.symbolic_trace(nn.Linear(2, 2))
+    require(name, hasattr(module.graph, "_codegen"), "fx.Graph._codegen")
+    require(name, type(module) is not fx.GraphModule, "a class for each GraphModule")
+    codegen = inspect.get_annotations(torch.fx.graph._PyTreeInfo)
+    require(name, {"in_spec", "out_spec"} <= set(codegen), "_PyTreeInfo with in_spec and out_spec")
+    with patches.fast_export(lambda frame: "model.py:1: line"):
+        traced = torch.export.export(nn.Linear(2, 2), (torch.ones(3, 2),), strict=False)
+    lines = {node.meta.get("stack_trace") for node in traced.graph.nodes if node.op == "call_function"}
+    require(name, lines == {"model.py:1: line"}, "tracers that take their lines from CapturedTraceback")
+
+
+def test_function_apply() -> None:
+    found = torch.autograd.Function.__dict__.get("apply")
+    require("function_apply", isinstance(found, classmethod), "torch.autograd.Function.apply, a classmethod")
+    base = super(torch.autograd.Function, torch.autograd.Function)
+    require("function_apply", hasattr(base, "apply"), "an apply of the base of torch.autograd.Function")
+
+
+def test_gradient_calls() -> None:
+    require_parameters("gradient_calls", torch.autograd, "grad", "outputs", "inputs")
+    require_parameters("gradient_calls", Tensor, "backward", "self")
+    require_parameters("gradient_calls", Tensor, "register_hook", "self", "hook")
+
+
+def test_unchecked_distributions() -> None:
+    name = "unchecked_distributions"
+    default = getattr(Distribution, "_validate_args", None)
+    require(name, isinstance(default, bool), "Distribution._validate_args")
+    require_parameters(name, Distribution, "set_default_validate_args", "value")
+
+
+def test_symbolic_len() -> None:
+    _, mode = fake_shapes()
+    x = mode.from_tensor(torch.ones(3, 2), symbolic_context=None)
+    with patches.symbolic_len():
+        require("symbolic_len", len([1]) == 1 and len(x) == x.shape[0], "builtins.len")
+
+
+def test_simplified_min() -> None:
+    require_parameters("simplified_min", ShapeEnv, "simplify", "self", "expr", "size_oblivious")
+    require_parameters("simplified_min", ShapeEnv, "bound_sympy", "self", "expr")
+
+
+def test_skipped_moves() -> None:
+    require_parameters("skipped_moves", nn.Module, "_apply", "self", "fn", "recurse")
+    layer = nn.Linear(2, 2)
+    with patches.skipped_moves():
+        weight = layer.weight
+        require("skipped_moves", layer.to(torch.float32).weight is weight, "Module.to that calls _apply")
+        require("skipped_moves", layer.to(torch.float64).weight.dtype == torch.float64, "the original _apply")
+
+
+def test_untracked_modules() -> None:
+    name = "untracked_modules"
+    require_parameters(name, nn.Module, "_wrapped_call_impl", "self")
+    require(name, "__call__" in nn.Module.__dict__, "nn.Module.__call__")
+    with patches.untracked_modules():
+        require(name, nn.Identity()(3) == 3, "_wrapped_call_impl that calls forward")
+
+
+def test_discarded_guards() -> None:
+    name = "discarded_guards"
+    shapes, mode = fake_shapes()
+    require(name, isinstance(getattr(shapes, "pending_fresh_unbacked_symbols", None), list), "a list of them")
+    require(name, hasattr(shapes, "error_on_new_guards"), "ShapeEnv.error_on_new_guards")
+    with mode:
+        tensors = [torch.ones(3)]
+    require(name, torch._guards.detect_fake_mode(tensors) is mode, "torch._guards.detect_fake_mode")
+    before = list(shapes.pending_fresh_unbacked_symbols)
+    with pytest.raises(ValueError), patches.discarded_guards(tensors):
+        shapes.create_unbacked_symint()
+        raise ValueError
+    require(name, shapes.pending_fresh_unbacked_symbols == before, "pending_fresh_unbacked_symbols")
+    require(name, hasattr(fake_tensor, "unset_fake_temporarily"), "fake_tensor.unset_fake_temporarily")
+
+
+def test_disabled_checkpointing() -> None:
+    name = "disabled_checkpointing"
+    generator = "_checkpoint_without_reentrant_generator"
+    require(name, inspect.isgeneratorfunction(getattr(checkpoint, generator, None)), generator)
+    require_parameters(
+        name, checkpoint.CheckpointFunction, "forward", "ctx", "run_function", "preserve_rng_state"
+    )
+    ran: list[int] = []
+
+    def run(x: Tensor) -> Tensor:
+        ran.append(1)
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with patches.disabled_checkpointing(lambda function, operands: function(*operands)):
+        for reentrant in (True, False):
+            checkpoint.checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+    require(name, len(ran) == 2, "checkpoint that uses CheckpointFunction and the generator")
+
+
+def test_without_overrides() -> None:
+    for function in _COMPOSITE:
+        names = set(function.__code__.co_names)
+        known = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
+        require("without_overrides", bool(names & known), f"{function.__name__} that checks for overrides")
+        require("without_overrides", known <= set(vars(functional)), f"{known} in torch.nn.functional")
+        require("without_overrides", callable(patches.without_overrides(function)), "a plain function")
+
+
+def test_operation_cache() -> None:
+    """Not a patch, but it uses private names of torch as well."""
+    name = "(the operation cache)"
+    fake = FakeTensor(fake_shapes()[1], torch.ones(2, device="meta"), torch.device("cpu"))
+    require(
+        name, fake.device.type == "cpu" and fake.shape == (2,), "FakeTensor(mode, tensor on meta, device)"
+    )
+    require_parameters(name, proxy_tensor, "get_proxy_mode")
+    require_parameters(name, proxy_tensor, "get_proxy_slot", "obj", "tracer", "default")
+    require_parameters(name, proxy_tensor, "set_proxy_slot", "obj", "tracer", "proxy")
+    require_parameters(name, fake_tensor, "in_kernel_invocation_manager", "fake_mode")
+    fields = set(inspect.get_annotations(proxy_tensor._ProxyTensor))
+    require(name, {"proxy", "constant"} <= fields, "_ProxyTensor with proxy and constant")
+    root = fx.Graph()._root
+    require(name, hasattr(root, "_prev") and hasattr(root, "_next"), "fx.Graph._root with _prev and _next")
+    require(name, hasattr(torch._C._functorch, "peek_interpreter_stack"), "peek_interpreter_stack")
+    require(name, callable(torch._C._is_any_autocast_enabled), "torch._C._is_any_autocast_enabled")
+
+
+def test_refusals() -> None:
+    """The line that fixes the batch size is read from torch's guards."""
+    shapes, _ = fake_shapes()
+    require("(refusals)", isinstance(shapes.guards, list), "ShapeEnv.guards")
+    fields = set(inspect.get_annotations(torch.fx.experimental.symbolic_shapes.ShapeGuard))
+    require("(refusals)", {"expr", "sloc"} <= fields, "ShapeGuard with expr and sloc")

@@ -1,0 +1,103 @@
+"""Checks of the flat graph: refuse models whose result would depend on the micro-batch size or the cuts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from varuna.capture.graph.flat_graph import FlatGraph
+from varuna.capture.graph.flow import Flow, base_name
+from varuna.capture.graph.randomness import bound
+from varuna.capture.model.batch import dim_of
+from varuna.errors import CaptureError
+
+_ALONG_A_DIMENSION = frozenset(
+    {"flip", "roll", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+    | {"softmax", "_softmax", "log_softmax", "_log_softmax"}
+)
+
+
+def where(node: fx.Node) -> str:
+    """Return the model's line that made a node, or the node's name."""
+    return node.meta.get("stack_trace") or node.name
+
+
+def refuse_coupled_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
+    """Refuse a matrix of every sample against every other: it differs with the micro-batch."""
+    if symbol is None:
+        return
+    for node in flat.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        shape: tuple[Any, ...] = tuple(value.shape)
+        sizes = tuple(size.node.expr for size in shape if isinstance(size, torch.SymInt))
+        if _degree(sizes, symbol) >= 2:
+            raise CaptureError(
+                f"{where(node)}: the value {node.name} of shape {[str(s) for s in value.shape]} has the "
+                f"batch {symbol} in it twice: it compares every sample with every other, so the loss would "
+                "change with the micro-batch size. Compute such a loss outside the pipeline, or train with "
+                "one micro-batch."
+            )
+
+
+@lru_cache(maxsize=4096)
+def _degree(sizes: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> int:
+    """Return the power of a symbol in the product of the sizes."""
+    count = sympy.expand(sympy.Mul(*sizes))
+    return int(sympy.degree(count, symbol)) if symbol in count.free_symbols else 0
+
+
+def refuse_reordered_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
+    """Refuse an operation that goes from sample to sample along the batch.
+
+    Sums are allowed: a mean over the batch means one over the micro-batch, as in BatchNorm. Sorting is
+    allowed too: experts sort their tokens and restore the order.
+    """
+    for node in flat.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or base_name(node) not in _ALONG_A_DIMENSION:
+            continue
+        arguments = bound(target, node.args, node.kwargs)
+        value = node.all_input_nodes[0].meta.get("val")
+        dims = arguments.get("dims", arguments.get("dim"))
+        for dim in dims if isinstance(dims, list | tuple) else [dims]:
+            if not isinstance(value, Tensor) or not isinstance(dim, int) or not value.dim():
+                continue
+            found = dim_of(value.shape[dim], symbol)
+            if found is not None and found.per_sample:
+                raise CaptureError(
+                    f"{where(node)}: {base_name(node)} goes along the batch, so its result would change with "
+                    "the micro-batch size. Do it outside the pipeline or, if it may act on each micro-batch "
+                    "separately, make its module opaque with varuna.opaque."
+                )
+
+
+def refuse_sparse_gradients(flat: FlatGraph) -> None:
+    """Refuse sparse gradients: gradients are summed over replicas and stages as dense tensors."""
+    for node in flat.nodes:
+        embeds = isinstance(node.target, torch._ops.OpOverload) and "embedding" in base_name(node)
+        if embeds and bound(node.target, node.args, node.kwargs).get("sparse"):
+            raise CaptureError(
+                f"{where(node)}: an embedding with sparse=True has sparse gradients, which are not "
+                "supported. Make it with sparse=False."
+            )
+
+
+def refuse_divided_buffers(flat: FlatGraph, flow: Flow) -> None:
+    """Refuse a buffer that one segment changes and another one reads."""
+    for name, root in flat.state.items():
+        if root not in flow.writers:
+            continue
+        users = [node for node in flat.nodes if any(flow.root[arg] is root for arg in node.all_input_nodes)]
+        segments = sorted({node.meta["segment"] for node in users})
+        if len(segments) > 1:
+            raise CaptureError(
+                f"{where(flow.writers[root][0])}: the buffer {name!r} is changed in place and used in the "
+                f"segments {', '.join(map(str, segments))}. Move the CutPoints so that one segment has all "
+                "its uses."
+            )
