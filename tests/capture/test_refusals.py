@@ -163,7 +163,7 @@ class Meddling(nn.Module):
 def test_what_meddles_with_gradients_is_refused_by_its_line(how: str) -> None:
     """V7"""
     text = refusal(Layers(Meddling(how)))
-    line = {"T": "register_hook", "t": "autograd.grad", "s": "self.table(x"}[how[0]]
+    line = {"T": "2).register_hook", "t": "return torch", "s": "self.table(x"}[how[0]]
     assert text.startswith(line_of(Meddling, line)) and how in text
 
 
@@ -359,7 +359,7 @@ def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
     assert_same(Layers(Dropped(1.0)), batch_of(3), batch=3)
     text = refusal(Layers(Dropped(0.5)))
     assert text.startswith(line_of(Dropped, "if drawn <"))
-    assert "set layerdrop to 0" in text
+    assert "Set layerdrop to 0" in text
 
 
 def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:

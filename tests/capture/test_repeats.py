@@ -112,7 +112,7 @@ def test_the_graph_is_the_one_that_torch_traces(
     run: Any, precision: PrecisionName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = _capture(Repeated(run), precision)
-    monkeypatch.setattr(tracing, "Repeats", lambda _: nullcontext())
+    monkeypatch.setattr(tracing, "OperationCache", lambda _: nullcontext())
     plain = _capture(Repeated(run), precision)
     assert quick.listing == plain.listing and quick.graph == plain.graph
 

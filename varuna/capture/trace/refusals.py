@@ -39,7 +39,7 @@ def _is_model_code(filename: str) -> bool:
 
 
 def _source_line(filename: str, number: int | None) -> str:
-    return f"{filename}:{number}: {linecache.getline(filename, number or 0).strip()}"
+    return f"{filename}:{number}: {linecache.getline(filename, number or 0).strip().rstrip(':')}"
 
 
 def model_line(frame: FrameType | None) -> str:
