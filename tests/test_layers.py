@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LEVELS = {
-    **dict.fromkeys(["types", "errors", "units", "codec", "files", "environment", "processes"], 0),
+    **dict.fromkeys(
+        ["types", "errors", "units", "codec", "files", "environment", "processes", "addresses"], 0
+    ),
     **dict.fromkeys(["schedule", "observe"], 1),
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
     **dict.fromkeys(["train", "profile"], 3),

@@ -1,18 +1,19 @@
-"""Nouns to JSON and back, with an error that names the place that is wrong."""
+"""JSON encoding and decoding of the library's types."""
 
 from typing import TypeVar
 
 import msgspec
 
-Noun = TypeVar("Noun")
+Decoded = TypeVar("Decoded")
 
 
-def encode(noun: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(noun), indent=1).decode()
+def encode(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
 
 
-def decode(text: str | bytes, kind: type[Noun], source: str = "the text") -> Noun:
+def decode(text: str | bytes, kind: type[Decoded], source: str = "the text") -> Decoded:
+    """Decode JSON. An error names the source and the position of the wrong value."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{source} is no {kind.__name__}: {error}") from None
+        raise ValueError(f"{source} is not a valid {kind.__name__}: {error}") from None

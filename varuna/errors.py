@@ -1,52 +1,52 @@
-"""The errors that users meet. Each says what was expected, what was found, and the way out."""
+"""Errors that users see. Each says what was expected, what was found, and what to do."""
 
 from collections.abc import Sequence
 
 
 class VarunaError(Exception):
-    """Any error of this library that has no closer built-in kin."""
+    """Base class of the errors of this library."""
 
 
 class CaptureError(VarunaError, ValueError):
-    """The model cannot be cut into stages as it stands."""
+    """The model cannot be divided into stages."""
 
 
 class ScheduleError(VarunaError, ValueError):
-    """An order that would deadlock, lose a micro-batch, or cannot be read."""
+    """A schedule would deadlock, skip a micro-batch, or cannot be parsed."""
 
 
 class PlanError(VarunaError, ValueError):
-    """No layout fits what was asked, or a profile does not hold what a plan needs."""
+    """No layout meets the request, or the profile lacks data that the plan needs."""
 
 
 class WorkerError(VarunaError, RuntimeError):
-    """Another rank failed; this carries its rank, stage, micro-batch and original traceback."""
+    """Another rank failed. The message has its rank, stage, micro-batch and traceback."""
 
 
 class PeerLost(WorkerError):
-    """Another rank is gone without a word: killed, or its machine is."""
+    """Another rank ended without an error message: it or its machine was killed."""
 
 
 class PeerHangs(WorkerError):
-    """Another rank is there but has not moved for longer than the timeout."""
+    """Another rank is alive but has made no progress for longer than the timeout."""
 
 
 class OutOfDeviceMemory(VarunaError, RuntimeError):
-    """A GPU has no room for a stage; this says who takes it, and what would fit."""
+    """A GPU has too little memory for a stage. The message shows what uses it and what would fit."""
 
 
 class CheckpointError(VarunaError, RuntimeError):
-    """A checkpoint that cannot be written, or one that is missing, incomplete, broken or foreign."""
+    """A checkpoint cannot be written, or is missing, incomplete, damaged, or of another format."""
 
 
 class StoreTaken(CheckpointError):
-    """Another job writes its checkpoints to the same place, or another run of this one does."""
+    """Another job, or another run of this job, writes checkpoints to the same store."""
 
     by_this_job = False
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """The first few of many names, for a message."""
+    """Return the first few names, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

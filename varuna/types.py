@@ -1,16 +1,16 @@
-"""The nouns of the library: frozen, plain values that pass between its rooms.
+"""The types that the packages share: frozen values that read and write JSON through `varuna.codec`.
 
-Knowing this file is knowing the library. Nothing here imports torch, so that planning,
-scheduling and drawing run anywhere. Every noun reads and writes JSON through `varuna.codec`.
+Nothing here imports torch, so planning, scheduling and drawing run anywhere.
 
-    ModelGraph   what a model is          (capture makes it)
-    Profile      what its parts cost      (measure makes it)
-    Cluster      what there is to run on  (the user or the manager makes it)
-    Plan         who does what            (plan or the user makes it)
-    Forecast     what that will cost      (plan makes it)
-    Schedule     in which order           (schedule makes it)
-    Timeline     what happened, and when  (execute records it, simulate predicts it)
-    StepReport   both, side by side       (observe makes it)
+    ModelGraph   segments of a model                  (capture makes it)
+    Profile      measured costs of a model            (measure makes it)
+    Cluster      machines and devices                 (the user or the manager makes it)
+    Plan         stages, ranks, batch and schedule    (plan or the user makes it)
+    Forecast     predicted time and memory of a plan  (plan makes it)
+    Schedule     order of the instructions            (schedule makes it)
+    Timeline     events of a step, with times         (execute records it, plan simulates it)
+    StepReport   measured and predicted times         (observe makes it)
+    JobSpec      script, machines and options         (cli makes it)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Dim(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor that crosses a cut; `None` stands for a dimension only known when it arrives."""
+    """A tensor that crosses a cut. A dimension is None if only the receiver learns its size."""
 
     name: str
     dtype: str  # as torch prints it, without "torch.": "float32", "bool"
@@ -56,50 +56,50 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """What lies between two neighbouring cuts: the smallest thing that a stage is made of."""
+    """The operations between two adjacent cut positions. A stage is a range of segments."""
 
     index: int
-    parameters: tuple[str, ...]  # canonical names, those used here
+    parameters: tuple[str, ...]  # canonical names of those used here
     buffers: tuple[str, ...]
     num_operations: int
-    flops_per_sample: float  # an estimate from the shapes, for balancing before anything is measured
+    flops_per_sample: float  # estimated from shapes, to balance stages before measuring
     parameter_bytes: int
-    moved_bytes: Dim = Dim(0, 0)  # read and written by a forward, by micro-batch size; an estimate too
-    kept_bytes: Dim = Dim(0, 0)  # made by a forward for its backward
+    moved_bytes: Dim = Dim(0, 0)  # read and written by a forward, per micro-batch size; estimated too
+    kept_bytes: Dim = Dim(0, 0)  # kept by a forward for its backward
 
 
 class ModelGraph(msgspec.Struct, frozen=True):
-    """A model as cut: its segments in order, which names share one tensor, and who it is."""
+    """A model that is cut: its segments in order, its tied parameters, and its fingerprint."""
 
     segments: tuple[Segment, ...]
-    ties: tuple[tuple[str, ...], ...]  # each a group of names for one tensor, canonical name first
+    ties: tuple[tuple[str, ...], ...]  # groups of names for one tensor, canonical name first
     fingerprint: str
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A step of a model that no cut may part, and what its forward costs for one sample, by its shapes."""
+    """A part of a model that no cut divides, and the cost of its forward for one sample."""
 
     flops: int
     moved_bytes: int  # read and written
 
 
 class Value(msgspec.Struct, frozen=True):
-    """What one operation makes and others use."""
+    """The result of one operation that other operations use."""
 
     made_by: int
     used_by: tuple[int, ...]
-    num_bytes: int  # of one sample, over a cut and back; zero where the other side makes it again
+    num_bytes: int  # per sample, sent over a cut and back; 0 if the receiver recomputes it
 
 
 class OperationGraph(msgspec.Struct, frozen=True):
-    """A model before it is cut: its operations in an order in which they can run."""
+    """A model before it is cut: its operations in execution order."""
 
     operations: tuple[Operation, ...]
     values: tuple[Value, ...]
 
 
 Partition = Callable[[OperationGraph], Sequence[int]]
-"""Tells for each operation its segment; none uses what a later segment makes."""
+"""Returns the segment of each operation. An operation must not use results of a later segment."""
 
 
 # ---------------------------------------------------------------- the layout
@@ -107,11 +107,11 @@ Partition = Callable[[OperationGraph], Sequence[int]]
 ScheduleName = Literal["varuna", "1f1b", "gpipe", "zero-bubble", "zero-bubble-2x"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 ChannelName = Literal["shared", "group", "host"]
-"""How tensors go between stages: GPU memory that both see, a library's group (NCCL), or the host's memory."""
+"""Transport between stages: shared GPU memory, a process group (NCCL), or host memory."""
 
 
 class StagePlan(msgspec.Struct, frozen=True):
-    """One pipeline stage: the segments `first..stop-1`, and the ranks that each hold a replica."""
+    """One pipeline stage: the segments `first` to `stop - 1`, and one rank per replica."""
 
     first: int
     stop: int
@@ -120,11 +120,11 @@ class StagePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Who does what: everything that the engine must be told."""
+    """The complete layout of a training step: stages, ranks, batch, schedule and precision."""
 
     stages: tuple[StagePlan, ...]
-    batch_size: int  # the whole job's, per step
-    microbatch_size: int  # the most samples that any rank runs at once
+    batch_size: int  # samples per step of the whole job
+    microbatch_size: int  # maximum number of samples that a rank runs at once
     schedule: ScheduleName = "varuna"
     precision: PrecisionName = "fp32"
     fingerprint: str = ""
@@ -135,12 +135,12 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The replicas of each stage."""
+        """Return the number of replicas of each stage."""
         return tuple(len(stage.ranks) for stage in self.stages)
 
     @property
     def width(self) -> int:
-        """The replicas of every stage; where stages differ, of that with fewest."""
+        """Return the number of replicas; if stages differ, the smallest."""
         return min(self.widths)
 
     @property
@@ -156,8 +156,8 @@ StageMap = tuple[tuple[int, ...], ...]
 
 
 def parse_stage_map(text: str) -> StageMap:
-    """Reads "0,1;2,3;": stages parted by `;`, the ranks of each by `,`, as many as it has replicas."""
-    form = 'the map is written "0,1;2,3;": stages parted by ";", the ranks of each by ","'
+    """Parse "0,1;2,3;": stages separated by `;`, and the ranks of the replicas of a stage by `,`."""
+    form = 'write it as "0,1;2,3;": stages separated by ";", the ranks of each by ","'
     if not isinstance(text, str):
         raise TypeError(
             f"stage_to_rank_map must be a string, not {text!r} ({form}; the launcher sets it as "
@@ -169,12 +169,12 @@ def parse_stage_map(text: str) -> StageMap:
     try:
         stage_map = tuple(tuple(int(rank) for rank in row.split(",") if rank.strip()) for row in rows)
     except ValueError:
-        raise ValueError(f"stage_to_rank_map {text!r} holds something that is no rank ({form})") from None
+        raise ValueError(f"stage_to_rank_map {text!r} has an entry that is not a rank ({form})") from None
     ranks = [rank for row in stage_map for rank in row]
     if not all(stage_map):
-        raise ValueError(f"stage_to_rank_map {text!r} has a stage without a rank ({form})")
+        raise ValueError(f"stage_to_rank_map {text!r} has a stage without ranks ({form})")
     if len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise ValueError(f"stage_to_rank_map {text!r} names a rank twice, or a negative one ({form})")
+        raise ValueError(f"stage_to_rank_map {text!r} has a duplicate or negative rank ({form})")
     return stage_map
 
 
@@ -183,38 +183,38 @@ def format_stage_map(stage_map: Iterable[Iterable[int]]) -> str:
 
 
 def in_few(widths: Sequence[int]) -> str:
-    """ "2", or "3+1" where stages differ in their number of replicas."""
+    """Return "2", or "3+1" if stages differ in their number of replicas."""
     return str(widths[0]) if len(set(widths)) == 1 else "+".join(map(str, widths))
 
 
 def format_widths(widths: Sequence[int]) -> str:
-    """ "2 replicas", or "3+1 replicas"."""
+    """Return "2 replicas", or "3+1 replicas"."""
     return f"{in_few(widths)} {'replica' if set(widths) == {1} else 'replicas'}"
 
 
 def place_in_map(stage_map: StageMap, rank: int) -> tuple[int, int]:
-    """The (stage, replica) of a rank."""
+    """Return the (stage, replica) of a rank."""
     for stage, ranks in enumerate(stage_map):
         if rank in ranks:
             return stage, ranks.index(rank)
     raise ValueError(
         f"rank {rank} is not in the stage_to_rank_map {format_stage_map(stage_map)!r} "
-        "(start as many workers as the map has ranks, or pass the launcher's own map)"
+        "(start as many workers as the map has ranks, or pass the map of the launcher)"
     )
 
 
 def spread_evenly(total: int, *, parts: int) -> tuple[int, ...]:
-    """Splits a count so that no part is more than one larger than another, larger parts first.
+    """Divide a count into parts that differ by at most one, larger parts first.
 
-    So a global batch lies over the replicas.
+    This divides a global batch among replicas.
     """
     return tuple(total // parts + (part < total % parts) for part in range(parts))
 
 
 def spread_by_size(sizes: Sequence[int], *, parts: int) -> tuple[int, ...]:
-    """For each size the part that takes it: largest first, each to the part with least so far.
+    """Return the part of each item: largest items first, each to the part with the smallest sum so far.
 
-    Even by bytes, and the same on every rank. So tensors lie over the replicas where each keeps a share.
+    This divides tensors among replicas evenly by bytes, and equally on every rank.
     """
     loads = [0] * parts
     chosen = [0] * len(sizes)
@@ -227,8 +227,8 @@ def spread_by_size(sizes: Sequence[int], *, parts: int) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- the costs
 #
-# Bounds are checked wherever a profile is read, and the error names the key: what took no time was not
-# measured (a part with nothing to do still takes some microseconds), and a day is a wrong unit.
+# Bounds are checked whenever a profile is read, and the error names the key. A time of zero was not measured
+# (even an empty segment takes microseconds), and a time above a day has a wrong unit.
 
 DAY = 86_400.0
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -240,9 +240,9 @@ PROFILE_VERSION = 1
 
 
 class Duration(msgspec.Struct, frozen=True, array_like=True):
-    """How long something takes: the median of several runs, and the standard deviation of a single one.
+    """A measured time: the median of several runs, and the standard deviation of one run.
 
-    Written [median, spread], in seconds.
+    Encoded as [median, spread], in seconds.
     """
 
     seconds: PositiveSeconds
@@ -250,7 +250,7 @@ class Duration(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SizeCost(msgspec.Struct, frozen=True):
-    """One segment at one micro-batch size, run alone."""
+    """Cost of one segment at one micro-batch size, measured alone."""
 
     microbatch_size: Count
     forward: Duration  # keeping the graph for a backward
@@ -265,7 +265,7 @@ class SizeCost(msgspec.Struct, frozen=True):
 
 
 class SegmentCost(msgspec.Struct, frozen=True):
-    """What a segment costs; segments that are alike share one."""
+    """Cost of a segment. Identical segments share one."""
 
     sizes: tuple[SizeCost, ...]  # by micro-batch size, ascending
     parameter_bytes: Bytes  # with buffers
@@ -274,19 +274,19 @@ class SegmentCost(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise ValueError("sizes holds no micro-batch size (measure at least one)")
-        _refuse_disorder("sizes", [size.microbatch_size for size in self.sizes])
+            raise ValueError("sizes is empty (measure at least one micro-batch size)")
+        _check_ascending("sizes", [size.microbatch_size for size in self.sizes])
 
 
 class CutCost(msgspec.Struct, frozen=True):
-    """What crosses the cut after a segment, in bytes, by micro-batch size."""
+    """Bytes that cross the cut after a segment, per micro-batch size."""
 
     sent: Dim  # with a forward
     returned: Dim  # with a backward
 
 
 class TieCost(msgspec.Struct, frozen=True):
-    """A tensor that several segments use; a stage holds it once, stages that share it sum its gradient."""
+    """A tensor that several segments use. A stage holds it once; stages that share it sum its gradient."""
 
     segments: tuple[int, ...]
     num_bytes: Bytes
@@ -294,38 +294,38 @@ class TieCost(msgspec.Struct, frozen=True):
 
 
 class MessageCost(msgspec.Struct, frozen=True):
-    """One message of one size from a stage to its neighbour."""
+    """Cost of one message of one size between adjacent stages."""
 
     num_bytes: Bytes
-    one_way: Duration  # from `send` until it can be taken
-    both_ways: Duration  # the same while as much goes the other way
-    sender_seconds: Seconds  # of these, those in which the sender cannot compute
-    receiver_seconds: Seconds  # for which the receiver cannot compute, when it takes the message
+    one_way: Duration  # from `send` until the receiver can take it
+    both_ways: Duration  # the same while a message of this size travels in the other direction
+    sender_seconds: Seconds  # part of that time in which the sender cannot compute
+    receiver_seconds: Seconds  # time in which the receiver cannot compute while it takes the message
 
 
 class LinkCost(msgspec.Struct, frozen=True):
-    """The way between two devices, at several message sizes, ascending."""
+    """Costs of messages between two devices, by message size, ascending."""
 
     messages: tuple[MessageCost, ...]
 
     def __post_init__(self) -> None:
         if not self.messages:
             raise ValueError("messages is empty (measure at least one size)")
-        _refuse_disorder("messages", [message.num_bytes for message in self.messages])
+        _check_ascending("messages", [message.num_bytes for message in self.messages])
 
 
 class ReduceCost(msgspec.Struct, frozen=True):
-    """One all-reduce over a group of ranks, within one machine or over several."""
+    """Cost of one all-reduce over a group of ranks, within one machine or over several."""
 
     group_size: Annotated[int, Meta(ge=2)]
     num_bytes: Bytes
     between_machines: bool
     duration: Duration
-    sharing: Duration | None = None  # as many bytes in equal shares, each sent to all by its owner
+    sharing: Duration | None = None  # an all-gather of the same bytes in equal shares
 
 
 class OptimizerCost(msgspec.Struct, frozen=True):
-    """An optimizer's step, gradients set to zero included: `fixed + per element`; and what it keeps."""
+    """Cost of an optimizer step and zero_grad, `fixed + per element`, and the size of its state."""
 
     name: str
     fixed_seconds: Seconds
@@ -334,32 +334,32 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 
 
 class Overheads(msgspec.Struct, frozen=True):
-    """What the engine adds to what its segments cost."""
+    """Time that the engine adds to the costs of the segments."""
 
     instruction_seconds: Seconds  # for each F, R, B, I, W
-    step_seconds: Seconds  # once a step: the batch cut up, the gradients scaled
+    step_seconds: Seconds  # per step: dividing the batch, scaling the gradients
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model costs on one kind of device, measured once. Segment i costs `kinds[segments[i]]`."""
+    """Measured costs of a model on one kind of device. Segment i costs `kinds[segments[i]]`."""
 
     version: int = PROFILE_VERSION
     fingerprint: str  # of the ModelGraph
-    device: str  # "cpu", or what CUDA calls it
+    device: str  # "cpu", or the name that CUDA reports
     device_memory_bytes: Count
     precision: PrecisionName
     kinds: tuple[SegmentCost, ...]
     segments: tuple[int, ...]
     cuts: tuple[CutCost, ...]  # one fewer than segments
     ties: tuple[TieCost, ...]
-    sample_bytes: Bytes  # a sample of the inputs, which every stage is given
-    fixed_bytes: Bytes  # in use before any model is there: the device's own, the library's
+    sample_bytes: Bytes  # one sample of the inputs, which every stage receives
+    fixed_bytes: Bytes  # in use before a model is loaded
     optimizer: OptimizerCost
     overheads: Overheads
-    within: LinkCost | None  # neighbours on one machine; None: not measured, so none can be planned
-    between: LinkCost | None  # neighbours on two machines
+    within: LinkCost | None  # stages on one machine; None: not measured
+    between: LinkCost | None  # stages on two machines
     reductions: tuple[ReduceCost, ...]
-    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    notes: tuple[str, ...] = ()  # measurements that failed, and why
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
@@ -370,8 +370,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("segments is empty (a model has at least one)")
         if len(self.cuts) != len(self.segments) - 1:
             raise ValueError(
-                f"{len(self.segments)} segments have {len(self.segments) - 1} cuts between them, "
-                f"not {len(self.cuts)}"
+                f"{len(self.segments)} segments need {len(self.segments) - 1} cuts, not {len(self.cuts)}"
             )
         for index, kind in enumerate(self.segments):
             if not 0 <= kind < len(self.kinds):
@@ -384,26 +383,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return self.kinds[self.segments[index]]
 
 
-def _refuse_disorder(key: str, sizes: Sequence[int]) -> None:
+def _check_ascending(key: str, sizes: Sequence[int]) -> None:
     if any(left >= right for left, right in pairwise(sizes)):
-        raise ValueError(f"{key} must ascend without repetition, but are of size {list(sizes)}")
+        raise ValueError(f"{key} must be in ascending order without duplicates, not {list(sizes)}")
 
 
 # ---------------------------------------------------------------- the machines
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Devices that share one box: near to each other, and alike."""
+    """A machine with equal devices."""
 
     name: str
     devices: Count
     memory_bytes: Count  # of each device
-    speed: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # against the device that was profiled
-    cards: Count = 1  # ways to other machines that carry the measured bandwidth each, shared by all devices
+    speed: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # relative to the profiled device
+    cards: Count = 1  # network cards with the measured bandwidth each, shared by all devices
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """The machines in the order in which their devices are counted."""
+    """The machines, in the order that numbers their devices."""
 
     machines: tuple[Machine, ...]
 
@@ -419,15 +418,15 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 class MemoryForecast(msgspec.Struct, frozen=True):
-    """The bytes of one device at the fullest moment of a step, by what they hold."""
+    """Peak memory of one device in a step, in bytes, by use."""
 
     fixed: int
     parameters: int
     gradients: int
-    buckets: int  # gradients on their way over the replicas
+    buckets: int  # buffers of the gradient all-reduce
     optimizer: int
-    activations: int  # of the micro-batches held
-    boundaries: int  # received or sent, and not yet used up
+    activations: int  # of all micro-batches in flight
+    boundaries: int  # tensors received or sent, and still in use
     working: int
 
     @property
@@ -436,12 +435,12 @@ class MemoryForecast(msgspec.Struct, frozen=True):
 
 
 class StageTime(msgspec.Struct, frozen=True):
-    """Where the step's time goes on one stage; the parts sum to the step."""
+    """Time of one stage in a step, by activity. The parts sum to the step time."""
 
     compute_seconds: float  # recompute included
-    waiting_seconds: float  # for neighbours
-    reduce_seconds: float  # for the all-reduce, as far as no backward hides it, and for the others' losses
-    optimizer_seconds: float  # with what else is done once a step
+    waiting_seconds: float  # for other stages
+    reduce_seconds: float  # all-reduce that no backward overlaps, and exchange of losses
+    optimizer_seconds: float  # and other work that runs once per step
 
     @property
     def seconds(self) -> float:
@@ -449,26 +448,26 @@ class StageTime(msgspec.Struct, frozen=True):
 
     @property
     def bubble(self) -> float:
-        """The share of the step, 0 to 1, in which the stage does not compute."""
+        """Return the fraction of the step, 0 to 1, in which the stage does not compute."""
         return 1.0 - self.compute_seconds / self.seconds if self.seconds else 0.0
 
 
 class StageForecast(StageTime, frozen=True):
-    """What a stage's part of a step will take, in seconds and bytes."""
+    """Predicted time and memory of a stage."""
 
     memory: MemoryForecast
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What a plan will cost, and what of that rests on an estimate rather than a measurement."""
+    """Predicted costs of a plan. `estimates` lists the inputs that were not measured."""
 
-    seconds: float  # of a whole step, optimizer included
+    seconds: float  # per step, with the optimizer
     stages: tuple[StageForecast, ...]
     estimates: tuple[str, ...] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A plan with what it will cost, the devices that it leaves idle, and why it won or lost."""
+    """A plan, its predicted costs, its idle devices, and why it is or is not the best."""
 
     plan: Plan
     forecast: Forecast
@@ -479,11 +478,11 @@ class Proposal(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- the order
 
 Op = Literal["F", "R", "B", "I", "W"]
-"""Forward, recompute, backward; or backward in two parts: for the inputs, for the weights."""
+"""Forward, recompute, backward; or backward in two parts: gradients of inputs, of weights."""
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """One thing a stage does; prints as torch's pipeline CSV writes it: "2F0"."""
+    """One operation of a stage. Prints in the format of torch's pipeline CSV: "2F0"."""
 
     stage: int
     op: Op
@@ -494,11 +493,11 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """For each stage its instructions in order, and how far it may run ahead.
+    """The instructions of each stage in order, and limits on micro-batches in flight.
 
-    `limits[s]` bounds the micro-batches that stage s holds at once, between their forward and
-    their backward: the activation memory. Where `opportunistic`, the order is a preference:
-    a stage whose next instruction waits for a peer runs another one that is ready.
+    Stage s holds at most `limits[s]` micro-batches between their forward and their backward, which
+    bounds its activation memory. If `opportunistic`, the order is a preference: if the next instruction
+    of a stage waits for another stage, it runs another instruction that is ready.
     """
 
     name: str
@@ -511,38 +510,38 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Which samples of which step: all that randomness may depend on.
+    """The samples and the step that a rank computes: all that random numbers may depend on.
 
-    `first_sample` counts within the global batch, so that it is the same whatever the layout;
-    `first_ordinal` is added to the number under which a program's operations draw.
+    `first_sample` is an index in the global batch, so it does not depend on the layout.
+    `first_ordinal` is added to the number that identifies each random operation of a program.
     """
 
     seed: int
     step: int
     first_sample: int
     first_ordinal: int = 0
-    spans: tuple[tuple[int, int], ...] = ()  # first, stop of each, where the samples are not one span
+    spans: tuple[tuple[int, int], ...] = ()  # (first, stop) of each span, if the samples are not contiguous
 
     def samples(self, count: int) -> Sequence[int]:
-        """The first so many, within the global batch."""
+        """Return the indices of the first `count` samples in the global batch."""
         if not self.spans:
             return range(self.first_sample, self.first_sample + count)
         return [sample for span in self.spans for sample in range(*span)][:count]
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """One thing that took time on one rank: an instruction ("F", "B", ...) or "reduce", "wait", ..."""
+    """One activity of one rank: an instruction ("F", "B", ...) or "reduce", "wait", ..."""
 
     rank: int
     stage: int
     what: str
-    microbatch: int  # -1 where none is meant
+    microbatch: int  # -1: none
     start_seconds: float
     stop_seconds: float
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What happened in one step, or what a simulation says will happen; starts at zero."""
+    """The activities of one step, measured or simulated. Starts at zero."""
 
     intervals: tuple[Interval, ...]
 
@@ -552,17 +551,17 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """What a step took, beside what was foretold of it, as far as anything was."""
+    """Measured times of a step, and the predicted ones if there is a forecast."""
 
-    step: int  # the last one, counted from the start of this process
-    num_steps: int  # of which `seconds` is the median
-    seconds: float  # from the beginning of one step to that of the next
-    stages: tuple[StageTime, ...]  # each the mean of its replicas
+    step: int  # last step, counted from the start of this process
+    num_steps: int  # `seconds` is their median
+    seconds: float  # from the start of a step to the start of the next
+    stages: tuple[StageTime, ...]  # mean of the replicas
     forecast: Forecast | None = None
 
     @property
     def excess(self) -> float | None:
-        """By which share it took longer than foretold; negative where it was quicker."""
+        """Return the relative difference to the prediction; positive: slower than predicted."""
         return None if self.forecast is None else self.seconds / self.forecast.seconds - 1
 
     def __str__(self) -> str:
@@ -591,12 +590,12 @@ def _parts(stage: StageTime) -> str:
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """A job over all its machines: the stages' ranks, and the batch that they share."""
+    """Ranks of each stage over all machines of a job, and the batch."""
 
     stage_map: StageMap
-    batch_size: int  # the whole job's, per step
+    batch_size: int  # samples per step of the whole job
     microbatch_size: int
-    idle: tuple[int, ...] = ()  # devices without a rank, counted over all machines in order
+    idle: tuple[int, ...] = ()  # devices without a rank, numbered over all machines
 
     @property
     def depth(self) -> int:
@@ -604,7 +603,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The replicas of each stage."""
+        """Return the number of replicas of each stage."""
         return tuple(map(len, self.stage_map))
 
     @property
@@ -612,11 +611,11 @@ class Layout(msgspec.Struct, frozen=True):
         return sum(self.widths)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The (stage, replica) of a rank."""
+        """Return the (stage, replica) of a rank."""
         return place_in_map(self.stage_map, rank)
 
     def replica_batch(self, rank: int) -> int:
-        """How many of the global batch's samples this rank takes, by its place in its stage."""
+        """Return the number of samples per step of a rank."""
         stage, replica = self.place(rank)
         return spread_evenly(self.batch_size, parts=self.widths[stage])[replica]
 

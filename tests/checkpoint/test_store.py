@@ -309,4 +309,4 @@ def test_a_local_store_imports_neither_torch_nor_fsspec_and_s3_names_the_missing
     )
     assert run.returncode == 0, run.stderr
     assert "s3://bucket/folder needs a package that is not installed" in run.stdout
-    assert "pip install 'varuna[s3]'" in run.stdout
+    assert "pip install 'varuna-torch[s3]'" in run.stdout

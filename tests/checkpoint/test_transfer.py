@@ -448,7 +448,7 @@ def index_to(place: str) -> bytes:
         ({"a.safetensors": b"", "b.safetensors": b""}, "a.safetensors, b.safetensors and no index"),
         ({"model-00001-of-00002.safetensors": b""}, "model-00001-of-00002.safetensors and no index"),
         ({"a.pt": b"", "b.bin": b""}, "a.pt, b.bin and no index"),
-        ({INDEX: b"{}"}, "index.json is no Index"),
+        ({INDEX: b"{}"}, "index.json is not a valid Index"),
         ({INDEX: index_to("../x.safetensors")}, "no plain name: refused"),
         ({INDEX: index_to("x.safetensors")}, "No such file"),
         ({INDEX: index_to("x.safetensors"), "x.safetensors": None}, "does not hold 'a'"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from varuna.cli.launch import SWITCHES, split_command
-from varuna.cli.run import make_parser
+from tests.cli.commands import parse_options
+from varuna.cli.run import RunOptions
 from varuna.morph.machines import read_machines
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,9 @@ def test_the_managers_command_is_one_that_varuna_run_takes() -> None:
     """V29"""
     (container,) = manifest()["Pod"]["spec"]["containers"]
     assert container["command"][:2] == ["varuna", "run"]
-    own, command = split_command(container["command"][2:], SWITCHES)
-    options = make_parser().parse_args(own)
-    assert (options.machine_list, options.nstages, command[0]) == ("/job/machines", 2, "train.py")
+    options = parse_options(RunOptions, container["command"][2:])
+    assert options.command is not None
+    assert (options.machine_list, options.nstages, options.command[0]) == ("/job/machines", 2, "train.py")
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {"/job", "/keys", "/checkpoints"} <= mounts
 

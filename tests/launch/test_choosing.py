@@ -1,15 +1,18 @@
 """Depth and micro-batch that nobody typed: chosen from a profile, or pinned; refused where nothing fits."""
 
 import json
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.cli.commands import parse_options
 from tests.plan.profiles import GB, profile, segment
-from varuna.cli.run import PreparedRun, parse, planned_environment
+from varuna.cli.run import PreparedRun, RunOptions, main, planned_environment, prepare
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
+from varuna.morph.run.job_folder import saved_path
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.plan.search.choose import LayoutRequest, choose
@@ -141,9 +144,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+COMMON = ("--machine_list", "machines", "--gpus_per_node", "4")
+
+
 def typed(folder: Path, *arguments: str) -> PreparedRun:
-    common = ["--machine_list", "machines", "--gpus_per_node", "4"]
-    return parse([*common, *arguments, "script.py"], home=folder / "home")
+    options = parse_options(RunOptions, [*COMMON, *arguments, "script.py"])
+    return prepare(options, home=folder / "home")
 
 
 def test_the_plan_and_the_profile_reach_the_workers_by_environment(folder: Path) -> None:
@@ -161,8 +167,27 @@ def test_resuming_asks_the_same_profile_again(folder: Path, monkeypatch: pytest.
     first = typed(folder, "--batch_size", "32", "--profile_folder", "profiles")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    again = parse(["--resume", "--code_dir", str(folder)], home=folder / "home")
+    options = parse_options(RunOptions, ["--resume", "--code_dir", str(folder)])
+    again = prepare(options, home=folder / "home")
     assert again.planned == first.planned and again.choice.layout == first.choice.layout
+
+
+def test_options_that_an_earlier_version_saved_are_resumed(folder: Path) -> None:
+    """Version 0.1.0 wrote null for each option that was not given."""
+    saved = {
+        **dict.fromkeys(["manager_ip", "no_morphing", "exclude_slow", "hang_seconds", "starter", "ssh"]),
+        **dict.fromkeys(["starter_options", "python", "cloud", "cloud_url", "env_file", "profile_folder"]),
+        **dict.fromkeys(["plan", "worker_args"]),
+        **{"machine_list": str(folder / "machines"), "gpus_per_node": 2, "save_every": "off"},
+        **{"nstages": 2, "batch_size": 8, "chunk_size": 1, "command": ["script.py", "--lr", "0.1"]},
+    }
+    path = saved_path(folder / "home", folder)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(saved))
+    options = parse_options(RunOptions, ["--resume", "--batch-size", "16"])
+    job = prepare(options, home=folder / "home")
+    assert (job.job.arguments, job.job.save_every_seconds, job.job.morphing) == (("--lr", "0.1"), 0.0, True)
+    assert (job.choice.layout.depth, job.choice.layout.batch_size) == (2, 16)
 
 
 def change(path: Path, **changes: object) -> None:
@@ -174,7 +199,7 @@ def change(path: Path, **changes: object) -> None:
     [
         (["--batch_size", "32", "--profile_folder", "nowhere"], "nowhere (make one with varuna.Profiler"),
         (["--batch_size", "32", "--profile_folder", "old"], "version is 0, this library reads 1"),
-        (["--batch_size", "32", "--profile_folder", "broken"], "is no Profile"),
+        (["--batch_size", "32", "--profile_folder", "broken"], "is not a valid Profile"),
         (["--profile_folder", "profiles"], "--batch_size is missing"),
         (
             ["--batch_size", "32", "--profile_folder", "profiles", "--nstages", "9"],
@@ -190,13 +215,17 @@ def change(path: Path, **changes: object) -> None:
         ),
         (["--batch_size", "32", "--profile_folder", "small"], "too little"),
         (["--plan", "nowhere.json"], "nowhere.json (`varuna plan --out` writes one"),
-        (["--plan", "machines"], "is no PinnedPlan"),
+        (["--plan", "machines"], "is not a valid PinnedPlan"),
         (["--plan", "plan.json", "--gpus_per_node", "2"], "the plan needs 4 devices, there are 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_planned_is_refused_before_anything_starts(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
 ) -> None:
     """V27: exit code 2, and the planner's own words."""
     for name, changes in {
@@ -208,8 +237,10 @@ def test_what_cannot_be_planned_is_refused_before_anything_starts(
         (folder / name / "profile.json").write_text(encode(EIGHT) if changes else "{ half")
         if changes:
             change(folder / name / "profile.json", **changes)
+    monkeypatch.setenv("VARUNA_HOME", str(folder / "home"))
+    monkeypatch.setattr(sys, "argv", ["run_varuna", *COMMON, *arguments, "script.py"])
     with pytest.raises(SystemExit) as refused:
-        typed(folder, *arguments)
+        main()
     assert refused.value.code == 2
     assert complaint in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.cli.launch import SWITCHES, choose_flags, split_command
+from varuna.cli.launch import choose_flags
 from varuna.morph.run.worker_env import (
     WORKER_FLAGS,
     accepted_flags,
@@ -140,17 +140,3 @@ def test_what_the_user_says_about_the_flags_wins_over_the_source(tmp_path: Path)
     script.write_text("from arguments import parse_args")
     assert choose_flags(script, None) == choose_flags(script, False) == ()
     assert choose_flags(script, True) == WORKER_FLAGS
-
-
-@pytest.mark.parametrize(
-    ("argv", "own"),
-    [
-        (["--nstages", "2", "train.py", "--nstages", "9"], 2),
-        (["--nstages=2", "--worker_args", "train.py", "--resume"], 2),
-        (["--nstages", "2", "--", "train.py"], 2),
-    ],
-)
-def test_from_the_script_on_everything_is_the_users(argv: list[str], own: int) -> None:
-    options, command = split_command(argv, SWITCHES)
-    assert (options, command[0]) == (argv[:own], "train.py")
-    assert command[1:] == argv[argv.index("train.py") + 1 :]

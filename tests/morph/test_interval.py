@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from varuna.cli.run import read_every
+from varuna.cli.run import parse_save_every
 from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
 from varuna.train.autosave import OwnSaves, told_rhythm
 
@@ -71,10 +71,10 @@ def test_what_a_manager_tells_decides_how_often() -> None:
     ("typed", "seconds"), [(None, None), ("auto", None), ("off", 0.0), ("600", 600.0), ("0.5", 0.5)]
 )
 def test_how_often_may_be_typed(typed: str | None, seconds: float | None) -> None:
-    assert read_every(typed) == seconds
+    assert parse_save_every(typed) == seconds
 
 
 @pytest.mark.parametrize("typed", ["-1", "0", "nan", "inf", "often", ""])
 def test_what_is_no_interval_is_refused(typed: str) -> None:
-    with pytest.raises(ValueError, match="--save_every takes auto, off, or seconds"):
-        read_every(typed)
+    with pytest.raises(ValueError, match="--save-every must be auto, off, or a number of seconds"):
+        parse_save_every(typed)

@@ -61,8 +61,8 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
         read_plan(tmp_path)
     cut_off = tmp_path / "cut_off.json"
     cut_off.write_text(encode(PINNED)[:200])
-    with pytest.raises(ValueError, match=r"cut_off.json is no PinnedPlan: Input data was truncated"):
+    with pytest.raises(ValueError, match=r"cut_off.json is not a valid PinnedPlan: Input data was truncated"):
         read_plan(cut_off)
     cut_off.write_bytes(b"\xff\x00")
-    with pytest.raises(ValueError, match=r"cut_off.json is no PinnedPlan"):
+    with pytest.raises(ValueError, match=r"cut_off.json is not a valid PinnedPlan"):
         read_plan(cut_off)

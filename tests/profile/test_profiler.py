@@ -160,7 +160,7 @@ def test_another_models_profile_is_refused_by_name(make_profiler: MakeProfiler, 
     with pytest.raises(ValueError, match=r"another device: expected cpu.*, found NVIDIA Abacus"):
         make_profiler(Ladder(4)).profile_all([2])
     change_file(tmp_path, version=7)
-    with pytest.raises(ValueError, match=r"profile.json is no Profile: .*version is 7, this library reads 1"):
+    with pytest.raises(ValueError, match=r"is not a valid Profile: .*version is 7, this library reads 1"):
         make_profiler(Ladder(4)).profile_all([2])
 
 

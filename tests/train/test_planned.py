@@ -209,7 +209,7 @@ def test_a_plan_for_something_else_is_refused_by_name(
 
 def test_a_plan_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARUNA_PLAN", "{ half")
-    with pytest.raises(ValueError, match="VARUNA_PLAN is no Proposal"):
+    with pytest.raises(ValueError, match="VARUNA_PLAN is not a valid Proposal"):
         wrap()
 
 

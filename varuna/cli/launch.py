@@ -4,7 +4,6 @@ The supervisor (`varuna.morph.run.supervisor`) starts and ends the workers. This
 the signals, the terminal output, and the failure that caused the others.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -13,7 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+import typer
+
+from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
 from varuna.morph.run.supervisor import Supervisor, last_lines
 from varuna.morph.run.worker_env import WORKER_FLAGS, accepted_flags, name_idle_devices, ranks_of_machine
@@ -132,36 +136,122 @@ def announce(group: MachineWorkers) -> None:
         say(f"{layout.num_ranks} of {total} devices are used; idle: {idle}")
 
 
-def say(text: str, *, error: bool = False) -> None:
-    print(f"varuna: {text}", file=sys.stderr if error else sys.stdout, flush=True)
-
-
 # ---------------------------------------------------------------- the command line
 
 
-def split_command(argv: Sequence[str], switches: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and from the script on the user's; argparse would take some of the latter for ours."""
-    index = 0
-    while index < len(argv) and argv[index].startswith("-"):
-        if argv[index] == "--":
-            return list(argv[:index]), list(argv[index + 1 :])
-        index += 1 if argv[index] in switches or "=" in argv[index] else 2
-    return list(argv[:index]), list(argv[index:])
+class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of every command that starts a training script. None: not given."""
+
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGUMENTS]", help="Training script and its arguments.", show_default=False
+        ),
+    ] = None
+    nstages: Annotated[int | None, typer.Option(help="Number of pipeline stages.")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step of the whole job.")] = None
+    chunk_size: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None
+    code_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Working directory of the workers. Also searched for SCRIPT.")
+    ] = "."
+    log_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Create a folder of logs in this folder for each job.")
+    ] = "varuna_logs"
+    resume_step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint to load. The workers receive it.")
+    ] = None
+    worker_args: Annotated[
+        bool | None,
+        typer.Option(
+            help="Pass --rank, --stage_to_rank_map, ... to the script, or pass none of them. "
+            "Default: pass those that its source names."
+        ),
+    ] = None
+
+
+class LaunchOptions(ScriptOptions, frozen=True, kw_only=True):
+    ngpus_per_server: Annotated[int, typer.Option(help="Workers on each machine.")] = 4
+    nservers: Annotated[int, typer.Option(help="Number of machines.")] = 1
+    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0
+    gpus_per_stage: Annotated[
+        int, typer.Option(help="Replicas of each stage. 0: as many as the devices allow.")
+    ] = 0
+    master_addr: Annotated[str, typer.Option(help="Address of machine 0.")] = "127.0.0.1"
+    master_port: Annotated[
+        int | None,
+        typer.Option(help="Port on machine 0. Default: a free port; 29500 if there are several machines."),
+    ] = None
+
+
+@takes(LaunchOptions)
+def launch_script(options: LaunchOptions) -> None:
+    """Start this machine's workers of a job, and wait for them."""
+    with exit_2_on_error():
+        group = machine_workers(options)
+    raise typer.Exit(launch(group))
+
+
+def main() -> None:
+    app = new_app()
+    add_command(app, launch_script, ends_with_script=True)
+    run_app(app, "python -m varuna.launcher")
+
+
+def machine_workers(options: LaunchOptions) -> MachineWorkers:
+    """Check all input. Start nothing."""
+    if not 0 <= options.node_rank < max(options.nservers, 1):
+        raise ValueError(f"--node-rank must be 0 to {options.nservers - 1}, not {options.node_rank}")
+    layout = lay_out_as_typed(
+        options.nstages,
+        batch_size=options.batch_size,
+        microbatch_size=options.chunk_size,
+        num_machines=options.nservers,
+        devices_per_machine=options.ngpus_per_server,
+        num_replicas=options.gpus_per_stage,
+    )
+    devices = options.ngpus_per_server
+    job = script_spec(options, devices_per_machine=devices)
+    return MachineWorkers(
+        job=job,
+        layout=layout,
+        ranks=ranks_of_machine(layout, options.node_rank, devices_per_machine=devices),
+        master_addr=options.master_addr,
+        # Machines that start separately must use the same port without communicating.
+        master_port=options.master_port or (free_port() if options.nservers == 1 else 29500),
+        resume_step=job.resume_step,
+    )
+
+
+def script_spec(options: ScriptOptions, *, devices_per_machine: int) -> JobSpec:
+    """Return the part of a job that these options describe."""
+    if not options.command:
+        raise ValueError("no training script (name it after the options, followed by its own arguments)")
+    folder = Path(options.code_dir).absolute()
+    if not folder.is_dir():
+        raise ValueError(f"--code-dir {folder} is not a folder")
+    script = find_script(options.command[0], folder)
+    return JobSpec(
+        script=str(script),
+        arguments=tuple(options.command[1:]),
+        worker_flags=choose_flags(script, options.worker_args),
+        code_dir=str(folder),
+        log_dir=str(Path(options.log_dir).absolute() / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")),
+        devices_per_machine=devices_per_machine,
+        resume_step=options.resume_step,
+    )
 
 
 def find_script(script: str, code_dir: Path) -> Path:
     for place in (code_dir / script, Path(script)):
         if place.is_file():
             return place.resolve()
-    raise ValueError(
-        f"no script {script!r} in {code_dir} (the path is taken from --code_dir, then from here)"
-    )
+    raise ValueError(f"no script {script!r} in --code-dir {code_dir}, nor in the current folder")
 
 
-def choose_flags(script: Path, passed: bool | None) -> tuple[str, ...]:
-    """All with --worker_args, none with --no_worker_args, else those that the script's source names."""
-    if passed is not None:
-        return WORKER_FLAGS if passed else ()
+def choose_flags(script: Path, worker_args: bool | None) -> tuple[str, ...]:
+    """Return the worker flags for the script; None: those that its source names."""
+    if worker_args is not None:
+        return WORKER_FLAGS if worker_args else ()
     return tuple(sorted(accepted_flags(script.read_text(errors="replace"))))
 
 
@@ -170,126 +260,3 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def new_log_dir(root: str) -> str:
-    return str(Path(root).absolute() / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"))
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nstages", type=int, help="pipeline stages")
-    parser.add_argument("--batch_size", "--batch-size", type=int, help="samples per step, of the whole job")
-    parser.add_argument("--chunk_size", "--chunk-size", type=int, help="samples in a micro-batch")
-    parser.add_argument("--code_dir", help="working directory of the workers (default: this one)")
-    parser.add_argument("--log_dir", default="varuna_logs", help="where each job makes a folder of logs")
-    parser.add_argument("--resume_step", type=int, help="handed to the workers: the checkpoint to go on from")
-    parser.add_argument(
-        "--worker_args",
-        action="store_true",
-        default=None,
-        help="pass --rank, --stage_to_rank_map, ... to the script (default: those that its source names)",
-    )
-    parser.add_argument(
-        "--no_worker_args",
-        action="store_false",
-        dest="worker_args",
-        default=None,
-        help="pass the script none of them: it reads the environment",
-    )
-
-
-SWITCHES = ("-h", "--help", "--worker_args", "--no_worker_args")
-
-
-def prepare(
-    command: Sequence[str],
-    *,
-    devices_per_machine: int,
-    code_dir: str | None,
-    log_dir: str,
-    worker_args: bool | None,
-    resume_step: int | None,
-) -> JobSpec:
-    """Everything that can be wrong with what the user typed is found here, before anything starts."""
-    if not command:
-        raise ValueError(
-            "no training script was given (it comes after the options, its own arguments behind it)"
-        )
-    folder = Path(code_dir or ".").absolute()
-    if not folder.is_dir():
-        raise ValueError(f"--code_dir {folder} is no folder")
-    script = find_script(command[0], folder)
-    return JobSpec(
-        script=str(script),
-        arguments=tuple(command[1:]),
-        code_dir=str(folder),
-        log_dir=new_log_dir(log_dir),
-        devices_per_machine=devices_per_machine,
-        resume_step=resume_step,
-        worker_flags=choose_flags(script, worker_args),
-    )
-
-
-def parse(argv: Sequence[str]) -> MachineWorkers:
-    parser = argparse.ArgumentParser(
-        prog="python -m varuna.launcher",
-        usage="python -m varuna.launcher [options] script.py [its arguments]",
-        description="Starts this machine's workers of a job and watches them.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--ngpus_per_server", type=int, default=4, help="workers on each machine (default: 4)"
-    )
-    parser.add_argument("--nservers", type=int, default=1, help="machines in the job (default: 1)")
-    parser.add_argument("--node_rank", type=int, default=0, help="which of them this is (default: 0)")
-    parser.add_argument(
-        "--gpus_per_stage", type=int, default=0, help="replicas of each stage (0: all it can)"
-    )
-    parser.add_argument("--master_addr", default="127.0.0.1", help="address of machine 0")
-    parser.add_argument(
-        "--master_port", type=int, help="port on machine 0 (default: a free one; 29500 with several machines)"
-    )
-    add_common_arguments(parser)
-    own, command = split_command(argv, SWITCHES)
-    options = parser.parse_args(own)
-    try:
-        if not 0 <= options.node_rank < max(options.nservers, 1):
-            raise ValueError(
-                f"--node_rank {options.node_rank} is none of the {options.nservers} machines, from 0 on"
-            )
-        layout = lay_out_as_typed(
-            options.nstages,
-            batch_size=options.batch_size,
-            microbatch_size=options.chunk_size,
-            num_machines=options.nservers,
-            devices_per_machine=options.ngpus_per_server,
-            num_replicas=options.gpus_per_stage,
-        )
-        job = prepare(
-            command,
-            devices_per_machine=options.ngpus_per_server,
-            code_dir=options.code_dir,
-            log_dir=options.log_dir,
-            worker_args=options.worker_args,
-            resume_step=options.resume_step,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    # Machines that start apart must agree on a port without a word; one machine alone takes any.
-    port = options.master_port or (free_port() if options.nservers == 1 else 29500)
-    return MachineWorkers(
-        job=job,
-        layout=layout,
-        ranks=ranks_of_machine(layout, options.node_rank, devices_per_machine=options.ngpus_per_server),
-        master_addr=options.master_addr,
-        master_port=port,
-        resume_step=job.resume_step,
-    )
-
-
-def main() -> None:
-    sys.exit(launch(parse(sys.argv[1:])))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.addresses import address_facing
 from varuna.checkpoint.load import newest
 from varuna.checkpoint.store.store import open_store, retrying
-from varuna.cli.launch import say
-from varuna.execute.comm.address import address_facing
+from varuna.cli.options import say
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import (
     JobBegun,

@@ -1,6 +1,6 @@
 """The command `varuna profile`: measures the model that a function of the user's script returns.
 
-Started under a launcher (torchrun), all ranks run it together.
+Under a launcher such as torchrun, all ranks run it together.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ import typer
 
 from varuna.errors import VarunaError
 from varuna.plan import tables
-from varuna.types import PrecisionName, Profile
+from varuna.types import Profile
 from varuna.units import read_numbers
 
-FORM = (
-    "it must return (model, get_batch), (model, get_batch, optimizer), or a dict of these and of what else "
-    "varuna.Profiler takes"
+EXPECTED_RESULT = (
+    "it must return (model, get_batch), (model, get_batch, optimizer), or a dict of these and other "
+    "arguments of varuna.Profiler"
 )
 KEYS = (
     *("model", "get_batch", "optimizer"),
@@ -38,29 +38,33 @@ def profile(
         str,
         typer.Argument(
             metavar="SCRIPT:FUNCTION",
-            help="A function without arguments that returns the model, get_batch(size) and, if it is not "
-            "AdamW, what makes the optimizer.",
+            help="Function without arguments. It returns the model, get_batch(size) and, if not AdamW, a "
+            "function that makes the optimizer.",
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What the script finds in sys.argv.")
+        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="sys.argv of the script.")
     ] = None,
-    sizes: Annotated[str, typer.Option(help="Micro-batch sizes to measure.")] = "1,2,4,8",
-    out: Annotated[Path, typer.Option(help="The folder of the profile; what it has is kept.")] = Path(
-        "profiles"
-    ),
-    precision: Annotated[str, typer.Option(help="In which it will train: fp32, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; a GPU if there is one.")] = "",
+    sizes: Annotated[str, typer.Option(help="Micro-batch sizes to measure, in samples.")] = "1,2,4,8",
+    out: Annotated[
+        Path, typer.Option(help="Folder of the profile. New measurements are added to an existing profile.")
+    ] = Path("profiles"),
+    precision: Annotated[str, typer.Option(help="Training precision: fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1 or a number. Default: a GPU if there is one.")
+    ] = "",
     per_machine: Annotated[
-        int | None, typer.Option(help="Devices of one machine, which share its memory if they are CPUs.")
+        int | None, typer.Option(help="Devices per machine. CPU workers share the machine's memory.")
     ] = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Forget what was measured before.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", "--anew", help="Discard earlier measurements.")
+    ] = False,
 ) -> None:
-    """Measure what a model costs on this kind of device, once for all plans."""
-    wanted = read_numbers(sizes, "--sizes")
-    where = read_device(device)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as workers will have it
-    made = load(target, arguments or [])
+    """Measure the costs of a model on this kind of device. All later plans use them."""
+    microbatch_sizes = read_numbers(sizes, "--sizes")
+    profiled_device = read_device(device)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in workers
+    made = load_model(target, arguments or [])
 
     from varuna.profile.profiler import Profiler
 
@@ -68,32 +72,28 @@ def profile(
     profiler = Profiler(
         made.pop("model"),
         made.pop("get_batch"),
-        device=where,
+        device=profiled_device,
         gpus_per_node=per_machine,
         out_folder=out,
-        precision=as_precision(precision),
-        add_to_existing=not anew,
+        precision=precision,  # type: ignore[arg-type]  # the Profiler checks it
+        add_to_existing=not restart,
         **made,
     )
     if optimizer is not None:
         profiler.set_optimizer(optimizer)
-    found = profiler.profile_all(wanted)
+    found = profiler.profile_all(microbatch_sizes)
     if int(os.environ.get("RANK", 0)) == 0:
-        tell(found, out)
+        show_result(found, out)
 
 
 def read_device(text: str) -> int | str:
-    """A number, or a name with or without one; -1, this rank's GPU or else the CPU, where nothing is said."""
+    """Return a device name, a number, or -1: this rank's GPU, or the CPU if there is none."""
     if not re.fullmatch(r"|[0-9]+|(cpu|cuda)(:[0-9]+)?", text):
-        raise ValueError(f"--device {text!r} must be cpu, cuda, one of several as in cuda:1, or a number")
+        raise ValueError(f"--device must be cpu, cuda, cuda:N or a number, not {text!r}")
     return text if text.startswith("c") else int(text or -1)
 
 
-def as_precision(text: str) -> PrecisionName:
-    return text  # type: ignore[return-value]  # the Profiler checks it
-
-
-def tell(found: Profile, folder: Path) -> None:
+def show_result(found: Profile, folder: Path) -> None:
     sizes = sorted({size.microbatch_size for kind in found.kinds for size in kind.sizes})
     typer.echo(f"{folder / 'profile.json'}: {tables.facts(found)[0]}; micro-batches of {tables.spans(sizes)}")
     for note in found.notes:
@@ -104,36 +104,36 @@ def tell(found: Profile, folder: Path) -> None:
 # ---------------------------------------------------------------- the user's script
 
 
-def load(target: str, arguments: list[str]) -> dict[str, Any]:
-    """What the function returns, by name."""
+def load_model(target: str, arguments: list[str]) -> dict[str, Any]:
+    """Call the user's function. Return its results by name."""
     source, _, name = target.rpartition(":")
     if not source or not name:
-        raise ValueError(f"{target!r} names no function (write SCRIPT:FUNCTION, as in train.py:make_model)")
-    with acting_as(source, arguments):
+        raise ValueError(f"{target!r} names no function (write SCRIPT:FUNCTION, such as train.py:make_model)")
+    with script_environment(source, arguments):
         module = import_script(source)
         function = getattr(module, name, None)
         if not callable(function):
-            there = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-            raise ValueError(f"{source} has no function {name!r} (there are {', '.join(there) or 'none'})")
-        with blaming(target):
+            known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+            raise ValueError(f"{source} has no function {name!r} (it has {', '.join(known) or 'none'})")
+        with show_user_errors(target):
             made = function()
-    return by_name(made, target)
+    return name_results(made, target)
 
 
-def by_name(made: object, target: str) -> dict[str, Any]:
+def name_results(made: object, target: str) -> dict[str, Any]:
     if isinstance(made, tuple) and len(made) in (2, 3):
         made = dict(zip(KEYS, made, strict=False))
     if not isinstance(made, Mapping) or not {"model", "get_batch"} <= {*made}:
         what = f"a dict of {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
-        raise ValueError(f"{target} returned {what}; {FORM}")
+        raise ValueError(f"{target} returned {what}; {EXPECTED_RESULT}")
     if unknown := [str(key) for key in made if key not in KEYS]:
         raise ValueError(f"{target} returned a dict with {', '.join(unknown)}; known are {', '.join(KEYS)}")
     return dict(made)
 
 
 @contextmanager
-def acting_as(source: str, arguments: list[str]) -> Iterator[None]:
-    """As if the script had been started: its folder on the path, its arguments in argv."""
+def script_environment(source: str, arguments: list[str]) -> Iterator[None]:
+    """Set sys.argv and sys.path as if Python had started the script."""
     before = sys.argv, list(sys.path)
     sys.argv = [source, *arguments]
     sys.path.insert(0, str(Path(source).resolve().parent) if source.endswith(".py") else os.getcwd())
@@ -145,9 +145,9 @@ def acting_as(source: str, arguments: list[str]) -> Iterator[None]:
 
 
 def import_script(source: str) -> ModuleType:
-    """A file, or a module by its dotted name."""
+    """Import a file, or a module by its dotted name."""
     if not source.endswith(".py"):
-        with blaming(source):
+        with show_user_errors(source):
             return importlib.import_module(source)
     path = Path(source)
     if not path.is_file():
@@ -155,23 +155,23 @@ def import_script(source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that its classes can be found by whoever looks
-    with blaming(source):
+    sys.modules[path.stem] = module  # for code that looks up the module of a class
+    with show_user_errors(source):
         spec.loader.exec_module(module)
     return module
 
 
-OURS = (__file__, contextlib.__file__, "<frozen importlib")
+OWN_FRAMES = (__file__, contextlib.__file__, "<frozen importlib")
 
 
 @contextmanager
-def blaming(whose: str) -> Iterator[None]:
-    """What goes wrong in the user's own code is shown where it did."""
+def show_user_errors(source: str) -> Iterator[None]:
+    """Print the traceback of an error in the user's code, without frames of this file."""
     try:
         yield
     except Exception as error:
         frames = error.__traceback__
-        while frames and frames.tb_frame.f_code.co_filename.startswith(OURS):
+        while frames and frames.tb_frame.f_code.co_filename.startswith(OWN_FRAMES):
             frames = frames.tb_next
         traceback.print_exception(error.with_traceback(frames))
-        raise VarunaError(f"{whose} raised {type(error).__name__}: {error}") from error
+        raise VarunaError(f"{source} raised {type(error).__name__}: {error}") from error

@@ -62,7 +62,7 @@ def open_remote(url: str, options: Mapping[str, object]) -> "RemoteStore":
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        extra = " (pip install 'varuna[s3]')" if scheme in S3 else ""
+        extra = " (pip install 'varuna-torch[s3]')" if scheme in S3 else ""
         raise ImportError(f"{url} needs a package that is not installed: {error}{extra}") from error
     except ValueError:
         raise ValueError(

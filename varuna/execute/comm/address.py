@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varuna import codec
+from varuna.addresses import address_facing
 from varuna.errors import PeerLost
 
 CONNECT_SECONDS = 60.0
@@ -61,14 +62,6 @@ def machine_identity() -> str:
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown, so use TCP
-
-
-def address_facing(host: str) -> str:
-    """Return the address of the interface through which this machine reaches `host`. Sends nothing."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def own_address() -> str:

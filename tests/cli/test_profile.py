@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import Cli, on_a_terminal
+from tests.cli.commands import Cli, on_a_terminal
 from varuna.plan.profile_file import read_profile
 
 SCRIPT = """
@@ -70,11 +70,6 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capsys)
-
-
 @pytest.mark.timeout(300)
 def test_a_script_is_profiled_with_a_bar_and_then_planned(script: Path, cli: Cli) -> None:
     """V24"""
@@ -99,8 +94,8 @@ def test_a_script_is_profiled_with_a_bar_and_then_planned(script: Path, cli: Cli
         ),
         ("typo", "returned a dict of model, get_batches; it must return"),
         ("stranger", "returned a dict with colour; known are model, get_batch, optimizer, batch_dims"),
-        ("mak", "has no function 'mak' (there are CutPoint, Effort, Net, get_batch, make, number"),
-        ("", "names no function (write SCRIPT:FUNCTION, as in train.py:make_model)"),
+        ("mak", "has no function 'mak' (it has CutPoint, Effort, Net, get_batch, make, number"),
+        ("", "names no function (write SCRIPT:FUNCTION, such as train.py:make_model)"),
     ],
 )
 def test_a_function_that_is_not_there_or_returns_something_else_is_refused(
@@ -129,8 +124,8 @@ def test_what_goes_wrong_in_the_script_is_shown_where_it_does(cli: Cli, script: 
     ("option", "wrong", "told"),
     [
         ("--sizes", "0", "--sizes must be 1 or more, not 0"),
-        ("--sizes", "1,two", "--sizes '1,two' must be whole numbers, parted by commas"),
-        ("--device", "tpu", "--device 'tpu' must be cpu, cuda, one of several as in cuda:1, or a number"),
+        ("--sizes", "1,two", "--sizes '1,two' must be whole numbers separated by commas"),
+        ("--device", "tpu", "--device must be cpu, cuda, cuda:N or a number, not 'tpu'"),
         ("--precision", "fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
         ("--per-machine", "0", "gpus_per_node must be a positive whole number, not 0"),
     ],

@@ -1,10 +1,7 @@
-"""The command `varuna`: quick to start, its errors one line, its answers those of the library."""
+"""`varuna checkpoint`: ls, verify, export and import."""
 
 import json
 import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import varuna
+from tests.cli.commands import Cli, on_a_terminal
 from tests.without_torch import run_without_torch
 from varuna.checkpoint.format.manifest import MANIFEST, Facts, folder_of
 from varuna.checkpoint.format.part import lay_out
@@ -20,48 +17,11 @@ from varuna.checkpoint.format.tensors import memory_of, spec_of
 from varuna.checkpoint.load import open_checkpoint
 from varuna.checkpoint.save import commit, write_part
 from varuna.checkpoint.store.store import Owner, Store, open_store
-from varuna.cli.main import main, parse_bytes, show_bytes
 from varuna.types import Plan, StagePlan
+from varuna.units import format_bytes
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3.0)}
 PLAN = Plan((StagePlan(0, 1, (0, 1)), StagePlan(1, 2, (2, 3))), batch_size=64, microbatch_size=4)
-
-
-class Cli:
-    """Runs the command in this process; keeps what it said."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self._patch, self._capture = patch, capture
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: object) -> int:
-        self._patch.setattr(sys, "argv", ["varuna", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        self.out, self.err = self._capture.readouterr()
-        return exit.value.code if isinstance(exit.value.code, int) else 0
-
-
-def on_a_terminal(*arguments: object) -> str:
-    """Runs the command in a process of its own that thinks that somebody looks on; what that one sees."""
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "varuna", *map(str, arguments)]
-    run = subprocess.Popen(command, stdout=follower, stderr=follower)
-    os.close(follower)
-    seen = b""
-    try:
-        while data := os.read(leader, 4096):
-            seen += data
-    except OSError:  # the other end is closed
-        pass
-    os.close(leader)
-    assert run.wait() == 0, seen.decode()
-    return seen.decode()
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -90,65 +50,6 @@ def flip_a_bit(store: Store, step: int, name: str = "weight") -> None:
     file_of(store, step).write_bytes(data)
 
 
-def test_help_tells_the_command_as_it_was_typed(cli: Cli) -> None:
-    assert cli("run", "--help") == 0
-    assert cli.out.startswith("usage: varuna run [options] script.py [its arguments]")
-
-
-# ---------------------------------------------------------------- the door itself
-
-
-def test_looking_and_verifying_need_no_torch(store: Store) -> None:
-    save(store, 1)
-    commands = [["checkpoint", "ls", store.url], ["checkpoint", "verify", store.url, "--all"], ["--version"]]
-    run_without_torch(commands)
-
-
-@pytest.mark.parametrize("command", [["-m", "varuna"], [str(Path(sys.executable).with_name("varuna"))]])
-def test_it_is_a_command_and_a_module(command: list[str]) -> None:
-    interpreter = [sys.executable] if command[0] == "-m" else []
-    run = subprocess.run([*interpreter, *command, "--version"], capture_output=True, text=True)
-    assert (run.stdout, run.returncode) == (f"varuna {varuna.__version__}\n", 0)
-
-
-def test_an_error_is_one_line_unless_debugging(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli("checkpoint", "ls", tmp_path / "nowhere") == 1
-    assert cli.err == (
-        f"varuna: there is no folder {tmp_path}/nowhere (is the path right, and the disk mounted?)\n"
-    )
-    monkeypatch.setenv("VARUNA_DEBUG", "1")
-    monkeypatch.setattr(sys, "argv", ["varuna", "checkpoint", "ls", str(tmp_path / "nowhere")])
-    with pytest.raises(FileNotFoundError):
-        main()
-
-
-@pytest.mark.parametrize("url", ["nonsense://x/y", "s3:/x://y", ""])
-def test_a_url_that_means_nothing_is_told_in_one_line(cli: Cli, url: str) -> None:
-    assert cli("checkpoint", "ls", url) == 1
-    assert cli.err.count("\n") == 1 and cli.out == ""
-
-
-def test_sizes_are_read_and_shown_as_people_write_them() -> None:
-    assert [parse_bytes(text) for text in ("5GB", "1.5 mb", "2GiB", "700")] == [
-        5 * 10**9,
-        1500000,
-        2**31,
-        700,
-    ]
-    for text in ("", "GB", "0MB", "-1GB", "5 apples"):
-        with pytest.raises(ValueError, match="a size is a number and a unit"):
-            parse_bytes(text)
-    assert [show_bytes(n) for n in (0, 999, 1500, 2.5e8, 7e12)] == [
-        "0 bytes",
-        "999 bytes",
-        "1.5 kB",
-        "250 MB",
-        "7.0 TB",
-    ]
-
-
 # ---------------------------------------------------------------- ls
 
 
@@ -169,7 +70,7 @@ def test_a_list_tells_what_each_checkpoint_is_and_which_is_the_newest_complete_o
     broken_store(store)
     assert cli("checkpoint", "ls", store.url) == 0
     lines = [" ".join(line.split()) for line in cli.out.splitlines()]
-    size = show_bytes(file_of(store, 1).stat().st_size)
+    size = format_bytes(file_of(store, 1).stat().st_size)
     assert lines[:6] == [
         "step iteration state size tensors layout created job",
         f"1 1 complete {size} 2 2 x 2, batch 64 2031-01-01T00:00:00Z job-7",
@@ -216,7 +117,7 @@ def test_an_empty_store_is_no_error(cli: Cli, tmp_path: Path) -> None:
 def test_a_person_at_a_terminal_sees_how_far_it_is(store: Store) -> None:
     save(store, 1)
     seen = on_a_terminal("checkpoint", "verify", store.url)
-    assert "reading" in seen and "checkpoint 1: whole" in seen
+    assert "reading" in seen and "checkpoint 1: intact" in seen
 
 
 # ---------------------------------------------------------------- verify
@@ -226,18 +127,16 @@ def test_verifying_reads_the_newest_complete_one_or_the_one_named_or_all(cli: Cl
     for step in (1, 2, 3):
         save(store, step)
     assert cli("checkpoint", "verify", store.url) == 0
-    assert cli.out.startswith("checkpoint 3: whole, 2 tensors, ") and cli.err == ""
+    assert cli.out.startswith("checkpoint 3: intact, 2 tensors, ") and cli.err == ""
     assert cli("checkpoint", "verify", store.url, 1) == 0
-    assert cli.out.startswith("checkpoint 1: whole")
+    assert cli.out.startswith("checkpoint 1: intact")
     assert cli("checkpoint", "verify", store.url, "--all") == 0
     assert [line.split(",")[0] for line in cli.out.splitlines()] == [
-        f"checkpoint {step}: whole" for step in (1, 2, 3)
+        f"checkpoint {step}: intact" for step in (1, 2, 3)
     ]
     save(store, 4, finish=False)
     assert cli("checkpoint", "verify", store.url) == 0
-    assert cli.out.splitlines()[1].startswith(
-        "note that checkpoint 4 is newer, but not complete: its save was"
-    )
+    assert cli.out.splitlines()[1].startswith("note: checkpoint 4 is newer, but not complete: its save was")
     assert cli("checkpoint", "verify", store.url, 1, "--all") == 1
     assert "exclude each other" in cli.err
 
@@ -250,10 +149,10 @@ def test_verifying_names_every_broken_thing_and_the_newest_complete_one(cli: Cli
     flip_a_bit(store, 3, "bias")
     damaged = "in w-a3.safetensors is damaged: its bytes do not match their hash"
     assert cli("checkpoint", "verify", store.url) == 1
-    assert cli.out.splitlines()[0] == "checkpoint 3: not whole"
+    assert cli.out.splitlines()[0] == "checkpoint 3: broken"
     assert sorted(cli.out.splitlines()[1:]) == [f"  'model/bias' {damaged}", f"  'model/weight' {damaged}"]
     assert cli.err == (
-        "varuna: 1 of 1 verified is not whole; the newest complete one is of step 2 "
+        "varuna: 1 of 1 verified is broken; the newest complete checkpoint is step 2 "
         "(its sizes are right; its bytes were not read)\n"
     )
 
@@ -266,8 +165,8 @@ def test_verifying_all_names_what_is_wrong_with_each(cli: Cli, store: Store) -> 
     file_of(store, 6).unlink()
     assert cli("checkpoint", "verify", store.url, "--all") == 1
     assert [line for line in cli.out.splitlines() if line.startswith("checkpoint")] == [
-        f"checkpoint 1: whole, 2 tensors, {show_bytes(file_of(store, 1).stat().st_size)}",
-        *(f"checkpoint {step}: not whole" for step in (2, 3, 4, 5, 6)),
+        f"checkpoint 1: intact, 2 tensors, {format_bytes(file_of(store, 1).stat().st_size)}",
+        *(f"checkpoint {step}: broken" for step in (2, 3, 4, 5, 6)),
     ]
     for told in (
         "'model/weight' in w-a2",
@@ -277,7 +176,7 @@ def test_verifying_all_names_what_is_wrong_with_each(cli: Cli, store: Store) -> 
         "w-a6.safetensors is",
     ):
         assert told in cli.out
-    assert cli.err == "varuna: 5 of 6 verified are not whole; the newest complete one is of step 1\n"
+    assert cli.err == "varuna: 5 of 6 verified are broken; the newest complete checkpoint is step 1\n"
 
 
 def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
@@ -287,7 +186,7 @@ def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
     file_of(store, 1).write_bytes(data)
     assert cli("checkpoint", "verify", store.url) == 1
     assert "w-a1.safetensors: its header is damaged" in cli.out
-    assert "there is no complete one" in cli.err
+    assert "no complete checkpoint is left" in cli.err
 
 
 def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -> None:
@@ -297,7 +196,7 @@ def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -
     assert cli.err == f"varuna: {tmp_path} holds no checkpoints\n"
     save(store, 1)
     assert cli("checkpoint", "verify", store.url, 8) == 1
-    assert "there is no such checkpoint" in cli.out and "the newest complete one is of step 1" in cli.err
+    assert "there is no such checkpoint" in cli.out and "the newest complete checkpoint is step 1" in cli.err
 
 
 # ---------------------------------------------------------------- export and import
@@ -311,7 +210,7 @@ def test_a_model_goes_through_the_command_line_and_comes_back(cli: Cli, store: S
     assert cli.out.startswith(f"checkpoint 1 of {store.url} -> {tmp_path}/x.pt: ")
     assert cli("checkpoint", "import", tmp_path / "x.pt", store.url) == 0
     assert cli.out.splitlines()[0].startswith(f"{tmp_path}/x.pt -> checkpoint 0 of {store.url}: 2 tensors, ")
-    assert cli.out.splitlines()[1] == "note that the newest complete checkpoint there is of step 2"
+    assert cli.out.splitlines()[1] == "note: the newest complete checkpoint of this store is step 2"
     folder = tmp_path / "folder"
     assert cli("checkpoint", "export", "--step", 0, store.url, folder, "--max-shard-size", "20") == 0
     assert len(os.listdir(folder)) == 3
@@ -363,3 +262,14 @@ def test_a_store_elsewhere_is_served_alike(cli: Cli, tmp_path: Path) -> None:
     assert cli("checkpoint", "export", "memory://cli/store", tmp_path / "y.pt") == 0
     for name, tensor in torch.load(tmp_path / "y.pt").items():
         assert torch.equal(tensor, STATE[name])
+
+
+def test_ls_and_verify_need_no_torch(store: Store) -> None:
+    save(store, 1)
+    run_without_torch([["checkpoint", "ls", store.url], ["checkpoint", "verify", store.url, "--all"]])
+
+
+@pytest.mark.parametrize("url", ["nonsense://x/y", "s3:/x://y", ""])
+def test_an_invalid_url_is_reported_in_one_line(cli: Cli, url: str) -> None:
+    assert cli("checkpoint", "ls", url) == 1
+    assert cli.err.count("\n") == 1 and cli.out == ""
