@@ -105,7 +105,7 @@ class Contender:
             process.wait()
         for host in self.lab.hosts:
             host.kill()
-            host.mend()
+            host.reconnect()
             host.boot()
 
     def read(self, what: str) -> list[Note]:

@@ -39,7 +39,7 @@ def pool() -> Iterator[Pool]:
 # Tests that start whole jobs with deadlines of seconds run one at a time; the longest groups start first.
 WHOLE_MACHINE = (
     "tests/morph/test_morphing.py",
-    "tests/morph/test_care.py",
+    "tests/morph/test_managed_jobs.py",
     "tests/morph/test_soak.py",
     "tests/morph/test_hosts.py",
     "tests/morph/test_ssh.py",

@@ -1,11 +1,11 @@
-"""What real jobs are compared with."""
+"""Reference losses for the tests of real jobs."""
 
 import pytest
 
-from tests.morph.jobs import losses_without_trouble
+from tests.morph.jobs import reference_losses
 
 
 @pytest.fixture(scope="session")
-def peace(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process that nobody disturbs."""
-    return losses_without_trouble(tmp_path_factory.mktemp("peace"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of one undisturbed process."""
+    return reference_losses(tmp_path_factory.mktemp("reference"))

@@ -1,9 +1,8 @@
-"""Real jobs on loopback machines, led by a real manager; what it says is read line by line.
+"""Real jobs on loopback machines with a real manager, whose output is read line by line.
 
-The script trains slowly until a file `hurry` is there, so that a test has all the time it needs to
-break something, and none is spent on waiting after that. What a test puts before it may set how often it
-saves (EVERY, 0 for never), how much longer an instruction takes (`delay`), and what it does after a step
-(`misbehave`).
+The script trains slowly until the file `hurry` exists: a test has time to break something, and loses none
+afterwards. A test may prepend code that sets how often the script saves (EVERY, 0: never), how much
+longer an instruction takes (`delay`), and what it does after a step (`misbehave`).
 """
 
 import json
@@ -126,8 +125,8 @@ class Job:
         threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
 
     def restart(self, *more: str) -> None:
-        """After the end of its manager, all of whose words are heard first."""
-        self._hear_the_rest()
+        """Start the manager again after its end, once all its output is read."""
+        self._read_the_rest()
         self.start(*more)
 
     def _read(self, process: "subprocess.Popen[str]", queue: "Queue[str | None]") -> None:
@@ -140,33 +139,33 @@ class Job:
     # ------------------------------------------------------------ what it says
 
     def wait_for(self, wanted: str | Callable[[str], bool]) -> str:
-        """Reads on until a line has the text; the whole of what was said is the message where none has."""
+        """Read until a line contains the text; fail with the whole output if none does."""
         while (line := self._queue.get()) is not None:
-            self._hear(line)
+            self._note(line)
             if wanted(line) if callable(wanted) else wanted in line:
                 return line
         raise AssertionError(f"the job ended without {wanted!r}:\n" + "\n".join(self.lines))
 
     def wait_for_steps(self, count: int) -> None:
-        """So many more of them."""
+        """Wait for `count` more steps."""
         for _ in range(count):
             self.wait_for(lambda line: STEP.match(line) is not None)
 
     def wait_for_change(self, wanted: str) -> None:
-        """To a generation that begins where the one before ended: no step is done twice."""
+        """Wait for a generation that continues where the last one ended: no step is repeated."""
         line = self.wait_for(wanted)
         assert f", from step {self.last_step + 1} (" in line, self.text
 
     def finish(self) -> int:
         (self.folder / "hurry").touch()
-        self._hear_the_rest()
+        self._read_the_rest()
         return self.process.wait()
 
-    def _hear_the_rest(self) -> None:
+    def _read_the_rest(self) -> None:
         while (line := self._queue.get()) is not None:
-            self._hear(line)
+            self._note(line)
 
-    def _hear(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         self.lines.append(line)
         if found := STEP.match(line):
             self.last_step = int(found[1])
@@ -186,7 +185,7 @@ class Job:
         (self.folder / "machines").write_text("".join(f"{self.addresses[n - 1]}\n" for n in numbers))
 
     def agent(self, number: int) -> int:
-        """The process id of a machine's agent."""
+        """Return the process id of a machine's agent."""
         return int(self.machine(number)["agent_pid"])
 
     def worker(self, number: int) -> int:
@@ -221,7 +220,7 @@ class Job:
         )
 
     def processes(self) -> dict[int, str]:
-        """All that know this folder, of any kind, with their command lines."""
+        """Return all processes that belong to this folder, with their command lines."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -251,8 +250,8 @@ class Job:
             self.process.wait()
 
 
-def losses_without_trouble(folder: Path) -> dict[int, float]:
-    """Of one process that nobody disturbs."""
+def reference_losses(folder: Path) -> dict[int, float]:
+    """Return the losses of one undisturbed process."""
     (folder / "script.py").write_text(TRAIN)
     (folder / "hurry").touch()
     kept = {name: value for name, value in environment(folder).items() if name not in os.environ}
@@ -267,10 +266,10 @@ def losses_without_trouble(folder: Path) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", done.stdout)}
 
 
-def check(job: Job, peace: dict[int, float]) -> None:
-    """V47, V34: the job has finished, as if nothing had happened, and left nothing behind."""
+def check(job: Job, reference: dict[int, float]) -> None:
+    """V47, V34: the job has finished with the reference losses and left no process behind."""
     assert job.finish() == 0, job.text
     assert "finished: every worker ended normally" in job.text
     assert sorted(job.losses) == list(range(STEPS))
-    assert job.losses == pytest.approx(peace, rel=1e-4, abs=1e-6)
+    assert job.losses == pytest.approx(reference, rel=1e-4, abs=1e-6)
     assert job.processes_left() == []

@@ -1,11 +1,10 @@
-"""One job on hosts of its own, and one fault after the other: it goes on, and its losses are those of peace.
+"""A soak test: one job on separate hosts survives one fault after the other.
 
     python -m tests.morph.soak --faults 50 --seed 7
 
-After each fault the job must step again. At the end it must have finished by itself, with the losses of
-one process that nobody disturbed, with every sample of every step used once, with no process left on
-any host and no checkpoint that is not whole. Whoever loses gets the seed, the faults so far and the
-manager's last words.
+After each fault the job must make a step. At the end it must have finished by itself, with the losses of
+one undisturbed process, every sample of every step used once, no process left on any host, and only
+complete checkpoints. A failed soak reports the seed, the faults so far and the manager's last output.
 """
 
 import argparse
@@ -36,9 +35,9 @@ from tests.morph.jobs import NET, Job
 from varuna.morph.clock import SuspendAwareClock
 
 PATIENCE_SECONDS = 120.0
-"""Without a sign of what is waited for, the soak has failed: a machine that flaps waits for half a minute."""
+"""The soak fails after this time without the expected output; a flapping machine waits half a minute."""
 SLOW_SECONDS = 0.05
-"""A step takes at least this long while faults are done."""
+"""A step takes at least this long while faults are injected."""
 SAVE_EVERY = 10
 DATA, BATCH = 64, 12
 
@@ -52,7 +51,7 @@ from varuna import CutPoint, SampleOrder, Varuna
 
 {NET}
 
-def slow_fsync(fd, fsync=os.fsync):  # a disk that stands still while the file is there
+def slow_fsync(fd, fsync=os.fsync):  # the disk blocks while the file exists
     while Path("slow_disk").exists():
         Path("in_save").touch()
         time.sleep(0.01)
@@ -78,7 +77,7 @@ generation = int(os.environ.get("VARUNA_GENERATION", 0))
 if generation:
     model.resume("store")
     resumed = os.environ.get("VARUNA_RESUME_STEP")
-    assert resumed is None or int(resumed) == model.iteration, (resumed, model.iteration)  # none came later
+    assert resumed is None or int(resumed) == model.iteration, (resumed, model.iteration)
     print("begins at", model.iteration)
 order = SampleOrder({DATA}, batch_size={BATCH}, seed=5)
 while model.iteration < last_step():
@@ -91,7 +90,7 @@ while model.iteration < last_step():
     model.zero_grad()
     print("step", step, "loss", loss, "generation", generation)
     if generation and model.iteration % {SAVE_EVERY} == 0:
-        # By turns, since both must outlive what is done to them: now, or in the background.
+        # Alternate between blocking and background saves, since both must survive the faults.
         now = model.iteration // {SAVE_EVERY} % 2 == 1
         model.checkpoint("store", keep_last=2, shard=True, tempdir=None if now else "scratch")
         if now:
@@ -107,17 +106,17 @@ LAUNCHED = re.compile(r"varuna: generation: (\d+): .* on ([^(]*)")
 
 
 clock = SuspendAwareClock(time.monotonic)
-"""Stands still where the whole soak does, on a machine that has something better to do."""
+"""Does not count time in which the whole soak was suspended."""
 
 
 class Stuck(AssertionError):
-    """The job, that is."""
+    """The job makes no progress."""
 
 
 def within_patience(
     complaint: str, *, seconds: float = PATIENCE_SECONDS, pause_seconds: float = 0.0
 ) -> Iterator[None]:
-    """To try something time and again, until there is no hope."""
+    """Retry until PATIENCE_SECONDS have passed."""
     deadline = clock.now() + seconds
     while clock.now() < deadline:
         yield
@@ -132,34 +131,34 @@ def wait(seconds: float) -> None:
 
 
 class SoakedJob(Job):
-    """Speaks up in time, or has failed."""
+    """Fails if its output does not come in time."""
 
     generation = 0
-    morphing = True  # no generation is at work, or it was asked to end
+    morphing = True  # no generation runs, or it is ending
     step = -1
 
     def wait_for(self, wanted: str | Callable[[str], bool]) -> str:
-        for line in self._heard_in_time():
+        for line in self._lines_in_time():
             if wanted(line) if callable(wanted) else wanted in line:
                 return line
         raise Stuck(f"the manager ended without {wanted!r}")
 
-    def _heard_in_time(self) -> Iterator[str]:
+    def _lines_in_time(self) -> Iterator[str]:
         for _ in within_patience("the job says nothing that was waited for"):
             with suppress(Empty):
                 while (line := self._queue.get(timeout=0.1)) is not None:
-                    self._hear(line)
+                    self._note(line)
                     yield line
                 return
 
-    def hear_all(self) -> None:
-        """What it has said until now."""
+    def read_all(self) -> None:
+        """Read the output so far."""
         with suppress(Empty):
             while (line := self._queue.get_nowait()) is not None:
-                self._hear(line)
+                self._note(line)
             raise Stuck("the manager ended")
 
-    def _hear(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         self.lines.append(line)
         if line.startswith(("varuna: saving: ", "varuna: generation ended: ")):
             self.morphing = True
@@ -169,7 +168,7 @@ class SoakedJob(Job):
             self.step = int(found[1])
 
     def is_step(self, line: str) -> bool:
-        """Of the generation at work: what a machine that was cut off says later is none."""
+        """Return True for a step of the current generation, not of a machine that was cut off before."""
         found = STEP.match(line)
         return found is not None and int(found[2]) == self.generation
 
@@ -178,17 +177,17 @@ class SoakedJob(Job):
             self.wait_for(self.is_step)
 
     def wait_for_ended(self) -> int:
-        for _ in self._heard_in_time():
+        for _ in self._lines_in_time():
             pass
         return self.process.wait()
 
 
-class Done(msgspec.Struct):
-    """One fault, as it went."""
+class InjectedFault(msgspec.Struct):
+    """One injected fault and its outcome."""
 
     fault: str
     what: str
-    seconds: float | None = None  # until the next step; None where that never came
+    seconds: float | None = None  # until the next step; None if it never came
 
     def __str__(self) -> str:
         seconds = "-" if self.seconds is None else f"{self.seconds:.2f}"
@@ -196,7 +195,7 @@ class Done(msgspec.Struct):
 
 
 class Soak:
-    """The job, its hosts, and all that can be done to them: `FAULTS` names the methods that are faults."""
+    """The job, its hosts, and the faults: `FAULTS` lists the methods that inject one."""
 
     def __init__(self, folder: Path, lab: Lab, *, seed: int, stages: int) -> None:
         self.random = random.Random(seed)
@@ -204,9 +203,9 @@ class Soak:
         self.stages = stages
         self.folder = folder
         self.lab = lab
-        self.history: list[Done] = []
+        self.history: list[InjectedFault] = []
         self.log_dirs: list[Path] = []
-        (folder / "varuna").symlink_to(ROOT / "varuna")  # where other machines find the library
+        (folder / "varuna").symlink_to(ROOT / "varuna")  # other machines find the library here
         (folder / "scratch").mkdir()
         for host in lab.hosts:
             host.mount(folder / "scratch", 32 << 20)
@@ -221,35 +220,35 @@ class Soak:
         self._began = 0.0
         self._generation = 0
 
-    # ------------------------------------------------------------ one after the other
+    # ------------------------------------------------------------ running
 
     def begin(self) -> None:
         self.job.wait_for_steps(SAVE_EVERY + 2)
         self.log_dirs.append(self.log_dir)
 
-    def do(self, fault: str) -> Done:
-        self.history.append(Done(fault, ""))
+    def do(self, fault: str) -> InjectedFault:
+        self.history.append(InjectedFault(fault, ""))
         getattr(self, fault)()
         done = self.history[-1]
         assert done.seconds is not None, fault
         return done
 
     def happens(self, what: str, *victims: Host) -> None:
-        """Now. What was said before does not count."""
-        self.job.hear_all()
+        """Note the fault; earlier output does not count."""
+        self.job.read_all()
         self.history[-1].what = " ".join([what, *(host.name for host in victims)])
         self._generation = self.job.generation
         self._began = clock.now()
 
     def recovers(self, *, restarts: bool = True) -> None:
-        """The job steps again, with workers that were started since, if it `restarts`."""
+        """Wait for a step; if the job `restarts`, of a new generation."""
         if restarts:
             self.job.wait_for(lambda line: self.job.generation > self._generation)
         self.job.wait_for_steps(1)
         self.history[-1].seconds = round(clock.now() - self._began, 2)
         self.job.wait_for_steps(3)
 
-    # ------------------------------------------------------------ who and where
+    # ------------------------------------------------------------ helpers
 
     @property
     def log_dir(self) -> Path:
@@ -264,9 +263,9 @@ class Soak:
         ]
 
     def at_work(self, count: int = 1) -> list[Host]:
-        """Some of those that have workers; a job that morphs just now has some again soon."""
+        """Return some machines with workers; wait if the job is restarting."""
         for _ in within_patience(f"fewer than {count} machines are at work", pause_seconds=0.1):
-            self.job.hear_all()
+            self.job.read_all()
             found = self.machines("at work")
             workers = [worker for one in self.job.status()["machines"] for worker in one["workers"]]
             if len(found) >= count and sum(worker["pid"] > 0 for worker in workers) >= len(found):
@@ -295,7 +294,7 @@ class Soak:
                 host.boot()
                 host.mount(self.folder / "scratch", 32 << 20)
             else:
-                host.mend()
+                host.reconnect()
 
     def lose_and_bring_back(self, hosts: Sequence[Host], *, dies: bool) -> None:
         self.outlive(
@@ -310,7 +309,7 @@ class Soak:
         repair: Callable[[], object],
         sign: str = "varuna: machine lost: ",
     ) -> None:
-        """Repaired when the job goes on without the hosts or, where too few are left, when it stands."""
+        """Repair the hosts when the job continues without them, or has stopped because too few are left."""
         left = self.enough_without(hosts)
         damage()
         if left:
@@ -352,7 +351,7 @@ class Soak:
         self.recovers(restarts=False)
 
     def manager_is_killed_while_morphing(self) -> None:
-        """It has asked the workers to save and to end; that they did is not the end of the job."""
+        """Kill it after it has requested a save; the job must continue afterwards."""
         (host,) = self.at_work()
         pause = self.random.choice([0.0, 0.1, 0.3, 1.0])
         self.happens(f"kill -9 of the manager {pause:g} s after it wanted to leave", host)
@@ -392,7 +391,7 @@ class Soak:
         self.happens("SIGSTOP of a worker, and SIGCONT after a while, on", host)
         pid = host.outer_pid(self.job.worker(self.lab.hosts.index(host) + 1))
         os.kill(pid, signal.SIGSTOP)
-        wait(3)  # longer than a machine may be silent, and no reason to restart anything
+        wait(3)  # longer than the limit for silent machines; nothing must restart
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
         self.recovers(restarts=False)
@@ -446,7 +445,7 @@ class Soak:
         self.outlive(hosts, lose_for_good, repair=lambda: self.bring_back(hosts, died=dies), sign="")
 
     def machine_is_lost_while_morphing(self) -> None:
-        """When the workers are asked to save, when they start anew, or somewhere around."""
+        """Lose it when the workers save, when they restart, or shortly before or after."""
         leaver, *others = self.at_work(min(2, len(self.machines("at work"))))
         sign = self.random.choice(["varuna: saving: ", "varuna: generation: "])
         pause = self.random.choice([0.0, 0.05, 0.2, 0.5])
@@ -457,7 +456,7 @@ class Soak:
         self.job.wait_for(sign)
         wait(pause)
         self.lose(victims, dies=dies)
-        if others:  # else it may have left before it was lost
+        if others:  # otherwise it may have left before it was lost
             self.job.wait_for(f"machine lost: {victims[0].address}")
         self.bring_back(victims, died=dies)
         self.write_list(self.lab.hosts)
@@ -498,7 +497,7 @@ class Soak:
         self.job.wait_for_steps(SAVE_EVERY)
 
     def scratch_disk_is_full(self) -> None:
-        """Where snapshots of saves lie; found so by workers that start."""
+        """The disk for snapshots of saves is full when workers start."""
         (host,) = self.at_work()
         filling = host.path(self.folder / "scratch") / "fill"
         self.happens("a full scratch disk, then kill -9 of the worker of", host)
@@ -509,7 +508,7 @@ class Soak:
         filling.unlink()
 
     def log_disk_is_full(self) -> None:
-        """The machine cannot run workers, so the job goes on without it until it has room again."""
+        """The machine cannot run workers; the job continues without it until the disk is free."""
         (host,) = self.at_work()
         logs = self.log_dirs[-1]
         self.happens("a full disk for the logs, then kill -9 of the worker of", host)
@@ -522,10 +521,10 @@ class Soak:
     # ------------------------------------------------------------ the list
 
     def list_is_nonsense(self) -> None:
-        """Empty, gone, no addresses, each machine twice: nothing happens but words."""
+        """Write an empty or invalid list, or each machine twice: the manager only logs it."""
         path = self.folder / "machines"
         addresses = [host.address for host in self.lab.hosts]
-        text, said = self.random.choice(
+        text, log_line = self.random.choice(
             [
                 ("", "list ignored"),
                 ("\0\1 rm -rf\n-oProxyCommand=no\n", "list ignored"),
@@ -534,7 +533,7 @@ class Soak:
         )
         self.happens(f"a list that reads {text[:20]!r}")
         path.write_text(text)
-        self.job.wait_for(said)
+        self.job.wait_for(log_line)
         self.recovers(restarts=False)
         self.write_list(self.lab.hosts)
 
@@ -548,10 +547,10 @@ class Soak:
             sign="varuna: saving: ",
         )
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ notices and signals
 
     def machine_is_noticed(self) -> None:
-        """It is left in time, and then it goes indeed."""
+        """The job drops the machine in time, then the machine dies."""
         (host,) = self.at_work()
         self.happens("a notice of 20 s for", host)
 
@@ -572,8 +571,8 @@ class Soak:
         self.signal_agent(host, signal.SIGTERM)
         self.recovers()
 
-    def job_is_told_to_save_and_end(self) -> None:
-        """SIGUSR1, to the manager or to any worker; then it is started again."""
+    def job_gets_sigusr1(self) -> None:
+        """Send SIGUSR1 to the manager or to a worker; then start the job again."""
         (host,) = self.at_work()
         to_manager = self.random.random() < 0.5
         self.happens(f"SIGUSR1 to {'the manager' if to_manager else f'the worker of {host.name}'}")
@@ -591,7 +590,7 @@ class Soak:
     # ------------------------------------------------------------ the end
 
     def end(self) -> None:
-        """V34, V42, V47: see the top of this file."""
+        """V34, V42, V47: the checks at the top of this file."""
         self.wait_for_returns()
         last = self.job.step + 50
         part = self.folder / "stop_at.part"
@@ -608,9 +607,9 @@ class Soak:
                 break
 
     def wait_for_returns(self) -> None:
-        """What a machine that was cut off still runs would end after a while, but not at once."""
+        """Wait until machines that were cut off have killed their workers."""
         for _ in within_patience("some machines do not come back", pause_seconds=0.1):
-            self.job.hear_all()
+            self.job.read_all()
             back = self.machines("at work", "spare", "warming up")
             if all(host in back or not host.processes() for host in self.lab.hosts):
                 return
@@ -623,7 +622,7 @@ class Soak:
             logs = {path.name: path.read_text() for path in folder.glob("rank_*.out")}
             begun = re.search(r"^begins at (\d+)$", logs.get("rank_0.out", ""), re.M)
             if begun is None:
-                continue  # it was lost before it had loaded
+                continue  # it was lost before it had loaded a checkpoint
             first = int(begun[1])
             assert first >= saved, f"{folder} goes on from {first}, though {saved} had been saved"
             for step in [step for step in samples if step >= first]:
@@ -635,11 +634,15 @@ class Soak:
                 if name == "rank_0.out":
                     losses |= read_losses(text)
                     saved = max([saved, *(int(step) for step in re.findall(r"^saved (\d+)$", text, re.M))])
-        peace = losses_in_peace(self.folder)
-        assert sorted(losses) == sorted(peace) == list(range(last)), (last, len(losses), len(peace))
-        off = {step: (losses[step], peace[step]) for step in peace if not close(losses[step], peace[step])}
+        reference = reference_losses(self.folder)
+        assert sorted(losses) == sorted(reference) == list(range(last)), (last, len(losses), len(reference))
+        off = {
+            step: (losses[step], reference[step])
+            for step in reference
+            if not close(losses[step], reference[step])
+        }
         assert not off, f"{len(off)} losses differ, such as {dict(list(off.items())[:5])}"
-        self.worst = max(abs(losses[step] - peace[step]) / peace[step] for step in peace)
+        self.worst = max(abs(losses[step] - reference[step]) / reference[step] for step in reference)
         per_epoch = -(-DATA // BATCH)
         for epoch in range(last // per_epoch):
             steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
@@ -664,7 +667,7 @@ FAULTS = tuple(name for name in _BETWEEN if not name.startswith("_"))
 
 
 def close(one: float, other: float) -> bool:
-    """Not equal to the bit: another number of replicas sums in another order."""
+    """Compare with a tolerance: another number of replicas sums in another order."""
     return abs(one - other) <= 1e-4 * abs(other) + 1e-9
 
 
@@ -674,8 +677,8 @@ def fill(path: Path) -> None:
             pass
 
 
-def losses_in_peace(folder: Path) -> dict[int, float]:
-    """Of one process that nobody disturbs."""
+def reference_losses(folder: Path) -> dict[int, float]:
+    """Return the losses of one undisturbed process."""
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True
     )
@@ -689,7 +692,7 @@ def read_losses(text: str) -> dict[int, float]:
 
 @contextmanager
 def soaking(folder: Path, *, seed: int, stages: int, hosts: int) -> Iterator[Soak]:
-    """Whatever goes wrong is told with the seed, the faults so far, and the manager's last words."""
+    """Run a soak; add the seed, the faults so far and the manager's last output to any error."""
     with Lab(hosts) as lab:
         soak = Soak(folder, lab, seed=seed, stages=stages)
         with soak.job:
@@ -703,7 +706,7 @@ def soaking(folder: Path, *, seed: int, stages: int, hosts: int) -> Iterator[Soa
 
 
 def choose(chooser: random.Random, count: int) -> list[str]:
-    """Each kind as often as any other, as far as the count goes; a hang, which takes a minute, once."""
+    """Choose each fault equally often, but a hang, which takes a minute, only once."""
     often = [fault for fault in FAULTS if fault != "worker_hangs"]
     chosen = [*often, "worker_hangs"]
     while len(chosen) < count:
@@ -742,7 +745,7 @@ def main() -> None:
 
 
 def add_result(soak: Soak, seconds: float, path: Path) -> None:
-    """To those that are there, of the same machine."""
+    """Add the result to those of the same machine."""
     known = json.loads(path.read_text()) if path.exists() else {}
     runs = known.get("runs", []) if known.get("machine") == machine() else []
     found = {"machine": machine(), "runs": [*runs, result(soak, seconds)]}

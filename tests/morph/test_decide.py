@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: one generation at a time, on machines that live, and an end."""
+"""`decide`: at any time one generation, only on live machines, and every job can end."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,18 +27,18 @@ def killed(rank: int) -> Outcome:
 
 
 class World:
-    """Machines, agents and workers as they would be, driven by the commands; the clock is a number."""
+    """Simulated machines, agents and workers that follow the commands; the clock is a number."""
 
     def __init__(self, machines: Sequence[str], *, stages: int = 1) -> None:
         self.state = JobState(settings=ManagerSettings())
         self.stages = stages
         self.now = 100.0
         self.agents: dict[str, str] = {}  # those that are connected
-        self.deaf: set[str] = set()  # connected, but silent and without hands
+        self.unresponsive: set[str] = set()  # connected, but silent and without effect
         self.workers: dict[str, int] = {}  # machine: generation of its live workers
         self.pending: list[commands.Command] = []
         self.launched: list[commands.Launch] = []
-        self.told: list[str] = []
+        self.logged: list[str] = []
         self.released: list[str] = []
         self.iteration = 0
         self.num_agents = 0
@@ -47,7 +47,7 @@ class World:
         self.verdict: commands.Finish | None = None
         self.happens(events.MachineListRead(tuple(machines)))
 
-    # ------------------------------------------------------------ the two halves of the loop
+    # ------------------------------------------------------------ deciding and carrying out
 
     def happens(self, event: events.Event) -> None:
         self.state, found = decide(self.state, event, self.now)
@@ -67,15 +67,15 @@ class World:
         self.launched.append(launch)
 
     def given_up(self) -> set[str]:
-        """Machines that the manager cannot reach: whatever runs there is fenced."""
-        return {name for name in self.workers if self.believed(name) is None}
+        """Return the machines that the manager has given up; their workers cannot disturb the job."""
+        return {name for name in self.workers if self.known_agent(name) is None}
 
-    def believed(self, machine: str) -> str | None:
+    def known_agent(self, machine: str) -> str | None:
         member = self.state.members.get(machine)
         return member.agent if member is not None and member.agent else None
 
     def carry_out(self) -> None:
-        """All that was commanded, and what follows from it at once."""
+        """Carry out all commands, with their immediate consequences."""
         while self.pending:
             command = self.pending.pop(0)
             if isinstance(command, commands.StartAgent):
@@ -83,28 +83,28 @@ class World:
                     self.join(command.machine)
                 else:
                     self.happens(events.AgentNotStarted(command.machine, "the machine is dead"))
-            elif isinstance(command, commands.EndAgent) and command.machine in self.deaf:
+            elif isinstance(command, commands.EndAgent) and command.machine in self.unresponsive:
                 pass  # it will see when it comes back
             elif isinstance(command, commands.EndAgent):
                 self.agents.pop(command.machine, None)
                 self.workers.pop(command.machine, None)
-                self.deaf.discard(command.machine)
+                self.unresponsive.discard(command.machine)
             elif isinstance(command, commands.MakePlan):
                 self.happens(events.PlanReady(self.plan(command.machines)))
             elif isinstance(command, commands.FindCheckpoint):
                 self.happens(events.CheckpointFound(self.iteration // 10 * 10))
             elif isinstance(command, commands.Launch):
                 for machine in command.generation.machines:
-                    if machine in self.agents and machine not in self.deaf:
+                    if machine in self.agents and machine not in self.unresponsive:
                         self.workers[machine] = command.generation.number
                         self.happens(events.StoreReady(machine, self.agents[machine], 2000))
             elif isinstance(command, commands.SaveAndEnd):
-                if not self.hung and not self.deaf & set(command.machines):
+                if not self.hung and not self.unresponsive & set(command.machines):
                     for machine in command.machines:
                         self.end_workers(machine, SAVED)
             elif isinstance(command, commands.KillWorkers):
                 for machine in command.machines:
-                    if machine in self.agents and machine not in self.deaf:
+                    if machine in self.agents and machine not in self.unresponsive:
                         self.workers.pop(machine, None)
                         self.happens(
                             events.WorkersEnded(machine, self.agents[machine], command.generation, ())
@@ -112,7 +112,7 @@ class World:
             elif isinstance(command, commands.ReleaseMachines):
                 self.released.extend(command.machines)
             elif isinstance(command, commands.LogEvent):
-                self.told.append(f"{command.what}: {command.why}")
+                self.logged.append(f"{command.what}: {command.why}")
             elif isinstance(command, commands.Finish):
                 assert self.verdict is None
                 self.verdict = command
@@ -125,7 +125,7 @@ class World:
         used = machines[: layout.num_ranks]
         return MachinePlan(machines, used, tuple((rank,) for rank in range(len(used))), layout)
 
-    # ------------------------------------------------------------ what may happen
+    # ------------------------------------------------------------ events
 
     def join(self, machine: str) -> None:
         if machine in self.agents:
@@ -137,28 +137,28 @@ class World:
 
     def lose_agent(self, machine: str) -> None:
         self.workers.pop(machine, None)
-        self.deaf.discard(machine)
+        self.unresponsive.discard(machine)
         if agent := self.agents.pop(machine, None):
             self.happens(events.AgentLeft(machine, agent, "it hung up"))
 
     def go_silent(self, machine: str) -> None:
         if machine in self.agents:
-            self.deaf.add(machine)
+            self.unresponsive.add(machine)
 
     def come_back(self, machine: str) -> None:
-        """With the workers that it had."""
-        if machine in self.deaf:
-            self.deaf.discard(machine)
+        """Reconnect with the same workers."""
+        if machine in self.unresponsive:
+            self.unresponsive.discard(machine)
             has = self.workers.get(machine)
             self.happens(events.AgentJoined(machine, self.agents[machine], has, machine, 999))
 
     def end_workers(self, machine: str, outcome: Outcome) -> None:
-        if machine in self.workers and machine in self.agents and machine not in self.deaf:
+        if machine in self.workers and machine in self.agents and machine not in self.unresponsive:
             generation = self.workers.pop(machine)
             self.happens(events.WorkersEnded(machine, self.agents[machine], generation, (outcome,)))
 
     def fail_worker(self, machine: str, outcome: Outcome) -> None:
-        if machine in self.workers and machine in self.agents and machine not in self.deaf:
+        if machine in self.workers and machine in self.agents and machine not in self.unresponsive:
             self.happens(events.WorkerFailed(machine, self.agents[machine], self.workers[machine], outcome))
 
     def all_finish(self) -> None:
@@ -171,14 +171,14 @@ class World:
             self.now += 0.25
             self.iteration += steps
             beats = {
-                machine: (agent, self.workers.get(machine), self.pulses(machine, in_step=in_step))
+                machine: (agent, self.workers.get(machine), self.progress(machine, in_step=in_step))
                 for machine, agent in self.agents.items()
-                if machine not in self.deaf
+                if machine not in self.unresponsive
             }
             self.happens(events.Tick(beats))
             self.carry_out()
 
-    def pulses(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
+    def progress(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
         if machine not in self.workers:
             return ()
         return (
@@ -205,7 +205,7 @@ def begun(*machines: str, stages: int = 1) -> World:
     return world
 
 
-# ---------------------------------------------------------------- stories
+# ---------------------------------------------------------------- scenarios
 
 
 def test_a_job_starts_when_all_its_machines_are_there_and_ends_when_its_workers_have() -> None:
@@ -216,7 +216,7 @@ def test_a_job_starts_when_all_its_machines_are_there_and_ends_when_its_workers_
     assert world.verdict is not None and world.verdict.verdict.how == "finished"
 
 
-def test_a_machine_that_joins_is_taken_in_after_a_save() -> None:
+def test_a_new_machine_joins_after_a_save() -> None:
     """V39"""
     world = begun("a", "b")
     world.happens(events.MachineListRead(("a", "b", "c")))
@@ -226,7 +226,7 @@ def test_a_machine_that_joins_is_taken_in_after_a_save() -> None:
     assert world.launched[-1].generation.resume_step == world.launched[-1].generation.resume_step is not None
 
 
-def test_a_machine_that_is_taken_off_the_list_is_left_after_a_save_and_its_agent_dismissed() -> None:
+def test_a_machine_removed_from_the_list_is_dropped_after_a_save_and_its_agent_ends() -> None:
     """V39"""
     world = begun("a", "b")
     world.happens(events.MachineListRead(("b",)))
@@ -235,16 +235,16 @@ def test_a_machine_that_is_taken_off_the_list_is_left_after_a_save_and_its_agent
     assert list(world.agents) == ["b"]
 
 
-def test_where_the_best_plan_stays_the_same_nothing_restarts() -> None:
-    """V39: a third machine is of no use to two stages, and the order of the list is none."""
+def test_nothing_restarts_if_the_best_plan_stays_the_same() -> None:
+    """V39: a third machine does not help two stages, and the order of the list does not matter."""
     world = begun("a", "b", stages=2)
     world.happens(events.MachineListRead(("c", "b", "a")))
     world.passes(5, steps=1)
     assert world.generations == [("a", "b")]
-    assert any(told.startswith("plan unchanged") for told in world.told)
+    assert any(line.startswith("plan unchanged") for line in world.logged)
 
 
-def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
+def test_a_list_that_keeps_changing_is_used_once_it_is_stable() -> None:
     world = begun("a", "b")
     for extra in ("c", "d", "e"):
         world.happens(events.MachineListRead(("a", "b", extra)))
@@ -254,7 +254,7 @@ def test_a_list_that_changes_all_the_time_waits_until_it_has_settled() -> None:
     assert world.generations[1:] == [("a", "b", "e")]
 
 
-def test_machines_settle_while_they_warm_up_and_are_taken_in_together() -> None:
+def test_machines_that_warm_up_together_join_together() -> None:
     world = begun("a")
     world.starts_agents = False
     world.happens(events.MachineListRead(("a", "b", "c")))
@@ -267,7 +267,7 @@ def test_machines_settle_while_they_warm_up_and_are_taken_in_together() -> None:
     assert world.generations == [("a",)], "another one is on its way"
     world.happens(events.StoreReady("c", "c", 2002))
     world.carry_out()
-    assert world.generations == [("a",), ("a", "b", "c")], "all are there, and have been for a while"
+    assert world.generations == [("a",), ("a", "b", "c")], "all are ready, and the list is stable"
 
 
 def test_an_empty_list_changes_nothing() -> None:
@@ -277,7 +277,7 @@ def test_an_empty_list_changes_nothing() -> None:
     assert world.generations == [("a", "b")] and world.verdict is None
 
 
-def test_a_lost_machine_is_left_at_once_and_goes_on_from_the_newest_checkpoint() -> None:
+def test_a_lost_machine_is_dropped_at_once_and_the_job_resumes_from_the_newest_checkpoint() -> None:
     """V42"""
     world = begun("a", "b", "c")
     world.passes(10, steps=1)
@@ -288,11 +288,11 @@ def test_a_lost_machine_is_left_at_once_and_goes_on_from_the_newest_checkpoint()
     world.starts_agents = True
     assert world.launched[1].generation.resume_step == world.iteration // 10 * 10
     world.passes(5, steps=1)
-    assert world.generations[2:] == [("a", "c", "b")], "it was started again, and taken in"
+    assert world.generations[2:] == [("a", "c", "b")], "it was restarted and joined"
 
 
-def test_a_silent_machine_is_lost_within_two_seconds_and_fenced_when_it_returns() -> None:
-    """V42: its old workers are killed before it may take part again."""
+def test_a_silent_machine_is_lost_within_two_seconds_and_its_old_workers_are_killed() -> None:
+    """V42: before it joins again."""
     world = begun("a", "b")
     world.go_silent("b")
     world.passes(2, steps=1)
@@ -305,7 +305,7 @@ def test_a_silent_machine_is_lost_within_two_seconds_and_fenced_when_it_returns(
     assert world.generations[2:] == [("a", "b")]
 
 
-def test_a_machine_that_flaps_does_not_shake_the_job() -> None:
+def test_a_flapping_machine_does_not_restart_the_job_each_time() -> None:
     world = begun("a", "b")
     for _ in range(6):
         world.lose_agent("b")
@@ -323,7 +323,7 @@ def test_a_killed_worker_restarts_the_job_at_once_on_the_same_machines() -> None
     assert world.generations == [("a", "b"), ("a", "b")]
 
 
-def test_a_worker_that_quotes_another_waits_for_that_other() -> None:
+def test_a_failure_that_quotes_another_waits_for_the_original() -> None:
     world = begun("a", "b")
     world.fail_worker("b", raised(1, "varuna.errors.WorkerError"))
     world.carry_out()
@@ -333,7 +333,7 @@ def test_a_worker_that_quotes_another_waits_for_that_other() -> None:
     assert "rank 0" in world.launched[1].why
 
 
-def test_crash_loops_back_off_and_stop_with_the_reason() -> None:
+def test_repeated_crashes_back_off_and_end_the_job_with_the_reason() -> None:
     """V43"""
     world = begun("a")
     starts = []
@@ -355,8 +355,8 @@ def test_crashes_with_progress_in_between_do_not_stop_the_job() -> None:
     assert world.verdict is None and len(world.generations) == 21
 
 
-def test_a_script_that_raises_before_its_first_step_is_not_tried_again() -> None:
-    """V33: nor one that leaves with a code, as argparse does."""
+def test_a_script_that_fails_before_its_first_step_is_not_retried() -> None:
+    """V33: with an exception, or with an exit code as argparse does."""
     for outcome in (raised(0), Outcome(WorkerFailure(0, 2, None))):
         world = World(["a"])
         world.passes(1)
@@ -365,8 +365,8 @@ def test_a_script_that_raises_before_its_first_step_is_not_tried_again() -> None
         assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
 
 
-def test_a_hung_job_is_restarted_and_a_slow_one_is_not() -> None:
-    """V43: a step takes 0.5 s, so a minute without one is a hang; but not outside of steps."""
+def test_a_hung_job_restarts_and_a_slow_job_does_not() -> None:
+    """V43: a step takes 0.5 s, so a minute without progress in a step is a hang; between steps it is not."""
     world = begun("a", "b")
     world.passes(59)
     assert len(world.generations) == 1
@@ -377,8 +377,8 @@ def test_a_hung_job_is_restarted_and_a_slow_one_is_not() -> None:
     assert len(world.generations) == 2
 
 
-def test_a_hung_job_that_is_asked_to_save_is_still_a_hung_one() -> None:
-    """V43: it waits for the limit of a hang, and not for that of a save as well."""
+def test_a_hung_job_is_detected_during_a_save_request() -> None:
+    """V43: after the time limit of a hang, without adding the limit of a save."""
     world = begun("a", "b")
     world.hung = True
     world.passes(40)
@@ -390,7 +390,7 @@ def test_a_hung_job_that_is_asked_to_save_is_still_a_hung_one() -> None:
     assert world.generations == [("a", "b"), ("a", "b", "c")] and "no progress for" in world.launched[1].why
 
 
-def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_to_settle() -> None:
+def test_a_machine_with_a_notice_is_dropped_at_once() -> None:
     """V41"""
     world = begun("a", "b")
     world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
@@ -398,8 +398,8 @@ def test_a_notice_is_answered_before_its_deadline_without_waiting_for_anything_t
     assert world.generations == [("a", "b"), ("a",)]
 
 
-def test_a_machine_that_leaves_is_released_when_it_has_no_part_any_more_and_once() -> None:
-    """V41: a cloud that waits for it need not wait for its deadline; one that stays after all is not."""
+def test_a_machine_that_leaves_is_released_once_when_it_has_no_workers() -> None:
+    """V41: so a cloud need not wait for the deadline; a machine whose notice is withdrawn is not released."""
     world = begun("a", "b")
     world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
     assert not any(isinstance(command, commands.ReleaseMachines) for command in world.pending), (
@@ -418,12 +418,12 @@ def test_workers_that_do_not_save_in_time_are_killed() -> None:
     world.happens(events.NoticeReceived("b", world.now + 5, "the cloud takes it away"))
     world.pending = [c for c in world.pending if not isinstance(c, commands.SaveAndEnd)]
     world.happens(events.PlanReady(world.plan(("a",))))
-    world.pending.clear()  # the word to save is lost
+    world.pending.clear()  # the request to save is lost
     world.passes(6, steps=1)
     assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
 
 
-def test_stopping_saves_first_and_a_second_word_kills() -> None:
+def test_a_stop_saves_first_and_a_second_one_kills() -> None:
     world = begun("a", "b")
     world.happens(events.StopRequested("enough"))
     assert world.state.phase == "saving"
@@ -432,8 +432,8 @@ def test_stopping_saves_first_and_a_second_word_kills() -> None:
     assert world.verdict is not None and world.verdict.verdict.exit_code == 130 and not world.workers
 
 
-def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> None:
-    """V42: the one that has left is not known any more."""
+def test_a_machine_may_be_lost_after_another_has_saved_and_left() -> None:
+    """V42: the manager no longer knows the machine that has left."""
     world = begun("a", "b", "c")
     world.happens(events.MachineListRead(("a", "b")))
     world.passes(0.5, steps=1)
@@ -446,7 +446,7 @@ def test_a_machine_may_be_lost_while_another_has_saved_and_left_for_good() -> No
     assert world.generations[1:] == [("a",)]
 
 
-# ---------------------------------------------------------------- any story
+# ---------------------------------------------------------------- random events
 
 NAMES = st.sampled_from("abcd")
 HAPPENINGS = st.one_of(
@@ -491,16 +491,16 @@ def play(world: World, what: str, how: object) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans())
-def test_whatever_happens_one_generation_lives_at_a_time_and_the_job_can_always_end(
+def test_after_any_events_one_generation_lives_at_a_time_and_the_job_can_end(
     story: list[tuple[str, object]], stages: int, promptly: bool
 ) -> None:
-    """V42, V43: `World.check_launch` holds the rule; then the machines are mended, and the job must end."""
+    """V42, V43: `World.check_launch` checks it; then all machines recover, and the job must end."""
     world = World(["a", "b"], stages=stages)
     for what, how in story:
         play(world, what, how)
         if promptly:
             world.carry_out()
-    for machine in list(world.deaf):
+    for machine in list(world.unresponsive):
         world.come_back(machine)
     world.happens(events.MachineListRead(("a", "b", "e", "f")))
     world.passes(400)
@@ -516,7 +516,7 @@ def test_whatever_happens_one_generation_lives_at_a_time_and_the_job_can_always_
 
 @given(st.lists(HAPPENINGS, max_size=15))
 @settings(max_examples=30, deadline=None)
-def test_a_state_is_a_value_that_can_be_written_and_read(story: list[tuple[str, object]]) -> None:
+def test_a_state_can_be_written_and_read(story: list[tuple[str, object]]) -> None:
     world = World(["a", "b"])
     for what, how in story:
         play(world, what, how)

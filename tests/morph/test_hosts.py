@@ -1,4 +1,4 @@
-"""The test hosts are what they claim to be: machines that can be killed, cut off, mended and slowed down."""
+"""The test hosts behave like machines: they can be killed, cut off, reconnected and slowed down."""
 
 import os
 import subprocess
@@ -59,12 +59,12 @@ def test_all_processes_die_with_their_host_and_it_boots_again(lab: Lab) -> None:
     assert host.processes() == {}
 
 
-def test_a_host_that_is_cut_off_is_silent_until_it_is_mended(lab: Lab) -> None:
+def test_a_host_that_is_cut_off_is_silent_until_it_is_reconnected(lab: Lab) -> None:
     host = lab.hosts[1]
     host.cut()
     with pytest.raises(RuntimeError, match=r"timed out|No route"):
         ssh(lab, "n2", "true", seconds=1)
-    host.mend()
+    host.reconnect()
     ssh(lab, "n2", "true")
 
 
@@ -77,7 +77,7 @@ def test_a_slow_host_is_slow_both_ways(lab: Lab) -> None:
     assert "tbf" in out_of and "rate 50Mbit" in out_of
 
 
-def test_a_lab_leaves_nothing_behind_and_clears_up_after_one_that_was_killed() -> None:
+def test_a_lab_removes_everything_and_also_the_leftovers_of_a_killed_lab() -> None:
     make = "from tests.morph.hosts.lab import Lab; lab = Lab(1); print(lab.name, flush=True); "
     die = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""The interval between checkpoints that loses the least."""
+"""The autosave interval minimises the lost time."""
 
 from concurrent.futures import Future
 
@@ -12,19 +12,19 @@ from varuna.train.autosave import OwnSaves, told_rhythm
 
 
 def share_lost(interval: float, cost: float, mean: float) -> float:
-    """Of all time: saving, and doing again half an interval for each failure."""
+    """Return the lost share of time: saves, and half an interval repeated after each failure."""
     return cost / (interval + cost) + (interval + cost) / 2 / mean
 
 
 @settings(deadline=None)
 @given(st.floats(0.01, 60), st.floats(600, 1e6))
-def test_no_other_interval_loses_noticeably_less(cost: float, mean: float) -> None:
+def test_no_other_interval_loses_much_less(cost: float, mean: float) -> None:
     best = share_lost(interval_seconds(cost, mean), cost, mean)
     for factor in (0.5, 0.8, 1.25, 2):
         assert best <= share_lost(interval_seconds(cost, mean) * factor, cost, mean) * 1.02
 
 
-def test_many_failures_or_cheap_saves_ask_for_more_checkpoints() -> None:
+def test_more_failures_or_cheaper_saves_mean_more_checkpoints() -> None:
     assert interval_seconds(2.0, 3600.0) == pytest.approx(118.6, abs=1)
     assert interval_seconds(0.02, 3600.0) < interval_seconds(2.0, 600.0) < interval_seconds(2.0, 3600.0)
     assert failure_seconds(10, 3600.0) < failure_seconds(0, 3600.0)
@@ -32,8 +32,8 @@ def test_many_failures_or_cheap_saves_ask_for_more_checkpoints() -> None:
     assert interval_seconds(100.0, 10.0) == 10.0
 
 
-def test_a_job_saves_at_once_when_it_does_not_know_what_that_costs_and_then_at_the_best_interval() -> None:
-    """By a clock that is a number; a script's own saves put the job's off."""
+def test_the_first_save_comes_at_once_and_later_ones_at_the_best_interval() -> None:
+    """The clock is a number. Saves of the script restart the interval."""
     now = 1000.0
     saves = OwnSaves(SaveRhythm(), clock=lambda: now)
     assert saves.due
@@ -56,7 +56,7 @@ def test_a_job_saves_at_once_when_it_does_not_know_what_that_costs_and_then_at_t
     assert not saves.due and not saves.every_seconds
 
 
-def test_what_a_manager_tells_decides_how_often() -> None:
+def test_the_setting_of_the_manager_decides_the_interval() -> None:
     every = OwnSaves(told_rhythm('{"every_seconds": 30}'), clock=lambda: 0.0)
     assert every.every_seconds == 30 and not every.due
     for nothing in (None, '{"every_seconds": 0}'):
@@ -70,11 +70,11 @@ def test_what_a_manager_tells_decides_how_often() -> None:
 @pytest.mark.parametrize(
     ("typed", "seconds"), [(None, None), ("auto", None), ("off", 0.0), ("600", 600.0), ("0.5", 0.5)]
 )
-def test_how_often_may_be_typed(typed: str | None, seconds: float | None) -> None:
+def test_save_every_is_parsed(typed: str | None, seconds: float | None) -> None:
     assert parse_save_every(typed) == seconds
 
 
 @pytest.mark.parametrize("typed", ["-1", "0", "nan", "inf", "often", ""])
-def test_what_is_no_interval_is_refused(typed: str) -> None:
+def test_an_invalid_interval_is_refused(typed: str) -> None:
     with pytest.raises(ValueError, match="--save-every must be auto, off, or a number of seconds"):
         parse_save_every(typed)

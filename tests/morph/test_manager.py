@@ -1,4 +1,4 @@
-"""A real manager on a loopback port, talked to by agents of the test's own, and by strangers."""
+"""A real manager on a loopback port, with agents of the test and with unknown callers."""
 
 import asyncio
 import json
@@ -36,28 +36,28 @@ from varuna.types import JobSpec
 SECRET = b"s" * 32
 
 
-class Nobody:
+class NoStarter:
     """Starts no agents."""
 
     def start(self, orders: AgentOrders) -> StartedAgent:
         raise OSError("this machine is far away")
 
 
-class Broken:
-    """Starts agents that cannot be asked how they are."""
+class BrokenStarter:
+    """Starts agents whose state cannot be read."""
 
     def start(self, orders: AgentOrders) -> StartedAgent:
         return self  # type: ignore[return-value]
 
     def ended(self) -> str | None:
-        raise RuntimeError("the scheduler has lost its mind")
+        raise RuntimeError("the scheduler failed")
 
 
-class Led:
-    """A manager in a thread of its own, which is what it costs to talk to it from a test."""
+class RunningManager:
+    """A manager that runs in its own thread."""
 
     def __init__(
-        self, folder: Path, *, secret: bytes = SECRET, starter: Nobody | Broken | None = None
+        self, folder: Path, *, secret: bytes = SECRET, starter: NoStarter | BrokenStarter | None = None
     ) -> None:
         (folder / "machines").write_text("10.9.9.9\n")
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ class Led:
                 contact,
                 JobState(since=clock.now()),
                 planner=lambda machines: MachinePlan(machines, problem="no plan"),
-                starter_of=lambda machine: starter or Nobody(),
+                starter_of=lambda machine: starter or NoStarter(),
                 newest=lambda store: None,
                 address_for=lambda machine: "127.0.0.1",
                 journal=Journal(folder / "journal"),
@@ -105,8 +105,8 @@ class Led:
 
 
 @contextmanager
-def led(folder: Path) -> Iterator[Led]:
-    manager = Led(folder)
+def led(folder: Path) -> Iterator[RunningManager]:
+    manager = RunningManager(folder)
     manager.thread.start()
     try:
         yield manager
@@ -116,7 +116,7 @@ def led(folder: Path) -> Iterator[Led]:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that comes until the other side hangs up."""
+    """Return all bytes until the other side disconnects."""
     found = b""
     try:
         while data := connection.recv(65536):
@@ -126,8 +126,8 @@ def rest(connection: socket.socket) -> bytes:
     return found
 
 
-def test_strangers_are_refused_and_logged_and_disturb_nobody(tmp_path: Path) -> None:
-    """V46: nonsense, another secret, a message of another connection, too much of anything, and silence."""
+def test_unknown_callers_are_refused_and_logged(tmp_path: Path) -> None:
+    """V46: invalid bytes, another secret, a replayed message, a too long message, and silence."""
     with led(tmp_path) as manager, manager.dial() as silent:
         with manager.dial() as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -152,11 +152,11 @@ def test_strangers_are_refused_and_logged_and_disturb_nobody(tmp_path: Path) -> 
         reasons = [why.split(": ", 1)[1] for why in manager.refusals()]
         assert [reason.split(" ")[0] for reason in reasons] == ["expected", "message", "message", "a"]
         silent.settimeout(30)
-        rest(silent)  # it is hung up on, after a while
+        rest(silent)  # the manager closes it after a time
         assert "did not prove" in manager.refusals()[-1]
 
 
-def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_no_machine_of_the_list(
+def test_an_agent_gets_the_environment_and_is_dismissed_if_its_machine_is_not_listed(
     tmp_path: Path,
 ) -> None:
     with led(tmp_path) as manager:
@@ -174,17 +174,17 @@ def test_an_agent_is_welcomed_with_the_jobs_environment_and_told_to_go_if_it_is_
             assert heard[0] == Welcome({"COLOUR": "green"})
 
 
-def test_what_makes_no_sense_is_answered_so(tmp_path: Path) -> None:
+def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
     with led(tmp_path) as manager:
         assert not manager.ask("dance").ok
         assert "not a machine of this job" in manager.ask("drain", machine="10.1.1.1").text
         assert "not on a connected machine" in manager.ask("logs", rank=7).text
 
 
-def test_an_agent_of_an_earlier_job_ends_when_the_manager_there_does_not_know_its_secret(
+def test_an_agent_of_an_earlier_job_exits_when_the_manager_does_not_know_its_secret(
     tmp_path: Path,
 ) -> None:
-    """V46: a secret is one job's, so what an earlier one has left behind is a stranger."""
+    """V46: each job has its own secret."""
     with led(tmp_path) as manager:
         orders = AgentOrders(
             job="before", machine="10.9.9.9", managers=(f"127.0.0.1:{manager.port}",), secret="ab" * 32
@@ -196,13 +196,13 @@ def test_an_agent_of_an_earlier_job_ends_when_the_manager_there_does_not_know_it
         assert all("wrong signature" in why for why in manager.refusals())
 
 
-def test_a_manager_that_can_look_after_nobody_ends_with_the_reason(tmp_path: Path) -> None:
-    manager = Led(tmp_path, starter=Broken())
-    with pytest.raises(RuntimeError, match="lost its mind"):
+def test_a_manager_whose_starter_fails_raises(tmp_path: Path) -> None:
+    manager = RunningManager(tmp_path, starter=BrokenStarter())
+    with pytest.raises(RuntimeError, match="the scheduler failed"):
         asyncio.run(manager.lead())
 
 
-def test_a_full_disk_under_the_event_log_does_not_end_the_manager(tmp_path: Path) -> None:
+def test_a_full_disk_of_the_event_log_does_not_end_the_manager(tmp_path: Path) -> None:
     """V45"""
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     with led(tmp_path) as manager:

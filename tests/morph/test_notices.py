@@ -1,4 +1,4 @@
-"""Notices of the clouds, asked of small services that speak as theirs do."""
+"""Notices of clouds, from small services that behave like theirs."""
 
 import asyncio
 import socket
@@ -47,8 +47,8 @@ def gcp() -> Iterator[clouds.Gcp]:
         yield cloud
 
 
-class Heard:
-    """All that a listener tells and warns of, as it comes; it asks again whenever `again` lets it."""
+class PollResults:
+    """Collects the notices and warnings of a poll, which continues when `again` is released."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[CloudNotice | None] = asyncio.Queue()
@@ -62,9 +62,11 @@ class Heard:
 
 
 @asynccontextmanager
-async def listening(to: MetadataService, url: str, *, reply_seconds: float = 10.0) -> AsyncIterator[Heard]:
-    heard = Heard()
-    listener = asyncio.create_task(
+async def listening(
+    to: MetadataService, url: str, *, reply_seconds: float = 10.0
+) -> AsyncIterator[PollResults]:
+    heard = PollResults()
+    poll = asyncio.create_task(
         poll_notices(
             to,
             heard.told.put_nowait,
@@ -78,19 +80,19 @@ async def listening(to: MetadataService, url: str, *, reply_seconds: float = 10.
     try:
         yield heard
     finally:
-        listener.cancel()
+        poll.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await listener
+            await poll
 
 
-def test_aws_tells_a_spot_interruption_once_with_the_time_that_is_left(aws: clouds.Aws) -> None:
-    """V41: the token of IMDSv2 first; nothing, then a notice; the deadline is by our clock."""
+def test_aws_reports_a_spot_interruption_once_with_its_deadline(aws: clouds.Aws) -> None:
+    """V41: first the token of IMDSv2, then no notice, then a notice; the deadline uses our clock."""
 
     async def story() -> None:
-        async with listening(metadata_service("aws"), aws.url) as heard:
+        async with polling(metadata_service("aws"), aws.url) as heard:
             await heard.pauses.get()
             assert heard.told.empty()
-            assert aws.asked == ["PUT /latest/api/token", "GET /latest/meta-data/spot/instance-action"]
+            assert aws.requests == ["PUT /latest/api/token", "GET /latest/meta-data/spot/instance-action"]
             aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}  # the cloud's clock + 2 min
             heard.again.release()
             notice = await heard.told.get()
@@ -98,14 +100,14 @@ def test_aws_tells_a_spot_interruption_once_with_the_time_that_is_left(aws: clou
             heard.again.release()
             assert [await heard.pauses.get(), await heard.pauses.get()] == [1.0, 1.0]
             assert heard.told.empty(), "told twice"
-            assert aws.asked.count("PUT /latest/api/token") == 1
+            assert aws.requests.count("PUT /latest/api/token") == 1
 
     asyncio.run(story())
 
 
 def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) -> None:
     async def story() -> None:
-        async with listening(metadata_service("aws"), aws.url) as heard:
+        async with polling(metadata_service("aws"), aws.url) as heard:
             await heard.pauses.get()
             aws.token = "token-2=="
             aws.action = {"action": "hibernate", "time": "2027-01-15T08:02:00Z"}
@@ -116,11 +118,11 @@ def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) 
     asyncio.run(story())
 
 
-def test_azure_tells_of_this_machine_alone_and_of_what_ends_it(azure: clouds.Azure) -> None:
-    """V41: events of the neighbours and short freezes are no notice; a withdrawn one is taken back."""
+def test_azure_reports_only_events_that_end_this_machine(azure: clouds.Azure) -> None:
+    """V41: events of other machines and freezes are ignored; a withdrawn notice is reported."""
 
     async def story() -> None:
-        async with listening(metadata_service("azure"), azure.url) as heard:
+        async with polling(metadata_service("azure"), azure.url) as heard:
             azure.schedule("Preempt", "trainer_8", seconds=30)
             azure.schedule("Freeze", "trainer_7", seconds=900)
             await heard.pauses.get()
@@ -137,12 +139,12 @@ def test_azure_tells_of_this_machine_alone_and_of_what_ends_it(azure: clouds.Azu
     asyncio.run(story())
 
 
-def test_azure_is_told_that_it_need_not_wait_for_the_deadline(azure: clouds.Azure) -> None:
+def test_azure_gets_an_approval(azure: clouds.Azure) -> None:
     azure.schedule("Preempt", azure.machine, seconds=30)
 
     async def story() -> None:
         to = metadata_service("azure")
-        async with listening(to, azure.url) as heard:
+        async with polling(to, azure.url) as heard:
             notice = await heard.told.get()
             assert notice is not None
             await approve_notice(to, notice, url=azure.url)
@@ -157,17 +159,17 @@ def test_azure_is_told_that_it_need_not_wait_for_the_deadline(azure: clouds.Azur
     assert azure.events == []
 
 
-def test_gcp_answers_when_its_flag_changes_and_is_not_asked_meanwhile(gcp: clouds.Gcp) -> None:
-    """V41: one question that waits for the change, not one a second."""
+def test_gcp_gets_one_request_that_waits_for_a_change(gcp: clouds.Gcp) -> None:
+    """V41: not one request per second."""
 
     async def story() -> None:
-        async with listening(metadata_service("gcp"), gcp.url) as heard:
+        async with polling(metadata_service("gcp"), gcp.url) as heard:
             await heard.pauses.get()
             heard.again.release()
-            await asyncio.to_thread(gcp.wait_until_asked, 2)
+            await asyncio.to_thread(gcp.wait_for_requests, 2)
             gcp.preempt()
             assert await heard.told.get() == CloudNotice(NOW + 30, "GCP preempts this machine")
-            assert gcp.asked == [
+            assert gcp.requests == [
                 "GET /computeMetadata/v1/instance/preempted",
                 "GET /computeMetadata/v1/instance/preempted"
                 "?wait_for_change=true&timeout_sec=60&last_etag=etag-0",
@@ -176,12 +178,12 @@ def test_gcp_answers_when_its_flag_changes_and_is_not_asked_meanwhile(gcp: cloud
     asyncio.run(story())
 
 
-def test_a_listener_that_is_cancelled_while_a_service_holds_its_answer_ends_at_once(gcp: clouds.Gcp) -> None:
+def test_a_cancelled_poll_ends_while_the_service_delays_its_reply(gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with listening(metadata_service("gcp"), gcp.url) as heard:
+        async with polling(metadata_service("gcp"), gcp.url) as heard:
             await heard.pauses.get()
             heard.again.release()
-            await asyncio.to_thread(gcp.wait_until_asked, 2)
+            await asyncio.to_thread(gcp.wait_for_requests, 2)
 
     asyncio.run(asyncio.wait_for(story(), 30))
     gcp.preempt()  # frees the stand-in's own thread
@@ -205,13 +207,13 @@ WRONG = {
     # For AWS, 404 says that there is no notice.
     [pair for pair in product(["aws", "azure", "gcp"], WRONG) if pair != ("aws", "not there")],
 )
-def test_a_wrong_answer_is_told_once_and_asked_again(
+def test_an_invalid_reply_is_logged_once_and_polled_again(
     name: str, wrong: str, aws: clouds.Aws, azure: clouds.Azure, gcp: clouds.Gcp
 ) -> None:
     cloud = {"aws": aws, "azure": azure, "gcp": gcp}[name]
 
     async def story() -> None:
-        async with listening(metadata_service(name), cloud.url) as heard:
+        async with polling(metadata_service(name), cloud.url) as heard:
             await heard.pauses.get()
             cloud.broken += [WRONG[wrong]] * 2
             aws.action = {"action": "stop", "time": "2027-01-15T08:02:00Z"}
@@ -224,36 +226,36 @@ def test_a_wrong_answer_is_told_once_and_asked_again(
             assert await heard.pauses.get() == 4.0
             heard.again.release()
             assert await heard.told.get() is not None
-            assert heard.warned.empty(), "warned twice of the same"
+            assert heard.warned.empty(), "the same warning came twice"
 
     asyncio.run(story())
 
 
 def test_a_redirect_is_refused(aws: clouds.Aws, gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with listening(metadata_service("gcp"), gcp.url) as heard:
+        async with polling(metadata_service("gcp"), gcp.url) as heard:
             gcp.broken.append((302, {"Location": f"{aws.url}/elsewhere"}, b""))
             assert "302" in await heard.warned.get()
 
     asyncio.run(story())
-    assert aws.asked == []
+    assert aws.requests == []
 
 
-def test_proxies_are_not_asked(aws: clouds.Aws, gcp: clouds.Gcp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_not_used(aws: clouds.Aws, gcp: clouds.Gcp, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ["http_proxy", "HTTP_PROXY", "all_proxy"]:
         monkeypatch.setenv(name, aws.url)
     gcp.preempt()
 
     async def story() -> None:
-        async with listening(metadata_service("gcp"), gcp.url) as heard:
+        async with polling(metadata_service("gcp"), gcp.url) as heard:
             assert await heard.told.get() is not None
 
     asyncio.run(story())
-    assert aws.asked == []
+    assert aws.requests == []
 
 
-def test_a_service_that_never_answers_or_trickles_is_given_up() -> None:
-    """An open connection is no answer, and neither is a byte now and then."""
+def test_a_service_that_sends_no_complete_reply_times_out() -> None:
+    """Neither an open connection nor single bytes count as a reply."""
     silent = socket.create_server(("127.0.0.1", 0))
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -262,13 +264,13 @@ def test_a_service_that_never_answers_or_trickles_is_given_up() -> None:
             await asyncio.sleep(0.05)
 
     async def story() -> None:
-        async with listening(
+        async with polling(
             metadata_service("gcp"), f"http://127.0.0.1:{silent.getsockname()[1]}", reply_seconds=0.2
         ) as heard:
             assert "TimeoutError" in await heard.warned.get()
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with listening(metadata_service("gcp"), url, reply_seconds=0.2) as heard:
+        async with polling(metadata_service("gcp"), url, reply_seconds=0.2) as heard:
             assert "TimeoutError" in await heard.warned.get()
         server.close()
 
@@ -276,19 +278,19 @@ def test_a_service_that_never_answers_or_trickles_is_given_up() -> None:
         asyncio.run(story())
 
 
-def test_no_service_at_all_ends_nothing() -> None:
-    """A machine that is in no cloud, or not in this one."""
+def test_a_missing_service_is_logged() -> None:
+    """The machine is in no cloud, or in another one."""
 
     async def story() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with listening(metadata_service("aws"), url) as heard:
+        async with polling(metadata_service("aws"), url) as heard:
             assert "refused" in await heard.warned.get()
 
     asyncio.run(story())
 
 
-def test_an_unknown_cloud_or_a_strange_address_is_refused() -> None:
+def test_an_unknown_cloud_or_an_invalid_address_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown cloud 'oracle' \(expected one of aws, azure, gcp"):
         metadata_service("oracle")
     with pytest.raises(ValueError, match="http://host"):
@@ -298,7 +300,7 @@ def test_an_unknown_cloud_or_a_strange_address_is_refused() -> None:
 
 
 @given(st.binary() | st.text().map(str.encode))
-def test_whatever_a_service_says_is_a_notice_or_a_named_error(body: bytes) -> None:
+def test_any_reply_is_a_notice_or_a_notice_error(body: bytes) -> None:
     answer = MetadataReply(200, {"date": body.decode("latin-1")}, body, NOW)
     for parse in [
         lambda: aws_notice(body, sent=0.0, now=NOW),

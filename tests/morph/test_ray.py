@@ -1,4 +1,4 @@
-"""Agents held by actors of a real Ray, over hosts of their own."""
+"""Agents in actors of a real Ray cluster on separate hosts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.morph.hosts.lab import ROOT
-from tests.morph.hosts.manager import StandInManager
+from tests.morph.hosts.manager import StubManager
 from tests.morph.hosts.ray_cluster import RayClient, RayCluster
 from tests.morph.jobs import Job, check
 from varuna.morph.protocol.orders import AgentOrders
@@ -27,13 +27,13 @@ def client(cluster: RayCluster) -> RayClient:
 
 
 @pytest.fixture
-def manager(cluster: RayCluster) -> Iterator[StandInManager]:
-    with StandInManager(cluster.lab.address) as manager:
+def manager(cluster: RayCluster) -> Iterator[StubManager]:
+    with StubManager(cluster.lab.address) as manager:
         yield manager
 
 
-def test_an_agent_runs_on_the_node_that_the_list_names_and_dies_when_it_is_killed(
-    cluster: RayCluster, client: RayClient, manager: StandInManager
+def test_an_agent_runs_on_the_listed_node_and_dies_when_killed(
+    cluster: RayCluster, client: RayClient, manager: StubManager
 ) -> None:
     for host in cluster.lab.hosts:
         assert client.ask("start", host.address, manager.orders(host.address)) is None
@@ -46,8 +46,8 @@ def test_an_agent_runs_on_the_node_that_the_list_names_and_dies_when_it_is_kille
         assert "Ray lost the agent" in client.wait_for_the_end(host.address)
 
 
-def test_a_job_trains_over_rays_nodes(cluster: RayCluster, tmp_path: Path, peace: dict[int, float]) -> None:
-    """V29, V47: the same job as anywhere else, led from a node."""
+def test_a_job_trains_on_ray(cluster: RayCluster, tmp_path: Path, reference: dict[int, float]) -> None:
+    """V29, V47: the same job as on other machines, managed from a node."""
     told = {"VARUNA_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     addresses = [host.address for host in cluster.lab.hosts]
     (tmp_path / "varuna").symlink_to(ROOT / "varuna")  # nodes find the library in the code's folder
@@ -62,11 +62,11 @@ def test_a_job_trains_over_rays_nodes(cluster: RayCluster, tmp_path: Path, peace
             "n1",
             "n2",
         }
-        check(job, peace)
+        check(job, reference)
 
 
-def test_an_agent_that_ends_by_itself_leaves_its_last_words_and_its_place(
-    client: RayClient, manager: StandInManager
+def test_an_agent_that_exits_reports_its_last_output_and_frees_its_resources(
+    client: RayClient, manager: StubManager
 ) -> None:
     for name in ["m1", "m2", "m3"]:  # of one CPU each, and there are two
         client.ask("start", name, manager.orders(name))
@@ -84,10 +84,10 @@ def test_an_agent_that_ends_by_itself_leaves_its_last_words_and_its_place(
         client.wait_for_the_end(agent.hello["machine"])
 
 
-def test_an_agent_outlives_the_manager_and_is_lost_with_its_node(
-    cluster: RayCluster, client: RayClient, manager: StandInManager
+def test_an_agent_survives_the_manager_and_dies_with_its_node(
+    cluster: RayCluster, client: RayClient, manager: StubManager
 ) -> None:
-    """V45, V42: a killed manager leaves its agents; a dead node is told of."""
+    """V45, V42: agents survive a killed manager; a dead node is reported."""
     first = cluster.client(STUB)
     host, other = cluster.lab.hosts
     first.ask("start", host.address, manager.orders(host.address))
@@ -103,6 +103,6 @@ def test_an_agent_outlives_the_manager_and_is_lost_with_its_node(
     assert dialled_in.hear() == {"said": "still here"}
 
 
-def test_a_missing_ray_is_named() -> None:
+def test_a_missing_ray_is_reported() -> None:
     with pytest.raises(ValueError, match=r"Ray is not installed here \(pip install 'varuna\[ray\]'\)"):
         RayStarter().start(AgentOrders(job="j", machine="m", managers=(), secret="00"))

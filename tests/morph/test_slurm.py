@@ -1,4 +1,4 @@
-"""Agents started by a real Slurm, of two nodes on this machine."""
+"""Agents started by a real Slurm with two nodes on this machine."""
 
 import re
 import stat
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.morph.hosts.lab import ROOT
-from tests.morph.hosts.manager import StandInManager
+from tests.morph.hosts.manager import StubManager
 from tests.morph.hosts.slurm import SlurmCluster
 from varuna.morph.starters.slurm import SlurmAgent, SlurmStarter, find_ended
 
@@ -26,8 +26,8 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def manager() -> Iterator[StandInManager]:
-    with StandInManager("127.0.0.1") as manager:
+def manager() -> Iterator[StubManager]:
+    with StubManager("127.0.0.1") as manager:
         yield manager
 
 
@@ -42,8 +42,8 @@ def make_starter(cluster: SlurmCluster, folder: Path, *, options: tuple[str, ...
     )
 
 
-def start_both(starter: SlurmStarter, manager: StandInManager) -> list[SlurmAgent]:
-    """As the manager does: each in a thread of its own."""
+def start_both(starter: SlurmStarter, manager: StubManager) -> list[SlurmAgent]:
+    """Start agents like the manager: each in its own thread."""
     with ThreadPoolExecutor() as threads:
         return list(threads.map(starter.start, map(manager.orders, ["m1", "m2"])))
 
@@ -54,8 +54,8 @@ def wait_for_the_end(agent: SlurmAgent) -> str:
     return end
 
 
-def test_machines_that_are_asked_for_together_are_one_array_of_one_node_jobs(
-    cluster: SlurmCluster, manager: StandInManager, tmp_path: Path
+def test_machines_that_start_together_are_one_array_of_one_node_jobs(
+    cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
     agents = start_both(make_starter(cluster, tmp_path), manager)
     arrays, tasks = zip(*(agent.job.split("_") for agent in agents), strict=True)
@@ -79,10 +79,10 @@ def test_machines_that_are_asked_for_together_are_one_array_of_one_node_jobs(
     assert not list(tmp_path.glob("orders-*"))
 
 
-def test_the_secret_is_in_a_file_of_the_owners_that_goes_once_it_is_read(
-    cluster: SlurmCluster, manager: StandInManager, tmp_path: Path
+def test_the_secret_is_in_a_private_file_that_is_removed_once_it_is_read(
+    cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
-    """V46, for the start: neither squeue nor scontrol, nor the script, nor a log shows it."""
+    """V46: squeue, scontrol, the script and the logs do not show it."""
     cluster.run("scontrol", "update", "nodename=node1,node2", "state=drain", "reason=test")
     starter = make_starter(cluster, tmp_path)
     agent = starter.start(manager.orders("m1"))
@@ -103,8 +103,8 @@ def test_the_secret_is_in_a_file_of_the_owners_that_goes_once_it_is_read(
     assert re.search(r"it failed .*my last words", wait_for_the_end(agent))
 
 
-def test_a_queued_job_that_is_killed_leaves_its_array_alone_and_no_orders(
-    cluster: SlurmCluster, manager: StandInManager, tmp_path: Path
+def test_killing_a_queued_job_keeps_its_array_and_removes_its_orders(
+    cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
     cluster.run("scontrol", "update", "nodename=node1,node2", "state=drain", "reason=test")
     first, second = start_both(make_starter(cluster, tmp_path), manager)
@@ -117,10 +117,10 @@ def test_a_queued_job_that_is_killed_leaves_its_array_alone_and_no_orders(
     wait_for_the_end(second)
 
 
-def test_a_lost_node_is_told_and_its_machine_is_submitted_anew(
-    cluster: SlurmCluster, manager: StandInManager, tmp_path: Path
+def test_a_lost_node_is_reported_and_its_machine_is_submitted_again(
+    cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
-    """V42: a fresh job instead of a requeue, which Slurm would put off by two minutes."""
+    """V42: as a new job, because Slurm delays requeued jobs by two minutes."""
     starter = make_starter(cluster, tmp_path)
     agent = starter.start(manager.orders("m1"))
     dialled_in = manager.accept()
@@ -151,7 +151,7 @@ dist.destroy_process_group()
 
 
 def test_a_whole_job_runs_on_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The command of any other machines, but for who starts the agents; no job is left in the queue."""
+    """Only the starter differs from other machines; no job stays in the queue."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "machines").write_text("alpha\nbeta\n")
     options = {
@@ -177,16 +177,14 @@ def test_a_whole_job_runs_on_slurm(cluster: SlurmCluster, tmp_path: Path) -> Non
         threading.Event().wait(0.05)
 
 
-def test_what_slurm_refuses_is_told_in_its_own_words(
-    cluster: SlurmCluster, manager: StandInManager, tmp_path: Path
-) -> None:
+def test_an_error_of_sbatch_is_reported(cluster: SlurmCluster, manager: StubManager, tmp_path: Path) -> None:
     starter = make_starter(cluster, tmp_path, options=("--partition=none",))
     with pytest.raises(ValueError, match=r"sbatch failed: .*invalid partition"):
         starter.start(manager.orders("m1"))
     assert not list(tmp_path.glob("orders-*"))
 
 
-def test_a_machine_without_slurm_and_a_strange_option_are_refused(
+def test_a_missing_slurm_and_an_invalid_option_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"'x; rm' is not an sbatch option"):
@@ -196,7 +194,7 @@ def test_a_machine_without_slurm_and_a_strange_option_are_refused(
         SlurmStarter(shared_folder=tmp_path)
 
 
-def test_only_what_is_over_has_ended() -> None:
+def test_only_final_states_count_as_ended() -> None:
     listing = "1_0|PENDING|Resources\n1_1|RUNNING|None\n1_2|NODE_FAIL|None\n1_3|FAILED|NonZeroExitCode\n"
     listing += "1_4|COMPLETING|None\n1_5|PREEMPTED|None\n1_6|CONFIGURING|None\n"
     assert find_ended([f"1_{task}" for task in range(8)], listing) == {

@@ -1,4 +1,4 @@
-"""A short soak: the kinds of faults that no other test of morphing does, in one job."""
+"""A short soak with the faults that no other test injects."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ FAULTS = (
 
 
 @pytest.mark.timeout(400)
-def test_a_job_outlives_one_fault_after_the_other_and_its_losses_are_those_of_peace(tmp_path: Path) -> None:
-    """V42, V47: what holds at the end is in `Soak.end`."""
+def test_a_job_survives_many_faults_with_the_reference_losses(tmp_path: Path) -> None:
+    """V42, V47: `Soak.end` holds the final checks."""
     with soaking(tmp_path, seed=7, stages=1, hosts=3) as soak:
         for fault in FAULTS:
             soak.do(fault)

@@ -1,4 +1,4 @@
-"""Agents started over ssh, on hosts with an sshd of their own."""
+"""Agents started over ssh, on hosts with their own sshd."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.morph.hosts.lab import ROOT, Lab
-from tests.morph.hosts.manager import StandInManager
+from tests.morph.hosts.manager import StubManager
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.ssh import SshAgent, SshStarter, explain_ssh_end
 
@@ -24,8 +24,8 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def manager(lab: Lab) -> Iterator[StandInManager]:
-    with StandInManager(lab.address) as manager:
+def manager(lab: Lab) -> Iterator[StubManager]:
+    with StubManager(lab.address) as manager:
         yield manager
 
 
@@ -40,8 +40,8 @@ def wait_for_the_end(agent: SshAgent) -> str:
     return end
 
 
-def test_an_agent_starts_on_each_host_with_its_orders_and_its_folder(
-    lab: Lab, manager: StandInManager, tmp_path: Path
+def test_an_agent_starts_on_each_host_with_its_orders_in_its_folder(
+    lab: Lab, manager: StubManager, tmp_path: Path
 ) -> None:
     folder = tmp_path / "it's a $folder; with `everything`"
     folder.mkdir()
@@ -54,9 +54,9 @@ def test_an_agent_starts_on_each_host_with_its_orders_and_its_folder(
 
 
 def test_the_secret_is_in_no_argument_no_environment_and_no_log(
-    lab: Lab, manager: StandInManager, tmp_path: Path
+    lab: Lab, manager: StubManager, tmp_path: Path
 ) -> None:
-    """V46, for the start: whoever may list processes learns nothing."""
+    """V46: the process list does not show it."""
     make_starter(lab, tmp_path).start(manager.orders("n1"))
     manager.accept().tell("say something")
     seen = b""
@@ -70,7 +70,7 @@ def test_the_secret_is_in_no_argument_no_environment_and_no_log(
     assert manager.secret.encode() not in seen + (tmp_path / "n1.log").read_bytes()
 
 
-def test_killing_an_agent_ends_it_on_its_host(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_killing_an_agent_ends_it_on_its_host(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     agent = make_starter(lab, tmp_path).start(manager.orders("n1"))
     dialled_in = manager.accept()
     agent.kill()
@@ -79,10 +79,10 @@ def test_killing_an_agent_ends_it_on_its_host(lab: Lab, manager: StandInManager,
     agent.kill()  # again is no error
 
 
-def test_an_agent_outlives_the_client_and_the_manager_that_started_it(
-    lab: Lab, manager: StandInManager, tmp_path: Path
+def test_an_agent_survives_its_ssh_client_and_its_manager(
+    lab: Lab, manager: StubManager, tmp_path: Path
 ) -> None:
-    """V45: kill -9 of the manager closes all pipes that it held; its agents go on and wait for the next."""
+    """V45: kill -9 of the manager closes its pipes; its agents continue and wait for a new manager."""
     starting = (
         "import sys, pathlib, msgspec; from varuna.morph.starters.ssh import SshStarter; "
         "from varuna.morph.protocol.orders import AgentOrders; "
@@ -119,9 +119,7 @@ def client_of(pid: int) -> int:
     return int(children[0])
 
 
-def test_an_agent_that_ends_by_itself_leaves_its_last_words(
-    lab: Lab, manager: StandInManager, tmp_path: Path
-) -> None:
+def test_an_agent_that_exits_reports_its_last_output(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     agent = make_starter(lab, tmp_path).start(manager.orders("n2"))
     dialled_in = manager.accept()
     dialled_in.tell("say my last words")
@@ -129,8 +127,8 @@ def test_an_agent_that_ends_by_itself_leaves_its_last_words(
     assert wait_for_the_end(agent) == "n2: the agent ended, exit status 7: my last words"
 
 
-def test_a_host_that_dies_is_seen_and_its_agent_can_be_started_again(
-    lab: Lab, manager: StandInManager, tmp_path: Path
+def test_a_dead_host_is_detected_and_its_agent_can_be_restarted(
+    lab: Lab, manager: StubManager, tmp_path: Path
 ) -> None:
     starter = make_starter(lab, tmp_path)
     host = lab.hosts[1]
@@ -148,7 +146,7 @@ def test_a_host_that_dies_is_seen_and_its_agent_can_be_started_again(
 # ---------------------------------------------------------------- what can be wrong
 
 
-def test_an_unknown_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_an_unknown_host_key_is_refused(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"UserKnownHostsFile /dev/null\nInclude {lab.ssh_config}\n")
     starter = SshStarter(log_folder=tmp_path, ssh=("ssh", "-F", str(config)), agent=(STUB,))
@@ -156,7 +154,7 @@ def test_an_unknown_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_p
     assert end.startswith("n1: its host key is unknown (connect once by hand, ssh n1, and")
 
 
-def test_a_changed_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_a_changed_host_key_is_refused(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     known, config = tmp_path / "known", tmp_path / "config"
     known.write_text(lab.known_hosts.read_text().replace("n1", "x1").replace("n2", "n1"))
     config.write_text(f"UserKnownHostsFile {known}\nInclude {lab.ssh_config}\n")
@@ -165,7 +163,7 @@ def test_a_changed_host_key_is_refused(lab: Lab, manager: StandInManager, tmp_pa
     assert end.startswith("n1: its host key has changed")
 
 
-def test_a_host_that_does_not_let_us_in_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_a_denied_login_is_reported(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     lab.make_key(tmp_path / "other")
     config = tmp_path / "config"
     config.write_text(lab.ssh_config.read_text().replace(str(lab.folder / "id"), str(tmp_path / "other")))
@@ -174,13 +172,13 @@ def test_a_host_that_does_not_let_us_in_is_named(lab: Lab, manager: StandInManag
     assert end.startswith("n1: it denied the login (try ssh -o BatchMode=yes n1 true")
 
 
-def test_a_missing_python_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_a_missing_python_is_reported(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     starter = make_starter(lab, tmp_path, python="/no/such python")
     end = wait_for_the_end(starter.start(manager.orders("n1")))
     assert end.startswith("n1: the python to run was not found") and "/no/such python" in end
 
 
-def test_a_python_without_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_a_python_without_varuna_is_reported(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I "$@"\n')
     bare.chmod(0o755)
@@ -189,20 +187,20 @@ def test_a_python_without_varuna_is_named(lab: Lab, manager: StandInManager, tmp
     assert "has no varuna and no torch (install it there, or set --python)" in end
 
 
-def test_another_version_of_varuna_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_another_version_of_varuna_is_reported(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     (tmp_path / "varuna").mkdir()
     (tmp_path / "varuna" / "__init__.py").write_text('__version__ = "0.0.9"\n')
     end = wait_for_the_end(make_starter(lab, tmp_path, folder=str(tmp_path)).start(manager.orders("n1")))
     assert "has 0.0.9 from" in end and "is required, as on the manager's machine" in end
 
 
-def test_a_missing_folder_is_named(lab: Lab, manager: StandInManager, tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(lab: Lab, manager: StubManager, tmp_path: Path) -> None:
     starter = make_starter(lab, tmp_path, folder=str(tmp_path / "no such"))
     end = wait_for_the_end(starter.start(manager.orders("n1")))
     assert "no such cannot be entered: No such file or directory" in end
 
 
-def test_a_missing_ssh_client_is_named(tmp_path: Path) -> None:
+def test_a_missing_ssh_client_is_reported(tmp_path: Path) -> None:
     starter = SshStarter(log_folder=tmp_path, ssh=("no-such-ssh",))
     with pytest.raises(ValueError, match="the ssh client 'no-such-ssh' was not found"):
         starter.start(AgentOrders(job="j", machine="n1", managers=(), secret="00"))
@@ -212,26 +210,26 @@ def test_a_missing_ssh_client_is_named(tmp_path: Path) -> None:
     "machine",
     ["", "-oProxyCommand=touch x", "n1 n2", "n1;id", "$(id)", "n1\n", "../n1", "`id`", "n1|id", "é"],
 )
-def test_what_is_no_name_of_a_machine_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
+def test_an_invalid_machine_name_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a machine name or address"):
         SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, managers=(), secret="00"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    ("error", "meaning"),
     [
         ("ssh: Could not resolve hostname n9: Name or service not known", "its name cannot be resolved"),
         ("ssh: connect to host n9 port 22: Connection timed out", "it does not answer"),
         ("ssh: connect to host n9 port 22: No route to host", "it does not answer"),
     ],
 )
-def test_other_words_of_ssh_are_explained(said: str, meaning: str) -> None:
-    assert explain_ssh_end("n9", 255, f"{said}\n") == f"n9: {meaning} (ssh: {said})"
+def test_other_errors_of_ssh_are_explained(error: str, meaning: str) -> None:
+    assert explain_ssh_end("n9", 255, f"{error}\n") == f"n9: {meaning} (ssh: {error})"
 
 
-def test_a_python_that_is_too_old_can_read_what_is_sent_to_it() -> None:
-    """It has to be able to say that it is too old."""
+def test_an_old_python_can_parse_the_remote_program() -> None:
+    """It must be able to report its version."""
     import ast
 
     source = (ROOT / "varuna/morph/starters/remote.py").read_text()

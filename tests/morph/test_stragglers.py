@@ -1,4 +1,4 @@
-"""Slow machines are found by their computing, against those that do the same work."""
+"""Slow ranks are found by their compute time, compared with ranks of the same stage."""
 
 from statistics import median
 
@@ -24,10 +24,10 @@ def test_a_rank_that_is_slower_than_its_stage_for_some_steps_is_found() -> None:
     slow = {0: 1.0, 1: 1.0, 2: 1.5, 3: 4.0, 4: 4.1, 5: 4.0}
     stages = ((0, 1, 2), (3, 4, 5))
     assert play([slow] * 2, stages) == frozenset()
-    assert play([slow] * 3, stages) == {2}, "and not those of the stage that has more to do"
+    assert play([slow] * 3, stages) == {2}, "and not the stage with more work"
 
 
-def test_one_slow_step_among_good_ones_is_forgiven() -> None:
+def test_single_slow_steps_are_ignored() -> None:
     good, bad = {0: 1.0, 1: 1.0}, {0: 1.0, 1: 3.0}
     assert play([bad, bad, good, bad, bad], ((0, 1),)) == frozenset()
 
@@ -44,10 +44,10 @@ def test_a_replica_with_more_samples_may_take_longer() -> None:
     """V44: of 5 samples in micro-batches of 2, one replica runs two micro-batches and the other one."""
     assert play([{0: 2.0, 1: 1.0}] * 9, ((0, 1),), batch=5) == frozenset()
     assert play([{0: 3.0, 1: 1.0}] * 9, ((0, 1),), batch=5) == {0}
-    assert play([{0: 2.0, 1: 2.0}] * 9, ((0, 1),), batch=5) == {1}, "the one with less to do"
+    assert play([{0: 2.0, 1: 2.0}] * 9, ((0, 1),), batch=5) == {1}, "the one with less work"
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=9).map(sorted), st.data())
-def test_the_median_of_the_others_is_theirs(ordered: list[int], data: st.DataObject) -> None:
+def test_median_without_is_the_median_of_the_other_values(ordered: list[int], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(ordered) - 1))
     assert median_without(ordered, ordered[place]) == median(ordered[:place] + ordered[place + 1 :])

@@ -1,4 +1,4 @@
-"""Strangers, eavesdroppers and accidents at the wire: nothing of theirs is ever read as a message."""
+"""The wire rejects unknown, replayed, changed and too long messages."""
 
 from contextlib import suppress
 
@@ -19,7 +19,7 @@ def connected(secret: bytes = SECRET) -> tuple[Wire, Wire]:
 
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 50), max_size=30))
-def test_what_is_sent_arrives_whole_and_in_order_however_it_is_cut(
+def test_messages_arrive_complete_and_in_order_in_chunks_of_any_size(
     payloads: list[bytes], cuts: list[int]
 ) -> None:
     caller, listener = connected()
@@ -34,7 +34,7 @@ def test_what_is_sent_arrives_whole_and_in_order_however_it_is_cut(
 
 @settings(deadline=None)
 @given(st.binary(max_size=500))
-def test_a_strangers_bytes_are_refused_or_waited_for_and_never_read(noise: bytes) -> None:
+def test_unknown_bytes_are_never_read_as_a_message(noise: bytes) -> None:
     """V46"""
     for listener in (Wire(SECRET, is_caller=False), connected()[1]):
         try:
@@ -73,7 +73,7 @@ def test_a_message_sent_twice_is_refused_on_this_connection_and_on_another() -> 
         Wire(SECRET, is_caller=False).feed(recorded)
 
 
-def test_a_listeners_own_words_sent_back_to_it_are_refused() -> None:
+def test_a_reflected_message_is_refused() -> None:
     """V46: reflection"""
     listener = Wire(SECRET, is_caller=False)
     listener.feed(listener.greeting)  # the caller shows the listener's own nonce
@@ -81,7 +81,7 @@ def test_a_listeners_own_words_sent_back_to_it_are_refused() -> None:
         listener.feed(listener.pack(b"welcome"))
 
 
-def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit() -> None:
+def test_the_size_of_messages_is_limited_before_and_after_the_first() -> None:
     """V46: bounded"""
     _, listener = connected()
     with pytest.raises(WireError, match="bytes, but the limit is"):
@@ -93,7 +93,7 @@ def test_a_stranger_can_make_us_hold_little_and_a_friend_no_more_than_the_limit(
         caller.pack(bytes(MAX_BYTES + 1))
 
 
-def test_another_version_is_told_from_its_first_bytes() -> None:
+def test_another_version_is_detected_by_its_first_bytes() -> None:
     listener = Wire(SECRET, is_caller=False)
     with pytest.raises(WireError, match="another program or varuna version"):
         listener.feed(MAGIC.replace(b"2", b"3") + bytes(GREETING_BYTES))

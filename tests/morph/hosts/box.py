@@ -1,4 +1,4 @@
-"""A namespace of processes: whatever ever runs in it dies with its first process, all at once."""
+"""A process namespace: all its processes die with its first one."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ class Box:
 
     @property
     def first(self) -> int:
-        """The process that it stands and falls with."""
+        """Return the first process, with which all others die."""
         pid = self.outer.pid
         (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(first)

@@ -1,4 +1,4 @@
-"""Small metadata services on loopback that want to be asked as the clouds' own do."""
+"""Small metadata services on loopback that behave like those of the clouds."""
 
 import email.utils
 import http.server
@@ -14,7 +14,7 @@ NO_HEADERS: dict[str, str] = {}
 
 
 class Cloud(http.server.ThreadingHTTPServer):
-    """`broken` answers, where there are any, come first, one for each question."""
+    """A metadata service; replies in `broken` are sent first, one per request."""
 
     daemon_threads = True
     clock = 1_800_000_000.0  # of the service
@@ -22,20 +22,20 @@ class Cloud(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.broken: list[Reply] = []
         self.changed = threading.Condition()
 
-    def wait_until_asked(self, times: int) -> None:
-        self.wait_for(lambda: len(self.asked) >= times)
+    def wait_for_requests(self, times: int) -> None:
+        self.wait_for(lambda: len(self.requests) >= times)
 
     def wait_for(self, wanted: Callable[[], bool]) -> None:
-        """Looked at with each question."""
+        """Wait until the condition holds after a request."""
         with self.changed:
             self.changed.wait_for(wanted)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who hangs up before the answer is one of the tests' own."""
+        """Ignore disconnects of the tests."""
 
     def reply(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> Reply:
         return 404, NO_HEADERS, b"not found"
@@ -130,7 +130,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(place.query).items()}
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         with self.server.changed:
-            self.server.asked.append(f"{self.command} {self.path}")
+            self.server.requests.append(f"{self.command} {self.path}")
             self.server.changed.notify_all()
         if self.server.broken:
             status, headers, reply = self.server.broken.pop(0)
@@ -146,7 +146,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = answer
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager

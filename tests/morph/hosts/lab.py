@@ -1,4 +1,4 @@
-"""Real machines on one box, to be killed, cut off and slowed down.
+"""Test hosts on one machine that can be killed, cut off and slowed down.
 
 Each host is a network namespace with its own address, its own processes, its own name, its own clocks
 and its own sshd; a bridge joins them, and the tests stand on it as the manager's machine does. The file
@@ -28,7 +28,7 @@ TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 
 
 class Host:
-    """One machine; `Lab` makes it."""
+    """One host of a `Lab`."""
 
     def __init__(self, lab: "Lab", number: int) -> None:
         self.name = f"n{number}"
@@ -42,7 +42,7 @@ class Host:
         self._box: Box | None = None
 
     def boot(self) -> None:
-        """Returns once sshd listens."""
+        """Boot the host; return once sshd listens."""
         assert self._box is None, f"{self.name} is up already"
         told = {
             **self._lab.environment,
@@ -84,20 +84,20 @@ class Host:
         raise RuntimeError(f"host {self.name} did not come up: {''.join(said)}")
 
     def kill(self) -> None:
-        """The machine dies: every process on it at once. Its peers' connections are reset."""
+        """Kill all processes of the host at once; connections to it are reset."""
         if self._box is not None:
             self._box.kill()
             self._box = None
 
     def cut(self) -> None:
-        """The machine goes on, but nothing reaches it or comes from it, and nobody is told."""
+        """Drop all packets from and to the host, silently."""
         ip("link", "set", self._link, "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         ip("link", "set", self._link, "up")
 
     def slow(self, rate: str) -> None:
-        """Both ways, in tc's words: "50mbit"."""
+        """Limit the rate in both directions, in the units of tc: "50mbit"."""
         limit = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
         command([tool("tc"), "qdisc", "replace", "dev", self._link, *limit])
         command([tool("tc"), "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *limit])
@@ -107,18 +107,18 @@ class Host:
         command([tool("tc"), "-n", self._namespace, "qdisc", "delete", "dev", "eth0", "root"])
 
     def set_clock(self, seconds: float) -> None:
-        """The wall clock is wrong by so much from now on."""
+        """Set the wall clock off by `seconds`."""
         self._clock.write_text(str(seconds))
 
     def mount(self, folder: Path, num_bytes: int) -> None:
-        """A small disk of the machine's own, in place of a folder that all share."""
+        """Mount a small disk on a folder that is otherwise shared."""
         self._inside("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "lab", str(folder))
 
     def unmount(self, folder: Path) -> None:
         self._inside("umount", "--lazy", str(folder))
 
     def path(self, folder: Path) -> Path:
-        """A folder as the machine itself sees it."""
+        """Return the path of a folder as the host sees it."""
         assert self._box is not None, f"{self.name} is down"
         return Path(f"/proc/{self._box.first}/root{folder}")
 
@@ -127,7 +127,7 @@ class Host:
         command([tool("nsenter"), "-t", str(self._box.first), "-m", "-p", *argv])
 
     def outer_pid(self, pid: int) -> int:
-        """A process of the host, as it is known outside of it."""
+        """Return the process id outside of the host's namespace."""
         for outer in processes_of(self._namespace):
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{outer}/status").read_text()
@@ -136,7 +136,7 @@ class Host:
         raise ProcessLookupError(f"no process {pid} on {self.name}")
 
     def command(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """The same command, to be run on this host."""
+        """Return the command that runs `argv` on this host."""
         there = ["env", *(f"{name}={value}" for name, value in (environment or {}).items()), *argv]
         return [*self._lab.ssh, "-oBatchMode=yes", self.name, shlex.join(there)]
 
@@ -144,7 +144,7 @@ class Host:
         return command(self.command(argv))
 
     def processes(self) -> dict[int, str]:
-        """All that run on the host but its sshd, by their ids outside of it, with their command lines."""
+        """Return the processes of the host without its sshd: outer ids and command lines."""
         found = {}
         for pid in processes_of(self._namespace):
             try:
@@ -176,10 +176,10 @@ class Host:
 
 
 class Lab:
-    """`with Lab(3) as lab:` has three hosts up, n1 to n3, and leaves nothing behind."""
+    """`with Lab(3) as lab:` boots the hosts n1 to n3 and removes everything at the end."""
 
     def __init__(self, num_hosts: int, environment: Mapping[str, str] | None = None) -> None:
-        """The environment is for all that is started over ssh."""
+        """`environment` is for all processes that ssh starts."""
         require_tools()
         remove_orphans()
         self.environment = dict(environment or {})
@@ -213,7 +213,7 @@ class Lab:
         )
 
     def add(self) -> Host:
-        """One more machine, up."""
+        """Boot one more host."""
         host = Host(self, len(self.hosts) + 1)
         self.hosts.append(host)
         with (self.folder / "hosts").open("a") as hosts:
@@ -240,7 +240,7 @@ class Lab:
 
 
 def require_tools() -> None:
-    """Fails with the reason where hosts cannot be made."""
+    """Fail with the reason if hosts cannot be created."""
     if os.geteuid() != 0:
         raise RuntimeError(
             "test hosts are network namespaces, which only root may make: run the tests as root"
@@ -253,7 +253,7 @@ def require_tools() -> None:
 
 
 def claim_network() -> tuple[str, str]:
-    """A name and a network that no other lab of this machine has: the kernel gives a link's name out once."""
+    """Return a name and a network that no other lab uses: the kernel accepts a link's name only once."""
     said = ""
     for number in range(MOST_LABS):
         name = f"vlab{number}"
@@ -270,7 +270,7 @@ def claim_network() -> tuple[str, str]:
 
 
 def remove_orphans() -> None:
-    """What test runs left behind that were killed themselves."""
+    """Remove the leftovers of killed test runs."""
     for alias in Path("/sys/class/net").glob("vlab*/ifalias"):
         try:
             owner = alias.read_text().removeprefix(OWNED).strip()

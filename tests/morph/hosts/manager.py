@@ -1,4 +1,4 @@
-"""In the manager's place where a test is about starting agents: agents dial in, and are talked to."""
+"""A stub manager for tests of starters: accepts stub agents and sends them commands."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any, Self
 from varuna.morph.protocol.orders import AgentOrders
 
 
-class DialledIn:
+class StubConnection:
     """The connection of one stub agent."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -36,20 +36,20 @@ class DialledIn:
         self._connection.close()
 
 
-class StandInManager:
+class StubManager:
     def __init__(self, address: str) -> None:
         self.secret = secrets.token_hex(16)
         self._server = socket.create_server((address, 0))
         self._server.settimeout(60)
-        self.dialled_in: list[DialledIn] = []
+        self.dialled_in: list[StubConnection] = []
 
     def orders(self, machine: str) -> AgentOrders:
         host, port = self._server.getsockname()
         return AgentOrders(job="job", machine=machine, managers=(f"{host}:{port}",), secret=self.secret)
 
-    def accept(self) -> DialledIn:
+    def accept(self) -> StubConnection:
         connection, _ = self._server.accept()
-        agent = DialledIn(connection)
+        agent = StubConnection(connection)
         assert agent.hello["proof"] == hashlib.sha256(self.secret.encode()).hexdigest()
         self.dialled_in.append(agent)
         return agent

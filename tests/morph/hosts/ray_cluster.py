@@ -1,4 +1,4 @@
-"""A real Ray cluster over test hosts, of one CPU each; the first one is its head."""
+"""A real Ray cluster on test hosts with one CPU each; the first host is its head."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ class RayCluster:
             raise RuntimeError(f"Ray did not start on {host.name}: {log.read_text()}")
 
     def client(self, agent: str) -> "RayClient":
-        """A manager's side of it, in a process of its own on the first host."""
+        """Return a client in its own process on the first host."""
         argv = [str(self._bin / "python"), str(DRIVER), self.address, sys.executable, agent]
         process = subprocess.Popen(
             self.lab.hosts[0].command(argv, self._environment),
@@ -69,7 +69,7 @@ class RayCluster:
         return RayClient(process)
 
     def manager(self, folder: Path, environment: Mapping[str, str]) -> list[str]:
-        """The command that leads a job from the first host, in the environment that has Ray."""
+        """Return the command that manages a job from the first host, in the environment with Ray."""
         lead = (
             "import runpy, sys; sys.argv[0] = 'run_varuna'; "
             f"sys.path.append({sysconfig.get_path('purelib')!r}); "  # behind what Ray needs

@@ -1,4 +1,4 @@
-"""Starts agents on a Ray cluster as it is told, a line each; runs in the environment that has Ray."""
+"""Starts agents on a Ray cluster, one per input line; runs in the environment with Ray."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A real Slurm on this one machine: its controller, munge, and as many nodes as asked for, each a slurmd.
+"""A real Slurm on this machine: its controller, munge, and one slurmd per node.
 
 It takes root and Debian's slurm-wlm and munge, which `make test` installs.
 """
@@ -21,7 +21,7 @@ TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sque
 
 
 class SlurmCluster:
-    """`with SlurmCluster(2) as cluster:` has node1 and node2 idle; `cluster.environment` leads to it."""
+    """`with SlurmCluster(2) as cluster:` has node1 and node2 idle; use `cluster.environment` to reach it."""
 
     def __init__(self, num_nodes: int) -> None:
         if os.geteuid() != 0:
@@ -108,7 +108,7 @@ class SlurmCluster:
         self._start("slurmd", ["-D", "-N", node], name=node)
 
     def kill(self, node: str) -> None:
-        """The node dies, and all that runs on it; Slurm is not told."""
+        """Kill the node with all its processes; Slurm gets no message."""
         self._boxes.pop(node).kill()
 
     def run(self, *argv: str) -> str:
@@ -118,7 +118,7 @@ class SlurmCluster:
         return run.stdout
 
     def _ask(self, *argv: str) -> str:
-        """What it answers, if it does already."""
+        """Return the output of a command, or "" if Slurm does not answer yet."""
         return subprocess.run(argv, env=self.environment, capture_output=True, text=True).stdout
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
@@ -146,7 +146,7 @@ class SlurmCluster:
 
 
 def free_ports(number: int) -> list[int]:
-    """At once, so that they differ."""
+    """Return different free ports."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
         return [listener.getsockname()[1] for listener in listeners]

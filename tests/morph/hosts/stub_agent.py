@@ -1,4 +1,4 @@
-"""In an agent's place where a test is about starting one: takes its orders, dials in, does as it is told."""
+"""A stub agent for tests of starters: reads its orders, connects, and obeys the stub manager."""
 
 import hashlib
 import json

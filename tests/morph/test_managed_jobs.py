@@ -1,4 +1,4 @@
-"""Real jobs that nobody looks after but their manager: saved by themselves, warned, watched, and kept to."""
+"""Real jobs with automatic saves, notices of clouds, hangs and slow machines."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from tests.morph.hosts import clouds
 from tests.morph.jobs import TRAIN, Job, check
 
 SAVES_NOTHING = "EVERY = 0\n"
-"""A script that says where, once, and nothing else."""
+"""A script that only names its store, once."""
 
 
 class SeveralAws(clouds.Aws):
-    """As it is asked by several machines: each has a token of its own, and the first one's is doomed."""
+    """AWS for several machines: each has its own token, and the first machine gets a notice."""
 
     num_machines = 0
 
@@ -30,7 +30,7 @@ class SeveralAws(clouds.Aws):
 
 
 class SeveralAzure(clouds.Azure):
-    """Each machine has a name of its own."""
+    """Azure for several machines: each has its own name."""
 
     num_machines = 0
 
@@ -42,7 +42,7 @@ class SeveralAzure(clouds.Azure):
 
 
 class SeveralGcp(clouds.Gcp):
-    """One machine's flag changes, whichever waits for it first."""
+    """GCP for several machines: the flag changes for the first that waits."""
 
     def reply(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> clouds.Reply:
         with self.changed:
@@ -57,10 +57,10 @@ class SeveralGcp(clouds.Gcp):
             return 200, {**self.flavor, "ETag": known or "etag-0"}, flag
 
 
-def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_they_go(
-    tmp_path: Path, peace: dict[int, float]
+def test_a_job_saves_automatically_and_drops_machines_before_they_are_taken_away(
+    tmp_path: Path, reference: dict[int, float]
 ) -> None:
-    """V41, V46, V47: a spot interruption of AWS, then a SIGTERM on an agent; no step is done twice."""
+    """V41, V46, V47: a spot interruption of AWS, then SIGTERM to an agent; no step is repeated."""
     aws = SeveralAws()
     options = ["--save_every", "0.3", "--cloud", "aws", "--cloud_url", aws.url]
     with (
@@ -73,7 +73,7 @@ def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_th
         assert "; by itself every 0.3 s" in job.varuna("status").stdout
         said = json.loads(job.varuna("logs", "0", "--lines", "1", "--json").stdout)
         assert said["ok"] and "loss" in said["text"]
-        check_what_others_can_see(job)
+        check_nothing_is_exposed(job)
 
         aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}
         doomed = job.wait_for("AWS will terminate this machine at 08:02:00 UTC").split(": ")[2]
@@ -90,13 +90,13 @@ def test_a_job_saves_by_itself_and_leaves_machines_that_are_taken_away_before_th
         job.wait_for_change("generation: 4: 1 stage x 1 replica")
         assert "on 127.0.0.3," in job.lines[-1]
         assert len(list((tmp_path / "store").glob("varuna_ckpt_*"))) <= 3  # one of them under way
-        check(job, peace)
+        check(job, reference)
         assert f"machine lost: {other}" in job.text, "its agent did not end"
         assert "a stranger says so" not in job.text
 
 
-def check_what_others_can_see(job: Job) -> None:
-    """Listings of processes, files and ports."""
+def check_nothing_is_exposed(job: Job) -> None:
+    """Check the process list, the files and the open ports."""
     contact = job.contact()
     (place,) = (job.folder / "home").glob("jobs/*/manager.json")
     assert place.stat().st_mode & 0o777 == 0o600 and place.parent.stat().st_mode & 0o777 == 0o700
@@ -125,7 +125,7 @@ with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as conn
 
 
 def call_as_another_user(agent: int) -> str:
-    """What an agent answers to a notice of one who is not its user."""
+    """Return the reply of an agent to a notice of another user."""
     own = sockets(agent)
     for line in Path(f"/proc/{agent}/net/unix").read_text().splitlines():
         inode, name = line.split()[-2:]
@@ -146,7 +146,7 @@ def sockets(pid: int) -> set[str]:
 
 
 def listening(pid: int) -> list[str]:
-    """The addresses on which a process waits for callers."""
+    """Return the addresses on which a process listens."""
     own = sockets(pid)
     found = []
     for table in ("tcp", "tcp6"):
@@ -179,10 +179,10 @@ def hang_for_ever():
 """
 
 
-def test_a_job_that_hangs_is_started_anew_with_its_stacks_in_the_logs_and_one_that_is_slow_is_not(
-    tmp_path: Path, peace: dict[int, float]
+def test_a_job_that_hangs_restarts_with_its_stacks_in_the_logs_and_a_slow_job_does_not(
+    tmp_path: Path, reference: dict[int, float]
 ) -> None:
-    """V43, V41, V47: a step of 2.5 s among those of 0.3 s is no hang; then GCP preempts a machine.
+    """V43, V41, V47: a step of 2.5 s among steps of 0.3 s is not a hang; then GCP preempts a machine.
 
     What it is started anew from is what the job has saved by itself, when it pleased.
     """
@@ -199,7 +199,7 @@ def test_a_job_that_hangs_is_started_anew_with_its_stacks_in_the_logs_and_one_th
             gcp.changed.notify_all()
         job.wait_for("GCP preempts this machine")
         job.wait_for_change("generation: 3: 1 stage x 1 replica")
-        check(job, peace)
+        check(job, reference)
 
 
 SLOW = """
@@ -211,8 +211,8 @@ def delay(op, microbatch):
 """
 
 
-def test_a_slow_machine_is_listed_and_left_and_azure_need_not_wait_for_its_deadline(
-    tmp_path: Path, peace: dict[int, float]
+def test_a_slow_machine_is_listed_and_dropped_and_azure_gets_an_approval(
+    tmp_path: Path, reference: dict[int, float]
 ) -> None:
     """V44, V41, V47"""
     azure = SeveralAzure()
@@ -231,4 +231,4 @@ def test_a_slow_machine_is_listed_and_left_and_azure_need_not_wait_for_its_deadl
         azure.wait_for(lambda: sum(event["EventStatus"] == "Started" for event in azure.events) > 1)
         azure.events.clear()
         job.wait_for_change("generation: 3: ")
-        check(job, peace)
+        check(job, reference)
