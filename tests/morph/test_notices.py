@@ -62,7 +62,7 @@ class PollResults:
 
 
 @asynccontextmanager
-async def listening(
+async def polling(
     to: MetadataService, url: str, *, reply_seconds: float = 10.0
 ) -> AsyncIterator[PollResults]:
     heard = PollResults()
