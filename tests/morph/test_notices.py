@@ -51,8 +51,8 @@ class PollResults:
     """Collects the notices and warnings of a poll, which continues when `again` is released."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[CloudNotice | None] = asyncio.Queue()
-        self.warned: asyncio.Queue[str] = asyncio.Queue()
+        self.notices: asyncio.Queue[CloudNotice | None] = asyncio.Queue()
+        self.warnings: asyncio.Queue[str] = asyncio.Queue()
         self.pauses: asyncio.Queue[float] = asyncio.Queue()
         self.again = asyncio.Semaphore(0)
 
@@ -65,20 +65,20 @@ class PollResults:
 async def polling(
     to: MetadataService, url: str, *, reply_seconds: float = 10.0
 ) -> AsyncIterator[PollResults]:
-    heard = PollResults()
+    results = PollResults()
     poll = asyncio.create_task(
         poll_notices(
             to,
-            heard.told.put_nowait,
-            warn=heard.warned.put_nowait,
+            results.notices.put_nowait,
+            warn=results.warnings.put_nowait,
             url=url,
             reply_seconds=reply_seconds,
             now=lambda: NOW,
-            sleep=heard.sleep,
+            sleep=results.sleep,
         )
     )
     try:
-        yield heard
+        yield results
     finally:
         poll.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -89,17 +89,17 @@ def test_aws_reports_a_spot_interruption_once_with_its_deadline(aws: clouds.Aws)
     """V41: first the token of IMDSv2, then no notice, then a notice; the deadline uses our clock."""
 
     async def story() -> None:
-        async with polling(metadata_service("aws"), aws.url) as heard:
-            await heard.pauses.get()
-            assert heard.told.empty()
+        async with polling(metadata_service("aws"), aws.url) as results:
+            await results.pauses.get()
+            assert results.notices.empty()
             assert aws.requests == ["PUT /latest/api/token", "GET /latest/meta-data/spot/instance-action"]
             aws.action = {"action": "terminate", "time": "2027-01-15T08:02:00Z"}  # the cloud's clock + 2 min
-            heard.again.release()
-            notice = await heard.told.get()
+            results.again.release()
+            notice = await results.notices.get()
             assert notice == CloudNotice(NOW + 120, "AWS will terminate this machine at 08:02:00 UTC")
-            heard.again.release()
-            assert [await heard.pauses.get(), await heard.pauses.get()] == [1.0, 1.0]
-            assert heard.told.empty(), "told twice"
+            results.again.release()
+            assert [await results.pauses.get(), await results.pauses.get()] == [1.0, 1.0]
+            assert results.notices.empty(), "told twice"
             assert aws.requests.count("PUT /latest/api/token") == 1
 
     asyncio.run(story())
@@ -107,12 +107,12 @@ def test_aws_reports_a_spot_interruption_once_with_its_deadline(aws: clouds.Aws)
 
 def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) -> None:
     async def story() -> None:
-        async with polling(metadata_service("aws"), aws.url) as heard:
-            await heard.pauses.get()
+        async with polling(metadata_service("aws"), aws.url) as results:
+            await results.pauses.get()
             aws.token = "token-2=="
             aws.action = {"action": "hibernate", "time": "2027-01-15T08:02:00Z"}
-            heard.again.release()
-            notice = await heard.told.get()
+            results.again.release()
+            notice = await results.notices.get()
             assert notice is not None and notice.deadline == NOW, "hibernation begins with its notice"
 
     asyncio.run(story())
@@ -122,19 +122,19 @@ def test_azure_reports_only_events_that_end_this_machine(azure: clouds.Azure) ->
     """V41: events of other machines and freezes are ignored; a withdrawn notice is reported."""
 
     async def story() -> None:
-        async with polling(metadata_service("azure"), azure.url) as heard:
+        async with polling(metadata_service("azure"), azure.url) as results:
             azure.schedule("Preempt", "trainer_8", seconds=30)
             azure.schedule("Freeze", "trainer_7", seconds=900)
-            await heard.pauses.get()
-            assert heard.told.empty()
+            await results.pauses.get()
+            assert results.notices.empty()
             azure.schedule("Preempt", "Trainer_7", seconds=30, name="E-2")
-            heard.again.release()
-            notice = await heard.told.get()
+            results.again.release()
+            notice = await results.notices.get()
             assert notice is not None and (notice.deadline, notice.event) == (NOW + 30, "E-2")
             assert "Preempt" in notice.reason
             azure.events.pop()
-            heard.again.release()
-            assert await heard.told.get() is None
+            results.again.release()
+            assert await results.notices.get() is None
 
     asyncio.run(story())
 
@@ -144,12 +144,12 @@ def test_azure_gets_an_approval(azure: clouds.Azure) -> None:
 
     async def story() -> None:
         to = metadata_service("azure")
-        async with polling(to, azure.url) as heard:
-            notice = await heard.told.get()
+        async with polling(to, azure.url) as results:
+            notice = await results.notices.get()
             assert notice is not None
             await approve_notice(to, notice, url=azure.url)
-            heard.again.release()
-            started = await heard.told.get()
+            results.again.release()
+            started = await results.notices.get()
             assert started is not None and started.deadline == NOW
         azure.events.clear()
         with pytest.raises(NoticeError, match="no such event"):
@@ -163,12 +163,12 @@ def test_gcp_gets_one_request_that_waits_for_a_change(gcp: clouds.Gcp) -> None:
     """V41: not one request per second."""
 
     async def story() -> None:
-        async with polling(metadata_service("gcp"), gcp.url) as heard:
-            await heard.pauses.get()
-            heard.again.release()
+        async with polling(metadata_service("gcp"), gcp.url) as results:
+            await results.pauses.get()
+            results.again.release()
             await asyncio.to_thread(gcp.wait_for_requests, 2)
             gcp.preempt()
-            assert await heard.told.get() == CloudNotice(NOW + 30, "GCP preempts this machine")
+            assert await results.notices.get() == CloudNotice(NOW + 30, "GCP preempts this machine")
             assert gcp.requests == [
                 "GET /computeMetadata/v1/instance/preempted",
                 "GET /computeMetadata/v1/instance/preempted"
@@ -180,9 +180,9 @@ def test_gcp_gets_one_request_that_waits_for_a_change(gcp: clouds.Gcp) -> None:
 
 def test_a_cancelled_poll_ends_while_the_service_delays_its_reply(gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with polling(metadata_service("gcp"), gcp.url) as heard:
-            await heard.pauses.get()
-            heard.again.release()
+        async with polling(metadata_service("gcp"), gcp.url) as results:
+            await results.pauses.get()
+            results.again.release()
             await asyncio.to_thread(gcp.wait_for_requests, 2)
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -213,29 +213,29 @@ def test_an_invalid_reply_is_logged_once_and_polled_again(
     cloud = {"aws": aws, "azure": azure, "gcp": gcp}[name]
 
     async def story() -> None:
-        async with polling(metadata_service(name), cloud.url) as heard:
-            await heard.pauses.get()
+        async with polling(metadata_service(name), cloud.url) as results:
+            await results.pauses.get()
             cloud.broken += [WRONG[wrong]] * 2
             aws.action = {"action": "stop", "time": "2027-01-15T08:02:00Z"}
             azure.schedule("Terminate", azure.machine, seconds=300)
             gcp.preempt()
-            heard.again.release()
-            assert "cannot be polled" in await heard.warned.get()
-            assert await heard.pauses.get() == 2.0
-            heard.again.release()
-            assert await heard.pauses.get() == 4.0
-            heard.again.release()
-            assert await heard.told.get() is not None
-            assert heard.warned.empty(), "the same warning came twice"
+            results.again.release()
+            assert "cannot be polled" in await results.warnings.get()
+            assert await results.pauses.get() == 2.0
+            results.again.release()
+            assert await results.pauses.get() == 4.0
+            results.again.release()
+            assert await results.notices.get() is not None
+            assert results.warnings.empty(), "the same warning came twice"
 
     asyncio.run(story())
 
 
 def test_a_redirect_is_refused(aws: clouds.Aws, gcp: clouds.Gcp) -> None:
     async def story() -> None:
-        async with polling(metadata_service("gcp"), gcp.url) as heard:
+        async with polling(metadata_service("gcp"), gcp.url) as results:
             gcp.broken.append((302, {"Location": f"{aws.url}/elsewhere"}, b""))
-            assert "302" in await heard.warned.get()
+            assert "302" in await results.warnings.get()
 
     asyncio.run(story())
     assert aws.requests == []
@@ -247,8 +247,8 @@ def test_proxies_are_not_used(aws: clouds.Aws, gcp: clouds.Gcp, monkeypatch: pyt
     gcp.preempt()
 
     async def story() -> None:
-        async with polling(metadata_service("gcp"), gcp.url) as heard:
-            assert await heard.told.get() is not None
+        async with polling(metadata_service("gcp"), gcp.url) as results:
+            assert await results.notices.get() is not None
 
     asyncio.run(story())
     assert aws.requests == []
@@ -266,12 +266,12 @@ def test_a_service_that_sends_no_complete_reply_times_out() -> None:
     async def story() -> None:
         async with polling(
             metadata_service("gcp"), f"http://127.0.0.1:{silent.getsockname()[1]}", reply_seconds=0.2
-        ) as heard:
-            assert "TimeoutError" in await heard.warned.get()
+        ) as results:
+            assert "TimeoutError" in await results.warnings.get()
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with polling(metadata_service("gcp"), url, reply_seconds=0.2) as heard:
-            assert "TimeoutError" in await heard.warned.get()
+        async with polling(metadata_service("gcp"), url, reply_seconds=0.2) as results:
+            assert "TimeoutError" in await results.warnings.get()
         server.close()
 
     with silent:
@@ -284,8 +284,8 @@ def test_a_missing_service_is_logged() -> None:
     async def story() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with polling(metadata_service("aws"), url) as heard:
-            assert "refused" in await heard.warned.get()
+        async with polling(metadata_service("aws"), url) as results:
+            assert "refused" in await results.warnings.get()
 
     asyncio.run(story())
 

@@ -90,11 +90,11 @@ def read_journal(path: Path) -> tuple[JournalRecord, ...]:
 
 def counts_changed(before: JobState, after: JobState) -> bool:
     """Return True if a new `CountsChanged` record is needed; of the steps, only the first matters."""
-
-    def counts(state: JobState) -> tuple[int, ...]:
-        return state.crashes, state.losses, state.iteration_at_crash, int(state.best_iteration > 0)
-
-    return counts(before) != counts(after)
+    old, new = (
+        (state.crashes, state.losses, state.iteration_at_crash, state.best_iteration > 0)
+        for state in (before, after)
+    )
+    return old != new
 
 
 def counts_record(state: JobState, seconds: float) -> CountsChanged:

@@ -40,10 +40,6 @@ class PreemptionReport(ManagerMessage, frozen=True):
     machine: str = ""  # "": the machine of the sender
 
 
-class PreemptionWithdrawn(ManagerMessage, frozen=True):
-    """The machine of the sender will not be taken away."""
-
-
 class WorkerOutput(ManagerMessage, frozen=True):
     """Lines that a worker wrote, for the manager's terminal."""
 
@@ -153,7 +149,7 @@ ToManager = (
     | events.WorkerFailed
     | events.WorkersEnded
     | PreemptionReport
-    | PreemptionWithdrawn
+    | events.NoticeWithdrawn
     | WorkerOutput
     | LogReply
     | ManagerRequest

@@ -49,7 +49,7 @@ class Agent:
             on_store=lambda port: self.send(events.StoreReady(orders.machine, self.name, port)),
             on_exit=lambda status: self.end(f"the fork server exited with status {status}"),
         )
-        self.cloud = CloudListener(orders.cloud, orders.cloud_url, self.send) if orders.cloud else None
+        self.cloud = CloudListener(orders, self.send) if orders.cloud else None
         self.wire: Wire | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.heard = time.monotonic()  # last sign of life of the manager's machine

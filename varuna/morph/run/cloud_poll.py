@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from urllib.parse import urlsplit
 
+from varuna.morph.events import Event, NoticeWithdrawn
 from varuna.morph.notices import (
     CloudNotice,
     MetadataReply,
@@ -22,7 +23,8 @@ from varuna.morph.notices import (
     NoticeError,
     metadata_service,
 )
-from varuna.morph.protocol.messages import ManagerMessage, PreemptionReport, PreemptionWithdrawn
+from varuna.morph.protocol.messages import ManagerMessage, PreemptionReport
+from varuna.morph.protocol.orders import AgentOrders
 
 MAX_BYTES = 1 << 20
 REPLY_SECONDS = 5.0
@@ -33,9 +35,10 @@ Sleep = Callable[[float], Awaitable[None]]
 class CloudListener:
     """Reports the notices of a cloud to the manager, and approves them when the machine is released."""
 
-    def __init__(self, cloud: str, url: str, send: Callable[[ManagerMessage], None]) -> None:
-        self._service = metadata_service(cloud)
-        self._url = url
+    def __init__(self, orders: AgentOrders, send: Callable[[ManagerMessage | Event], None]) -> None:
+        self._service = metadata_service(orders.cloud)
+        self._url = orders.cloud_url
+        self._machine = orders.machine
         self._send = send
         self._notice: CloudNotice | None = None
         self._approved = ""  # event id of the last approved notice
@@ -46,7 +49,7 @@ class CloudListener:
     def _report(self, notice: CloudNotice | None) -> None:
         self._notice = notice
         if notice is None:
-            self._send(PreemptionWithdrawn())
+            self._send(NoticeWithdrawn(self._machine))
         else:
             self._send(PreemptionReport(notice.deadline - time.time(), notice.reason))
 

@@ -217,8 +217,6 @@ class Manager:
             deadline = None if message.seconds is None else self.clock.now() + message.seconds
             machine = message.machine or connection.machine
             self.events.put_nowait(events.NoticeReceived(machine, deadline, message.why))
-        elif isinstance(message, messages.PreemptionWithdrawn):
-            self.events.put_nowait(events.NoticeWithdrawn(connection.machine))
         elif isinstance(message, messages.WorkerOutput):
             stream = sys.stderr if message.is_stderr else sys.stdout
             for line in message.text.splitlines():
