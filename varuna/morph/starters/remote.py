@@ -8,11 +8,9 @@ manager may be restarted, and the agent's output is dropped meanwhile.
 
 from __future__ import annotations  # an older Python must be able to read this file and report its version
 
-import ctypes
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -45,12 +43,6 @@ def find_problem(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def die_with_parent() -> None:
-    """Kill the agent when this process dies (Linux only; elsewhere it exits without a manager)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def pass_on(output: IO[bytes]) -> None:
     """Copy the agent's output to stdout, and drop it once stdout is closed."""
     is_open = True
@@ -74,13 +66,16 @@ def main() -> None:
     if problem:
         print(MARK + problem, file=sys.stderr)
         sys.exit(CANNOT_START)
+    from varuna.processes import die_with_parent
+
+    own_pid = os.getpid()
     agent = subprocess.Popen(
         [sys.executable, *settings["agent"]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # a hang-up must not reach the agent
-        preexec_fn=die_with_parent if settings["ends_with_stdin"] else None,
+        preexec_fn=(lambda: die_with_parent(own_pid)) if settings["ends_with_stdin"] else None,
     )
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(sys.stdin.buffer.readline())
