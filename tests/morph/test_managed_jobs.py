@@ -218,7 +218,7 @@ def test_a_slow_machine_is_listed_and_dropped_and_azure_gets_an_approval(
     azure = SeveralAzure()
     options = ["--exclude_slow", "--cloud", "azure", "--cloud_url", azure.url]
     with clouds.running(azure), Job(tmp_path, machines=3, script=SLOW + TRAIN, options=options) as job:
-        job.wait_for("slow machine: 127.0.0.3 computes more slowly than others")
+        job.wait_for("slow machine: 127.0.0.3 computes more slowly than other machines")
         assert (tmp_path / "slow_machines.out").read_text() == "127.0.0.3\n"
         job.wait_for_change("generation: 2: 1 stage x 2 replicas")
         assert "on 127.0.0.1, 127.0.0.2," in job.lines[-1]
