@@ -11,7 +11,7 @@ import msgspec
 
 from tests.plan.profiles import machines, transformer
 from varuna.plan.cost import kernel
-from varuna.plan.cost.simulate import Pipeline, StageTimes, Way, name_orders, simulate
+from varuna.plan.cost.simulate import PipelineTimes, StageTimes, LinkTimes, name_orders, simulate
 from varuna.plan.search.search import search
 from varuna.types import ScheduleName
 
@@ -48,10 +48,10 @@ def equal_stages(schedule: ScheduleName, depth: int, microbatches: int) -> tuple
     """(bubble, seconds that simulating took) of stages whose messages take no time."""
     one = (1.0, 1.0, 2.0, 1.0, 1.0)
     orders = name_orders(schedule, stages=depth, microbatches=microbatches)
-    ways = (Way(0.0, 0.0),) * (depth - 1)
+    ways = (LinkTimes(0.0, 0.0),) * (depth - 1)
     kernel.compiled_play()
     started = time.perf_counter()
-    found = simulate(orders, [Pipeline((StageTimes(one, one),) * depth, ways, ways)])
+    found = simulate(orders, [PipelineTimes((StageTimes(one, one),) * depth, ways, ways)])
     seconds = found.seconds
     return 1.0 - 3.0 * microbatches / seconds, time.perf_counter() - started
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.plan.cost.bounds import least_seconds
-from varuna.plan.cost.simulate import Orders, Pipeline, StageTimes, Tie, Way, name_orders, simulate
+from varuna.plan.cost.simulate import Orders, PipelineTimes, StageTimes, TiedStages, LinkTimes, name_orders, simulate
 from varuna.schedule import NAMES, splits
 
 seconds = st.floats(0.01, 4.0)
@@ -12,7 +12,7 @@ maybe = st.one_of(st.just(0.0), st.floats(0.0, 3.0))
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Orders, Pipeline]:
+def layouts(draw: st.DrawFn) -> tuple[Orders, PipelineTimes]:
     """Anything that the planner could ask about: a smaller last micro-batch, reductions in lanes, ties."""
     stages = draw(st.integers(1, 6))
     split = draw(st.booleans())
@@ -32,14 +32,14 @@ def layouts(draw: st.DrawFn) -> tuple[Orders, Pipeline]:
         sending = draw(maybe)
         sender = times[stage % stages]
         leaving = draw(st.floats(0.0, 1.0)) * min(*sender.seconds, *sender.last_seconds)
-        ways.append(Way(sending, smaller * sending, draw(maybe), 0.0, min(leaving, smaller * 0.01)))
-    pipeline = Pipeline(
+        ways.append(LinkTimes(sending, smaller * sending, draw(maybe), 0.0, min(leaving, smaller * 0.01)))
+    pipeline = PipelineTimes(
         tuple(times),
         tuple(ways[: stages - 1]),
         tuple(ways[stages - 1 :]),
         (draw(st.floats(0.0, 1.0)),) * (stages - 1),
         draw(st.one_of(st.just(()), st.tuples(*[st.integers(0, 2)] * stages))),
-        draw(st.one_of(st.just(()), st.just((Tie((0, stages - 1), 0.7),) if stages > 1 else ()))),
+        draw(st.one_of(st.just(()), st.just((TiedStages((0, stages - 1), 0.7),) if stages > 1 else ()))),
         draw(maybe),
         draw(st.booleans()),
     )
@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn) -> tuple[Orders, Pipeline]:
 
 
 @given(layouts())
-def test_no_simulation_takes_less_than_the_bound(layout: tuple[Orders, Pipeline]) -> None:
+def test_no_simulation_takes_less_than_the_bound(layout: tuple[Orders, PipelineTimes]) -> None:
     orders, pipeline = layout
     least, bare = least_seconds(orders, pipeline)
     assert bare <= least <= simulate(orders, [pipeline]).seconds * (1 + 1e-9)
@@ -58,7 +58,7 @@ def test_no_simulation_takes_less_than_the_bound(layout: tuple[Orders, Pipeline]
 @given(st.integers(1, 8), st.integers(1, 30), st.sampled_from(["gpipe", "1f1b", "varuna"]))
 def test_for_equal_stages_the_bound_is_what_they_take(stages: int, microbatches: int, name: str) -> None:
     one = StageTimes((1.0, 0.0, 2.0, 0.0, 0.0), (1.0, 0.0, 2.0, 0.0, 0.0))
-    ways = (Way(0.0, 0.0),) * (stages - 1)
+    ways = (LinkTimes(0.0, 0.0),) * (stages - 1)
     orders = name_orders(name, stages=stages, microbatches=microbatches)
-    bound, _ = least_seconds(orders, Pipeline((one,) * stages, ways, ways))
+    bound, _ = least_seconds(orders, PipelineTimes((one,) * stages, ways, ways))
     assert abs(bound - 3 * (microbatches + stages - 1)) < 1e-9

@@ -15,10 +15,10 @@ from varuna.observe import bubble
 from varuna.plan.cost import kernel
 from varuna.plan.cost.simulate import (
     Orders,
-    Pipeline,
+    PipelineTimes,
     StageTimes,
-    Tie,
-    Way,
+    TiedStages,
+    LinkTimes,
     name_orders,
     read_orders,
     simulate,
@@ -33,12 +33,12 @@ def stage(times: Times, **more: object) -> StageTimes:
     return StageTimes(times, times, **more)  # type: ignore[arg-type]
 
 
-def equal_stages(stages: int, times: Times = (1.0, 1.0, 2.0, 1.0, 1.0)) -> Pipeline:
-    ways = (Way(0.0, 0.0),) * (stages - 1)
-    return Pipeline((stage(times),) * stages, ways, ways)
+def equal_stages(stages: int, times: Times = (1.0, 1.0, 2.0, 1.0, 1.0)) -> PipelineTimes:
+    ways = (LinkTimes(0.0, 0.0),) * (stages - 1)
+    return PipelineTimes((stage(times),) * stages, ways, ways)
 
 
-def seconds(name: str, pipeline: Pipeline, microbatches: int, **options: object) -> float:
+def seconds(name: str, pipeline: PipelineTimes, microbatches: int, **options: object) -> float:
     orders = name_orders(name, stages=len(pipeline.stages), microbatches=microbatches, **options)  # type: ignore[arg-type]
     return simulate(orders, [pipeline]).seconds
 
@@ -75,9 +75,9 @@ def test_unequal_stages_and_links_of_gpipe_are_a_flow_shop(
     stages: list[tuple[int, int]], sending: int, latency: int, microbatches: int
 ) -> None:
     """V23: each way costs the sum once and the slowest of stages and links for each micro-batch more."""
-    way = Way(sending, sending, latency)
+    way = LinkTimes(sending, sending, latency)
     links = len(stages) - 1
-    pipeline = Pipeline(
+    pipeline = PipelineTimes(
         tuple(stage((f, 0.0, b, 0.0, 0.0)) for f, b in stages), (way,) * links, (way,) * links
     )
     there = sum(f for f, _ in stages) + (microbatches - 1) * max(
@@ -115,7 +115,7 @@ def test_the_bubbles_of_the_papers_come_out() -> None:
 class World:
     """The same pipeline told by events: a stage that is free asks its Cursor, as the engine does."""
 
-    def __init__(self, schedule: Schedule, pipeline: Pipeline, seed: int) -> None:
+    def __init__(self, schedule: Schedule, pipeline: PipelineTimes, seed: int) -> None:
         self.schedule, self.pipeline, self.seed = schedule, pipeline, seed
         self.stages = len(schedule.rows)
         self.microbatches = sum(i.op == "F" for i in schedule.rows[0])
@@ -176,10 +176,10 @@ class World:
             )
 
     def send(
-        self, way: Way, sender: int, to: int, direction: int, stop: float, number: int, last: bool
+        self, way: LinkTimes, sender: int, to: int, direction: int, stop: float, number: int, last: bool
     ) -> None:
         free, arrival_before = self.way_free.get((sender, to), (0.0, 0.0))
-        leaves = max(stop - way.leaving, free)
+        leaves = max(stop - way.sender, free)
         sent = leaves + (way.last_sending if last else way.sending)
         arrival = sent + way.latency
         if self.seed and way.spread > 0:
@@ -194,19 +194,19 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[Schedule, Pipeline, int]:
+def worlds(draw: st.DrawFn) -> tuple[Schedule, PipelineTimes, int]:
     stages = draw(st.integers(1, 6))
     time = st.one_of(st.integers(1, 4).map(float), st.floats(0.01, 5.0))
     maybe = st.one_of(st.just(0.0), st.floats(0.0, 2.0))
     times = st.tuples(time, time, time, time, time)
     spreads = st.tuples(maybe, maybe, maybe, maybe, maybe)
-    way = st.builds(Way, maybe, maybe, maybe, maybe, st.just(0.0))
+    way = st.builds(LinkTimes, maybe, maybe, maybe, maybe, st.just(0.0))
     recompute = draw(st.one_of(st.just(()), st.tuples(*[st.booleans()] * stages)))
     microbatches = draw(st.integers(1, 12))
     schedule = build(
         draw(st.sampled_from(NAMES)), stages=stages, microbatches=microbatches, recompute=recompute
     )
-    pipeline = Pipeline(
+    pipeline = PipelineTimes(
         draw(st.tuples(*[st.builds(StageTimes, times, times, spreads, st.just(()), st.just(0.0))] * stages)),
         draw(st.tuples(*[way] * (stages - 1))),
         draw(st.tuples(*[way] * (stages - 1))),
@@ -214,7 +214,7 @@ def worlds(draw: st.DrawFn) -> tuple[Schedule, Pipeline, int]:
     return schedule, pipeline, draw(st.integers(0, 1 << 30))
 
 
-def instructions_of(orders: Orders, pipeline: Pipeline, seed: int) -> dict[Instruction, tuple[float, float]]:
+def instructions_of(orders: Orders, pipeline: PipelineTimes, seed: int) -> dict[Instruction, tuple[float, float]]:
     played = simulate(orders, [pipeline], seed=seed).played[0]
     letters = "".join(orders.letters)
     found = {}
@@ -226,14 +226,14 @@ def instructions_of(orders: Orders, pipeline: Pipeline, seed: int) -> dict[Instr
 
 
 @given(worlds())
-def test_the_simulator_plays_as_the_cursor_says(world: tuple[Schedule, Pipeline, int]) -> None:
+def test_the_simulator_plays_as_the_cursor_says(world: tuple[Schedule, PipelineTimes, int]) -> None:
     """V23: to the bit, for every schedule, recompute, unequal times, links and jitter."""
     schedule, pipeline, seed = world
     assert instructions_of(read_orders(schedule), pipeline, seed) == World(schedule, pipeline, seed).run()
 
 
 @given(worlds())
-def test_compiled_and_plain_give_the_same_bits(world: tuple[Schedule, Pipeline, int]) -> None:
+def test_compiled_and_plain_give_the_same_bits(world: tuple[Schedule, PipelineTimes, int]) -> None:
     schedule, pipeline, seed = world
     orders = read_orders(schedule)
     shared = pipeline._replace(sharing=(0.5,) * len(pipeline.forward))
@@ -272,7 +272,7 @@ def test_rows_that_deadlock_are_refused() -> None:
 
 
 def test_messages_of_one_direction_queue_and_travel_while_the_stage_computes_on() -> None:
-    pipeline = Pipeline((stage((1.0, 0, 1.0, 0, 0)),) * 2, (Way(3.0, 3.0),), (Way(0.0, 0.0),))
+    pipeline = PipelineTimes((stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(3.0, 3.0),), (LinkTimes(0.0, 0.0),))
     step = simulate(name_orders("gpipe", stages=2, microbatches=3), [pipeline])
     forwards = [i for i in step.timeline().intervals if i.what == "F"]
     assert [i.start_seconds for i in forwards if i.stage == 0] == [0.0, 1.0, 2.0]
@@ -280,7 +280,7 @@ def test_messages_of_one_direction_queue_and_travel_while_the_stage_computes_on(
 
 
 def test_what_the_sender_does_itself_delays_its_next_instruction_but_not_the_message() -> None:
-    pipeline = Pipeline((stage((1.5, 0, 1.0, 0, 0)),) * 2, (Way(0.0, 0.0, 2.0, 0.0, 0.5),), (Way(0.0, 0.0),))
+    pipeline = PipelineTimes((stage((1.5, 0, 1.0, 0, 0)),) * 2, (LinkTimes(0.0, 0.0, 2.0, 0.0, 0.5),), (LinkTimes(0.0, 0.0),))
     step = simulate(name_orders("gpipe", stages=2, microbatches=2), [pipeline])
     forwards = [i for i in step.timeline().intervals if i.what == "F"]
     assert [i.start_seconds for i in forwards if i.stage == 0] == [0.0, 1.5]
@@ -289,7 +289,7 @@ def test_what_the_sender_does_itself_delays_its_next_instruction_but_not_the_mes
 
 def test_messages_that_meet_share_the_link_as_far_as_it_is_shared() -> None:
     """Two opposite messages at once: with all of the time lost, the second ends when both are through."""
-    pipeline = Pipeline((stage((1.0, 0, 1.0, 0, 0)),) * 2, (Way(4.0, 4.0),), (Way(4.0, 4.0),))
+    pipeline = PipelineTimes((stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(4.0, 4.0),), (LinkTimes(4.0, 4.0),))
     for sharing, expected in ((0.0, 0.0), (1.0, 1.0)):
         step = simulate(
             name_orders("1f1b", stages=2, microbatches=2), [pipeline._replace(sharing=(sharing,))]
@@ -306,15 +306,15 @@ def test_messages_that_meet_share_the_link_as_far_as_it_is_shared() -> None:
 def test_buckets_are_reduced_while_the_last_backward_runs() -> None:
     """Full at half and at the end of a backward of 4 s: the first is hidden, the second is not."""
     one = stage((1.0, 0, 4.0, 0, 0), buckets=((0.5, 1.0), (1.0, 3.0)), ending_seconds=2.0)
-    step = simulate(name_orders("1f1b", stages=1, microbatches=2), [Pipeline((one,), (), ())])
+    step = simulate(name_orders("1f1b", stages=1, microbatches=2), [PipelineTimes((one,), (), ())])
     reductions = [(i.start_seconds, i.stop_seconds) for i in step.timeline().intervals if i.what == "reduce"]
     assert reductions == [(8.0, 9.0), (10.0, 13.0)]
     assert step.seconds == 15.0
 
 
 def test_a_reduction_waits_for_the_slowest_replica() -> None:
-    fast = Pipeline((stage((1.0, 0, 1.0, 0, 0), buckets=((1.0, 3.0),)),), (), ())
-    slow = Pipeline((stage((2.0, 0, 2.0, 0, 0), buckets=((1.0, 3.0),)),), (), ())
+    fast = PipelineTimes((stage((1.0, 0, 1.0, 0, 0), buckets=((1.0, 3.0),)),), (), ())
+    slow = PipelineTimes((stage((2.0, 0, 2.0, 0, 0), buckets=((1.0, 3.0),)),), (), ())
     orders = name_orders("1f1b", stages=1, microbatches=4)
     assert simulate(orders, [fast]).seconds == 11.0
     assert simulate(orders, [fast, slow]).seconds == simulate(orders, [slow]).seconds == 19.0
@@ -323,7 +323,7 @@ def test_a_reduction_waits_for_the_slowest_replica() -> None:
 def test_tied_stages_wait_for_each_other_and_so_do_all_for_the_losses() -> None:
     pipeline = equal_stages(3)
     orders = name_orders("1f1b", stages=3, microbatches=3)  # the stages end at 15, 13 and 11
-    tied = simulate(orders, [pipeline._replace(ties=(Tie((0, 2), 4.0),))])
+    tied = simulate(orders, [pipeline._replace(ties=(TiedStages((0, 2), 4.0),))])
     assert tied.ends[0].finished == [19.0, 13.0, 19.0]
     told = simulate(orders, [pipeline._replace(totals_seconds=0.5)])  # the last backward begins at 13
     assert told.ends[0].finished == [15.0, 13.5, 13.5]
@@ -334,7 +334,7 @@ def test_tied_stages_wait_for_each_other_and_so_do_all_for_the_losses() -> None:
 def test_what_ends_late_on_a_stage_that_begins_late_costs_nothing() -> None:
     """The last stage's optimizer runs while the first already fills the next step, as far as that lasts."""
     first, last = stage((1.0, 0, 2.0, 0, 0)), stage((1.0, 0, 2.0, 0, 0), ending_seconds=4.0)
-    pipeline = Pipeline((first, last), (Way(0.0, 0.0),), (Way(0.0, 0.0),))
+    pipeline = PipelineTimes((first, last), (LinkTimes(0.0, 0.0),), (LinkTimes(0.0, 0.0),))
     orders = name_orders("1f1b", stages=2, microbatches=8)  # 27 on stage 0, 25 + 4 on stage 1
     assert simulate(orders, [pipeline]).ends[0].done == [27.0, 29.0]
     assert simulate(orders, [pipeline]).seconds == 28.0
@@ -345,10 +345,10 @@ def test_what_ends_late_on_a_stage_that_begins_late_costs_nothing() -> None:
 # ---------------------------------------------------------------- jitter
 
 
-def jittery(stages: int) -> Pipeline:
-    way = Way(0.1, 0.1, 0.2, 1.0)
+def jittery(stages: int) -> PipelineTimes:
+    way = LinkTimes(0.1, 0.1, 0.2, 1.0)
     one = stage((1.0, 1.0, 2.0, 1.0, 1.0), spreads=(0.1,) * 5)
-    return Pipeline((one,) * stages, (way,) * (stages - 1), (way,) * (stages - 1))
+    return PipelineTimes((one,) * stages, (way,) * (stages - 1), (way,) * (stages - 1))
 
 
 def test_jitter_follows_from_the_seed_and_the_replica() -> None:
@@ -383,7 +383,7 @@ def test_noise_has_a_mean_of_zero_and_a_variance_of_one() -> None:
 
 @given(worlds())
 def test_a_timeline_holds_every_instruction_once_and_no_two_at_a_time(
-    world: tuple[Schedule, Pipeline, int],
+    world: tuple[Schedule, PipelineTimes, int],
 ) -> None:
     schedule, pipeline, seed = world
     timeline = simulate(read_orders(schedule), [pipeline], seed=seed).timeline()
@@ -400,15 +400,15 @@ def test_times_that_are_none_are_refused_by_name(wrong: float) -> None:
     pipeline = equal_stages(2)
     orders = name_orders("1f1b", stages=2, microbatches=2)
     bad = stage((1.0, 1.0, wrong, 1.0, 1.0))
-    with pytest.raises(ValueError, match=r"stages\[1\]\.seconds must hold numbers of zero or more"):
+    with pytest.raises(ValueError, match=r"stages\[1\]\.seconds must hold finite numbers of zero or more"):
         simulate(orders, [pipeline._replace(stages=(pipeline.stages[0], bad))])
     with pytest.raises(ValueError, match=r"backward\[0\] must hold"):
-        simulate(orders, [pipeline._replace(backward=(Way(wrong, 0.0),))])
+        simulate(orders, [pipeline._replace(backward=(LinkTimes(wrong, 0.0),))])
 
 
 def test_times_for_another_number_of_stages_are_refused() -> None:
     orders = name_orders("1f1b", stages=2, microbatches=2)
-    with pytest.raises(ValueError, match="the schedule has 2 stages, times are given for 3"):
+    with pytest.raises(ValueError, match="the schedule has 2 stages, but times are given for 3"):
         simulate(orders, [equal_stages(3)])
     with pytest.raises(ValueError, match="2 stages have 1 links between them"):
         simulate(orders, [equal_stages(2)._replace(forward=())])

@@ -5,12 +5,12 @@ Every bound here is sound: the simulation never takes less (a test holds them ag
 
 from typing import NamedTuple
 
-from varuna.plan.cost.simulate import Orders, Pipeline
+from varuna.plan.cost.simulate import Orders, PipelineTimes
 
 F, R, B, I, W = range(5)  # noqa: E741 - the letters of the instructions
 
 
-def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
+def least_seconds(orders: Orders, pipeline: PipelineTimes) -> tuple[float, float]:
     """What a step takes at least, and what it would if there were nothing to reduce.
 
     For one replica with known stages: what follows from the order of things along the pipeline.
@@ -31,8 +31,8 @@ def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
     begun = 0.0
     for way, before, stage in zip(pipeline.forward, stages, stages[1:], strict=False):
         first, sending = (before.seconds, way.sending) if again else (before.last_seconds, way.last_sending)
-        left = begun + first[F] - way.leaving
-        sent = max(ended - way.leaving, left + again * way.sending)
+        left = begun + first[F] - way.sender
+        sent = max(ended - way.sender, left + again * way.sending)
         begun = left + sending + way.latency
         last = stage.last_seconds[F]
         ended = max(sent + way.last_sending + way.latency, begun + again * stage.seconds[F]) + last
@@ -57,11 +57,11 @@ def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
         else:
             there, here = pipeline.forward[s], pipeline.backward[s]
             sending = here.sending if again else here.last_sending
-            left = came_back - here.leaving
-            sent = max(end - here.leaving, left + again * here.sending)
+            left = came_back - here.sender
+            sent = max(end - here.sender, left + again * here.sending)
             came_back = left + sending + here.latency + first[back]
             end = sent + here.last_sending + here.latency + lasts[back]
-            trip += there.latency + here.latency - there.leaving - here.leaving + first[F] + first[back]
+            trip += there.latency + here.latency - there.sender - here.sender + first[F] + first[back]
             trip += there.sending + sending if again else there.last_sending + sending
         work = again * (seconds[F] + seconds[back]) + there_and_back
         if "R" in orders.letters[s]:
@@ -89,7 +89,7 @@ def least_seconds(orders: Orders, pipeline: Pipeline) -> tuple[float, float]:
     return max(bare, longest) * (1 - 1e-12), bare * (1 - 1e-12)
 
 
-def _in_lanes(pipeline: Pipeline, stops: list[float], down: list[float], split: bool) -> float:
+def _in_lanes(pipeline: PipelineTimes, stops: list[float], down: list[float], split: bool) -> float:
     """Reductions over one card queue.
 
     The first stage among them is the last to have all its gradients, and so the last to be done; where

@@ -9,11 +9,11 @@ from varuna.plan.cost.costs import Costs, Message, Sizes
 from varuna.plan.cost.memory import Room, keeps, stage_memory
 from varuna.plan.cost.simulate import (
     Orders,
-    Pipeline,
+    PipelineTimes,
     Simulation,
     StageTimes,
-    Tie,
-    Way,
+    TiedStages,
+    LinkTimes,
     name_orders,
     simulate,
 )
@@ -176,7 +176,7 @@ def orders_of(draft: Draft) -> Orders:
     )
 
 
-def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = False) -> list[Pipeline]:
+def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = False) -> list[PipelineTimes]:
     """The times of each kind of replica."""
     last = costs.sizes(draft.last_size)
     sizes = costs.sizes(draft.microbatch_size) if draft.microbatches > 1 else last
@@ -201,7 +201,7 @@ def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = Fals
             )
         spreads = [_spreads(sizes, *span) if jitter else (0.0,) * 5 for span in draft.spans]
         found.append(
-            Pipeline(
+            PipelineTimes(
                 tuple(
                     map(StageTimes._make, zip(each, once, spreads, *zip(*endings, strict=True), strict=True))
                 ),
@@ -217,7 +217,7 @@ def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = Fals
     return found
 
 
-Messages = tuple[Message, Message, Way]
+Messages = tuple[Message, Message, LinkTimes]
 """Over one cut in one direction: of every micro-batch but the last, of the last, and both on their way."""
 
 
@@ -244,7 +244,7 @@ def _messages(
 def _over_a_cut(costs: Costs, num_bytes: int, last_bytes: int, crossing: bool, crowd: int) -> Messages:
     message = costs.message(num_bytes, between=crossing)
     once = costs.message(last_bytes, between=crossing)
-    way = Way(
+    way = LinkTimes(
         message.sending * crowd,
         once.sending * crowd,
         message.latency,
@@ -307,14 +307,14 @@ def _spreads(sizes: Sizes, first: int, stop: int) -> Seconds:
     return forward, forward, backward, inputs, weights
 
 
-def _ties(costs: Costs, draft: Draft, kind: ReplicaKind) -> tuple[Tie, ...]:
+def _ties(costs: Costs, draft: Draft, kind: ReplicaKind) -> tuple[TiedStages, ...]:
     found = []
     for tie in costs.profile.ties:
         stages = sorted({_stage_of(segment, draft.spans) for segment in tie.segments})
         if len(stages) > 1:
             between = any(kind.crossing[stages[0] : stages[-1]])
             found.append(
-                Tie(tuple(stages), costs.reduce_seconds(len(stages), tie.num_bytes, between=between))
+                TiedStages(tuple(stages), costs.reduce_seconds(len(stages), tie.num_bytes, between=between))
             )
     return tuple(found)
 

@@ -1,57 +1,68 @@
-"""The inner loop of the simulator: plays one replica's pipeline, one decision at a time.
+"""Inner loop of the simulator: plays the pipeline of one replica, one decision at a time.
 
-Written with nothing but numbers and indexing, so that the very same lines run over lists in plain
-Python and over arrays when numba is there, to the same bits. No logarithm, no cosine: libraries
-disagree on their last digit.
+The code uses only numbers and indexing. The same lines run over lists in plain Python and over arrays
+when numba compiles them, and give the same bits. They call no logarithm and no cosine, because
+libraries disagree on the last digit.
 
-The rule of what comes next is `varuna.schedule.Cursor`'s, told in pointers; a test plays both.
+`varuna.schedule.rule.choose` decides what a stage runs next, here as in the engine.
 """
 
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
+
+from varuna.schedule.rule import BACKWARD, FORWARD, WAIT, choose
 
 F, R, B, I, W = (ord(op) for op in "FRBIW")  # noqa: E741 - the letters of the instructions
 KINDS = "FRBIW"  # the order of the costs of a stage
 NEVER = float("inf")
 
 
-def play(
-    rows: Any,  # the stages' letters, one after the other
-    firsts: Any,  # where each stage's row begins; and the end of all
-    microbatches: int,
-    limits: Any,
-    opportunistic: bool,
-    seconds: Any,  # [size][stage][kind]: size 0 of every micro-batch but the last, size 1 of the last
-    spreads: Any,  # [stage][kind]
-    leaving: Any,  # [direction][stage]: of an instruction's seconds, those after its message has left
-    sending: Any,  # [size][direction][stage]: for which a message keeps the way busy
-    latency: Any,  # [direction][stage]: until it arrives, after that
-    wavering: Any,  # [direction][stage]: the spread of both together
-    sharing: Any,  # [stage]: how much of the time that a message to or from s+1 meets another it loses
-    clocks: Any,  # when each stage decides next; zero at first
-    seed: int,  # 0: nothing varies
-    starts: Any,  # out, as all that follow: by place in `rows`
-    stops: Any,
-    numbers: Any,  # the micro-batch of each instruction
-    activations: Any,  # [stage][microbatch]: arrivals, NEVER at first
-    gradients: Any,
-    heads: Any,  # eight by stage: the next F, B and W; how many F, B, I and W were taken; whether it waits
-    ways: Any,  # three by direction and stage: busy from, busy until, last arrival
-) -> int:
-    """How many instructions ran: all of them, or the rows deadlock."""
-    stages = len(limits)
-    for stage in range(stages):
-        number_instructions(rows, firsts[stage], firsts[stage + 1], numbers)
-        for pointer in range(3):
-            heads[pointer * stages + stage] = next_place(rows, firsts[stage] - 1, firsts[stage + 1], pointer)
+class KernelRows(NamedTuple):
+    """Order of the instructions. Brackets name the dimensions of a flat list."""
 
+    letters: Any  # of all stages, one after the other
+    firsts: Any  # [stage]: position of its first letter; and the end of all
+    limits: Any  # [stage]
+    microbatches: int
+    opportunistic: bool
+
+
+class KernelTimes(NamedTuple):
+    """Seconds. Size 0 is every micro-batch but the last, size 1 the last. Direction 0 is forward."""
+
+    seconds: Any  # [size][stage][kind]
+    spreads: Any  # [stage][kind]
+    links: Any  # [field][direction][stage]: the fields of LinkTimes, then the share lost to an opposite message
+    seed: int  # 0: nothing varies
+
+
+class KernelState(NamedTuple):
+    """Everything that `play` writes."""
+
+    starts: Any  # [position]
+    stops: Any  # [position]
+    numbers: Any  # [position]: micro-batch
+    clocks: Any  # [stage]: time of its next decision; zero at first
+    arrivals: Any  # [direction][stage][micro-batch]; NEVER at first
+    heads: Any  # [F, B, W][stage]: position of the next one
+    counts: Any  # [F, B, deferred W, waiting][stage]: taken so far; whether the stage waits
+    busy: Any  # [from, until, last arrival][direction][stage]: the link out of that stage
+
+
+def play(rows: KernelRows, times: KernelTimes, state: KernelState) -> int:
+    """Return how many instructions ran: all of them, unless the rows deadlock."""
+    letters, firsts, limits, microbatches, opportunistic = rows
+    seconds, spreads, links, seed = times
+    starts, stops, numbers, clocks, arrivals, heads, counts, busy = state
+    stages = len(limits)
+    prepare(letters, firsts, numbers, heads, stages)
     num_run = 0
-    total = firsts[stages]
-    while num_run < total:
-        # The stage that decides next: whatever may have arrived by then is known by now, for it was
-        # sent by an instruction that began earlier.
+    while num_run < firsts[stages]:
+        # The earliest stage decides. All messages that can have arrived by then are known: they come
+        # from instructions that started earlier.
         stage = 0
         now = clocks[0]
         for other in range(1, stages):
@@ -62,182 +73,190 @@ def play(
             return num_run
 
         end = firsts[stage + 1]
-        forward = heads[stage]
-        backward = heads[stages + stage]
-        weight = heads[2 * stages + stage]
-        num_forwards = heads[3 * stages + stage]
-        num_backwards = heads[4 * stages + stage]
-        num_splits = heads[5 * stages + stage]
-        num_weights = heads[6 * stages + stage]
+        forward, backward = heads[stage], heads[stages + stage]
+        num_forwards = counts[stage]
+        num_backwards = counts[stages + stage]
+        deferred = counts[2 * stages + stage]
         activation = gradient = 0.0
         if stage > 0 and forward < end:
-            activation = activations[stage * microbatches + num_forwards]
+            activation = arrivals[stage * microbatches + num_forwards]
         if stage < stages - 1 and num_backwards < microbatches:
-            gradient = gradients[stage * microbatches + num_backwards]
-        has_activation = activation <= now
-        has_gradient = gradient <= now
-
-        # 0 forward, 1 backward or recompute, 2 weight, 3 wait: Cursor.next, line by line
-        choice = 3
-        if forward < backward and forward < weight:
-            if has_activation:
-                choice = 0
-        elif backward < weight:
-            if has_gradient or (rows[backward] == R and not opportunistic):
-                choice = 1
-        elif weight < end:
-            choice = 2
-        if choice == 3 and opportunistic:
-            ready = num_forwards > num_backwards and backward < end
-            if ready and has_gradient:
-                choice = 1
-            elif forward < end and has_activation and num_forwards - num_backwards < limits[stage]:
-                choice = 0
-            elif weight < end and num_weights < num_splits:
-                choice = 2
-            elif ready and rows[backward] == R:
-                choice = 1
-
-        if choice == 3:
-            wake = NEVER
-            if not has_activation:
-                wake = activation
-            if not has_gradient and gradient < wake:
-                wake = gradient
-            clocks[stage] = wake
-            heads[7 * stages + stage] = 1
+            gradient = arrivals[(stages + stage) * microbatches + num_backwards]
+        choice = choose(
+            forward,
+            backward,
+            heads[2 * stages + stage],
+            end,
+            activation <= now,
+            gradient <= now,
+            backward < end and letters[backward] == R,
+            opportunistic,
+            num_forwards - num_backwards,
+            limits[stage],
+            deferred,
+        )
+        if choice == WAIT:
+            clocks[stage] = wake_time(now, activation, gradient)
+            counts[3 * stages + stage] = 1
             continue
 
-        place = forward
-        if choice == 1:
-            place = backward
-        elif choice == 2:
-            place = weight
-        op = rows[place]
-        number = numbers[place]
+        position = heads[choice * stages + stage]
+        heads[choice * stages + stage] = next_position(letters, position, end, choice)
+        op = letters[position]
+        number = numbers[position]
         size = 0
         if number == microbatches - 1:
             size = 1
-        kind = 0
-        if op == R:
-            kind = 1
-        elif op == B:
-            kind = 2
-        elif op == I:
-            kind = 3
-        elif op == W:
-            kind = 4
-        cost = stage * 5 + kind
+        cost = stage * 5 + kind_of(op)
         taken = seconds[size * stages * 5 + cost]
         if seed != 0 and spreads[cost] > 0.0:
-            taken = taken + spreads[cost] * noise(seed, cost * 2, number)
-            if taken < 0.0:
-                taken = 0.0
+            taken = vary(taken, spreads[cost], 0.0, noise(seed, cost * 2, number))
         stop = now + taken
-        starts[place] = now
-        stops[place] = stop
+        starts[position] = now
+        stops[position] = stop
         clocks[stage] = stop
-        heads[7 * stages + stage] = 0
+        counts[3 * stages + stage] = 0
         num_run += 1
-        heads[choice * stages + stage] = next_place(rows, place, end, choice)
-        if choice == 0:
-            heads[3 * stages + stage] = num_forwards + 1
-        elif choice == 2:
-            heads[6 * stages + stage] = num_weights + 1
-        elif op != R:
-            heads[4 * stages + stage] = num_backwards + 1
-            if op == I:
-                heads[5 * stages + stage] = num_splits + 1
 
-        # What it made leaves for a neighbour: one queue for each direction, and what meets a message
-        # that comes the other way loses time by it.
-        direction = 2
-        if op == F and stage < stages - 1:
-            direction = 0
-            to = stage + 1
-            link = stage
-        elif choice == 1 and op != R and stage > 0:
-            direction = 1
-            to = stage - 1
-            link = stage - 1
-        if direction == 2:
-            continue
-        way = direction * stages + stage
-        busy = sending[size * 2 * stages + way]
-        leaves = stop - leaving[way]
-        if ways[stages * 2 + way] > leaves:
-            leaves = ways[stages * 2 + way]
-        against = (1 - direction) * stages + to
-        met_from = ways[against]
-        met_until = ways[stages * 2 + against]
-        if met_from < leaves:
-            met_from = leaves
-        if met_until > leaves + busy:
-            met_until = leaves + busy
-        if met_until > met_from:
-            busy = busy + sharing[link] * (met_until - met_from)
-        ways[way] = leaves
-        ways[stages * 2 + way] = leaves + busy
-        arrival = leaves + busy + latency[way]
-        if seed != 0 and wavering[way] > 0.0:
-            arrival = arrival + wavering[way] * noise(seed, way * 2 + 1, number)
-            if arrival < leaves:
-                arrival = leaves
-        if arrival < ways[stages * 4 + way]:
-            arrival = ways[stages * 4 + way]
-        ways[stages * 4 + way] = arrival
-        if direction == 0:
-            activations[to * microbatches + number] = arrival
-            awaited = heads[3 * stages + to]
-        else:
-            gradients[to * microbatches + number] = arrival
-            awaited = heads[4 * stages + to]
-        # A stage that runs has its clock at its end, and will find the message then.
-        if heads[7 * stages + to] == 1 and awaited == number and clocks[to] > arrival:
-            clocks[to] = arrival
+        direction = 2  # of the message: none so far
+        if choice == FORWARD:
+            counts[stage] = num_forwards + 1
+            if stage < stages - 1:
+                direction = 0
+        elif choice != BACKWARD:
+            counts[2 * stages + stage] = deferred - 1
+        elif op != R:
+            counts[stages + stage] = num_backwards + 1
+            if op == I:
+                counts[2 * stages + stage] = deferred + 1
+            if stage > 0:
+                direction = 1
+        if direction < 2:
+            to = stage + 1 - 2 * direction
+            arrival = deliver(links, busy, stages, direction * stages + stage, to, size, stop, seed, number)
+            arrivals[(direction * stages + to) * microbatches + number] = arrival
+            # A stage that runs finds the message at its next decision; one that waits is woken.
+            waits = counts[3 * stages + to] == 1 and counts[direction * stages + to] == number
+            if waits and clocks[to] > arrival:
+                clocks[to] = arrival
     return num_run
 
 
-def number_instructions(rows: Any, first: int, stop: int, numbers: Any) -> None:
-    """Which micro-batch each letter of a row means: forwards and backwards count up, a W follows its I."""
+def prepare(letters: Any, firsts: Any, numbers: Any, heads: Any, stages: int) -> None:
+    """Number the instructions of all rows and find the first of each sequence."""
+    for stage in range(stages):
+        first, stop = firsts[stage], firsts[stage + 1]
+        number_instructions(letters, first, stop, numbers)
+        for sequence in range(3):
+            heads[sequence * stages + stage] = next_position(letters, first - 1, stop, sequence)
+
+
+def wake_time(now: float, activation: float, gradient: float) -> float:
+    """Return the first arrival after now; NEVER if none is known yet."""
+    wake = NEVER
+    if activation > now:
+        wake = activation
+    if now < gradient < wake:
+        wake = gradient
+    return wake
+
+
+def kind_of(op: int) -> int:
+    """Return the index of a letter in KINDS."""
+    if op == F:
+        return 0
+    if op == R:
+        return 1
+    if op == B:
+        return 2
+    if op == I:
+        return 3
+    return 4
+
+
+def vary(seconds: float, spread: float, least: float, noise: float) -> float:
+    seconds = seconds + spread * noise
+    return least if seconds < least else seconds
+
+
+def deliver(
+    links: Any, busy: Any, stages: int, link: int, to: int, size: int, stop: float, seed: int, number: int
+) -> float:
+    """Return the arrival of the message that an instruction which ends at `stop` sends.
+
+    `link` is direction * stages + stage. Each direction is one queue. A message that meets one in the other direction loses time.
+    """
+    ways = stages * 2
+    occupied = links[size * ways + link]
+    leaves = stop - links[4 * ways + link]
+    if busy[ways + link] > leaves:
+        leaves = busy[ways + link]
+    opposite = to
+    if link < stages:
+        opposite = stages + to
+    met_from = busy[opposite]
+    met_until = busy[ways + opposite]
+    if met_from < leaves:
+        met_from = leaves
+    if met_until > leaves + occupied:
+        met_until = leaves + occupied
+    if met_until > met_from:
+        occupied = occupied + links[5 * ways + link] * (met_until - met_from)
+    busy[link] = leaves
+    busy[ways + link] = leaves + occupied
+    arrival = leaves + occupied + links[2 * ways + link]
+    jitter = links[3 * ways + link]
+    if seed != 0 and jitter > 0.0:
+        arrival = vary(arrival, jitter, leaves, noise(seed, link * 2 + 1, number))
+    if arrival < busy[2 * ways + link]:
+        arrival = busy[2 * ways + link]
+    busy[2 * ways + link] = arrival
+    return arrival
+
+
+def number_instructions(letters: Any, first: int, stop: int, numbers: Any) -> None:
+    """Number the micro-batch of each letter of a row.
+
+    Forwards and backwards count up; a W has the number of its I.
+    """
     forwards = 0
     backwards = 0
-    for place in range(first, stop):
-        if rows[place] == F:
-            numbers[place] = forwards
+    for position in range(first, stop):
+        if letters[position] == F:
+            numbers[position] = forwards
             forwards += 1
-        elif rows[place] != W:
-            numbers[place] = backwards
-            if rows[place] != R:
+        elif letters[position] != W:
+            numbers[position] = backwards
+            if letters[position] != R:
                 backwards += 1
     split = first - 1
-    for place in range(first, stop):
-        if rows[place] == W:
+    for position in range(first, stop):
+        if letters[position] == W:
             split += 1
-            while rows[split] != I:
+            while letters[split] != I:
                 split += 1
-            numbers[place] = numbers[split]
+            numbers[position] = numbers[split]
 
 
-def next_place(rows: Any, place: int, stop: int, pointer: int) -> int:
-    """The next forward (0), backward or recompute (1) or weight part (2) after a place; else `stop`."""
-    place += 1
-    while place < stop:
-        op = rows[place]
+def next_position(letters: Any, position: int, stop: int, sequence: int) -> int:
+    """Return the next FORWARD, BACKWARD or WEIGHT after a position; `stop` when none is left."""
+    position += 1
+    while position < stop:
+        op = letters[position]
         if op == F:
-            if pointer == 0:
-                return place
+            if sequence == 0:
+                return position
         elif op == W:
-            if pointer == 2:
-                return place
-        elif pointer == 1:
-            return place
-        place += 1
+            if sequence == 2:
+                return position
+        elif sequence == 1:
+            return position
+        position += 1
     return stop
 
 
 def noise(seed: int, lane: int, number: int) -> float:
-    """A sum of four uniforms, scaled to a mean of 0 and a variance of 1; the same for the same three."""
+    """Return a sum of four uniforms with mean 0 and variance 1; equal arguments give equal results."""
     first = mix(mix(mix(seed) ^ lane) ^ number)
     second = mix(first ^ 0x9E3779B9)
     total = (first & 0xFFFF) + (first >> 16) + (second & 0xFFFF) + (second >> 16)
@@ -245,7 +264,7 @@ def noise(seed: int, lane: int, number: int) -> float:
 
 
 def mix(value: int) -> int:
-    """A bijection of 32 bits that leaves no pattern (constants by C. Wellons' hash prospector)."""
+    """Hash 32 bits to 32 bits without collisions (constants by C. Wellons' hash prospector)."""
     value = value ^ (value >> 16)
     value = (value * 0x7FEB352D) & 0xFFFFFFFF
     value = value ^ (value >> 15)
@@ -255,15 +274,22 @@ def mix(value: int) -> int:
 
 @cache
 def compiled_play() -> Callable[..., int] | None:
-    """`play` by way of numba, from its cache on disk where it has been made before; None without numba."""
+    """Return `play` compiled by numba, or loaded from numba's cache on disk; None without numba."""
     try:
         from numba import njit
     except ImportError:
         return None
-    # Compiled functions can call only compiled ones: so each gets a twin whose globals hold the twins.
-    twins = dict(globals())
-    for function in (mix, noise, next_place, number_instructions, play):
+    # Numba's cache notices changes of this file only, so the names of its files contain the rule.
+    rule = sha256(choose.__code__.co_code + repr(choose.__code__.co_consts).encode()).hexdigest()[:16]
+    # Compiled functions call only compiled ones: each gets a twin whose globals hold the twins.
+    # Inlining the two large ones saves 6 % of the time.
+    twins = globals() | {"choose": njit(cache=True, inline="always")(choose)}
+    for function in (
+        *(mix, noise, vary, kind_of, next_position, number_instructions, prepare, wake_time, deliver, play),
+    ):
         twin = FunctionType(function.__code__, twins, function.__name__)
-        twins[function.__name__] = njit(cache=True)(twin)
+        twin.__qualname__ = f"{function.__name__}_{rule}"
+        inline = "always" if function is deliver else "never"
+        twins[function.__name__] = njit(cache=True, inline=inline)(twin)
     found: Callable[..., int] = twins["play"]
     return found

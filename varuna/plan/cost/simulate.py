@@ -1,13 +1,14 @@
-"""Plays a schedule against given times, without any device: what will happen, and when.
+"""Simulates one training step from given times, without a device.
 
-A stage is one computing thread: it takes a message, computes, hands the result over. What is handed
-over travels while it computes on, in one queue for each link and direction. The gradients of a stage
-are reduced over its replicas in buckets, from its last backward on; then come the tied weights, the
-sum of the losses over all ranks, and the optimizer. So the engine does it (`varuna.execute`).
+A stage is one computing thread: it receives a message, computes, and sends the result. Messages travel
+while the stage computes on, in one queue for each link and direction. From its last backward on, a
+stage reduces its gradients over the replicas in buckets. Then follow the tied weights, the sum of the
+losses over all ranks, and the optimizer. `varuna.execute` runs a step in this order.
 
-A step is over for a stage when its optimizer is done; it then begins the next one without asking the
-others. What a step takes is therefore the longest time that any one stage spends on it, from its first
-instruction on, and not the time from the first start to the last end: who ends late may begin late.
+A stage ends its step when its optimizer is done, and starts the next step without waiting for others.
+The time of a step is therefore the longest time that one stage spends on it, from its first
+instruction on. It is not the time from the first start to the last end: a stage that ends late may
+also start late.
 """
 
 import math
@@ -22,11 +23,11 @@ from varuna.schedule import limit, opportunistic, ops
 from varuna.types import Interval, Schedule, Timeline
 
 WORTH_COMPILING = 40_000
-"""Instructions played in plain Python, about 0.2 s, after which the loading of numba pays for itself."""
+"""Number of simulated instructions, about 0.2 s in plain Python, after which loading numba pays off."""
 
 
 class Orders(NamedTuple):
-    """In which order each stage works, in letters, and how freely."""
+    """Order of the instructions of each stage, one letter each."""
 
     letters: tuple[str, ...]
     limits: tuple[int, ...]
@@ -35,48 +36,48 @@ class Orders(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """What one stage's work takes, in seconds; of instructions in the order F, R, B, I, W."""
+    """Seconds of one stage. Instructions are in the order F, R, B, I, W."""
 
     seconds: tuple[float, float, float, float, float]
     last_seconds: tuple[float, float, float, float, float]  # of the last micro-batch, which may be smaller
     spreads: tuple[float, float, float, float, float] = (0.0,) * 5
-    buckets: tuple[tuple[float, float], ...] = ()  # after which share of the last backward, how long
-    ending_seconds: float = 0.0  # the optimizer, and what else is done once a step
+    buckets: tuple[tuple[float, float], ...] = ()  # (share of the last backward when full, seconds)
+    ending_seconds: float = 0.0  # the optimizer, and other work once per step
 
 
-class Way(NamedTuple):
-    """One direction of a link, in seconds for each message."""
+class LinkTimes(NamedTuple):
+    """One direction of a link, in seconds per message."""
 
-    sending: float  # for which it keeps the way busy
-    last_sending: float  # of the last micro-batch's
-    latency: float = 0.0  # until it arrives, after that
+    sending: float  # the message occupies the link
+    last_sending: float  # the same for the last micro-batch
+    latency: float = 0.0  # from the end of sending to the arrival
     spread: float = 0.0
-    leaving: float = 0.0  # in which the sender cannot compute; part of its instruction's seconds
+    sender: float = 0.0  # part of the sender's instruction that comes after the message has left
 
 
-class Tie(NamedTuple):
+class TiedStages(NamedTuple):
     stages: tuple[int, ...]
     seconds: float
 
 
-class Pipeline(NamedTuple):
+class PipelineTimes(NamedTuple):
     """All times of one replica."""
 
     stages: tuple[StageTimes, ...]
-    forward: tuple[Way, ...]  # from each stage but the last to the next
-    backward: tuple[Way, ...]  # from each stage but the first to the one before
-    sharing: tuple[float, ...] = ()  # per link: the part of the time that a message loses to one it meets
-    lanes: tuple[int, ...] = ()  # per stage: reductions of one number wait for each other; else each alone
-    ties: tuple[Tie, ...] = ()
+    forward: tuple[LinkTimes, ...]  # from each stage but the last to the next
+    backward: tuple[LinkTimes, ...]  # from each stage but the first to the one before
+    sharing: tuple[float, ...] = ()  # per link: share of the overlap that two opposite messages lose
+    lanes: tuple[int, ...] = ()  # per stage: reductions in the same lane queue; empty: a lane for each
+    ties: tuple[TiedStages, ...] = ()
     totals_seconds: float = 0.0  # the sum of the losses over all ranks
-    ends_together: bool = False  # all wait for all before the optimizer: the norm, the overflow
+    ends_together: bool = False  # all ranks wait for each other before the optimizer
 
 
 @lru_cache(maxsize=512)
 def name_orders(
     name: str, *, stages: int, microbatches: int, recompute: tuple[bool, ...] | None = None
 ) -> Orders:
-    """The orders of a schedule by name; `recompute` has one claim per stage."""
+    """Return the orders of a named schedule; `recompute` has one flag per stage."""
     flags = recompute or (False,) * stages
     sizes = [{"stage": stage, "stages": stages, "microbatches": microbatches} for stage in range(stages)]
     return Orders(
@@ -88,40 +89,53 @@ def name_orders(
 
 
 def read_orders(schedule: Schedule) -> Orders:
-    """The orders of any schedule that passes `varuna.schedule.check`."""
+    """Return the orders of any schedule that passes `varuna.schedule.check`."""
     letters = tuple("".join(instruction.op for instruction in row) for row in schedule.rows)
     return Orders(letters, schedule.limits, schedule.opportunistic, letters[0].count("F"))
 
 
-def simulate(orders: Orders, replicas: Sequence[Pipeline], *, seed: int = 0) -> "Simulation":
-    """One step of the whole job. Replicas that are alike are given once; `seed` 0: nothing varies."""
+def simulate(orders: Orders, replicas: Sequence[PipelineTimes], *, seed: int = 0) -> "Simulation":
+    """Simulate one step of the whole job.
+
+    Give equal replicas once. `seed` 0: times do not vary.
+    """
     for pipeline in replicas:
-        _refuse_nonsense(orders, pipeline)
+        _validate_counts(orders, pipeline)
     played = [_play(orders, pipeline, seed, index) for index, pipeline in enumerate(replicas)]
     return Simulation(orders, tuple(replicas), played)
 
 
-class Played(NamedTuple):
-    """One replica's instructions, by their place in the letters of all stages one after the other."""
+class InstructionTimes(NamedTuple):
+    """Instructions of one replica, by position in the letters of all stages, one after the other."""
 
-    firsts: Sequence[int]
+    firsts: Sequence[int]  # position of the first instruction of each stage; and the end of all
     starts: Any
     stops: Any
-    numbers: Any
+    numbers: Any  # micro-batches
+
+
+class StepEnd(NamedTuple):
+    """End of a step on one replica, by stage."""
+
+    finished: list[float]  # all gradients are final
+    done: list[float]  # the optimizer is done
+    reductions: list[list[tuple[float, float]]]
 
 
 class Simulation:
-    """What a step looks like. Details are worked out when asked for."""
+    """Result of a simulated step. Details are computed on first use."""
 
-    def __init__(self, orders: Orders, replicas: tuple[Pipeline, ...], played: list[Played]) -> None:
+    def __init__(
+        self, orders: Orders, replicas: tuple[PipelineTimes, ...], played: list[InstructionTimes]
+    ) -> None:
         self.orders = orders
         self.replicas = replicas
         self.played = played
-        self.ends = _end(orders, replicas, played)
+        self.ends = _end_step(orders, replicas, played)
 
     @cached_property
     def seconds(self) -> float:
-        """From the end of one step to the end of the next."""
+        """Time from the end of one step to the end of the next."""
         return max(
             done - float(played.starts[first])
             for played, end in zip(self.played, self.ends, strict=True)
@@ -130,7 +144,7 @@ class Simulation:
 
     @property
     def bare_seconds(self) -> float:
-        """The same, if there were nothing to reduce."""
+        """Time of a step without reductions."""
         played = self.played[0]
         spans = pairwise(played.firsts)
         return max(
@@ -138,120 +152,125 @@ class Simulation:
             for (first, stop), stage in zip(spans, self.replicas[0].stages, strict=True)
         )
 
-    def compute_seconds(self, stage: int, replica: int = 0) -> float:
-        played = self.played[replica]
+    def compute_seconds(self, stage: int) -> float:
+        played = self.played[0]
         row = slice(played.firsts[stage], played.firsts[stage + 1])
-        stops, starts = _as_list(played.stops[row]), _as_list(played.starts[row])
-        return math.fsum(stops) - math.fsum(starts)
+        return math.fsum(_as_list(played.stops[row])) - math.fsum(_as_list(played.starts[row]))
 
-    def finishing_seconds(self, stage: int, replica: int = 0) -> float:
-        """From the end of its last backward until its gradients are final and all losses known."""
-        played = self.played[replica]
+    def finishing_seconds(self, stage: int) -> float:
+        """Time from the end of the last backward until all gradients are final and all losses known."""
+        played = self.played[0]
         row = slice(played.firsts[stage], played.firsts[stage + 1])
-        return self.ends[replica].finished[stage] - float(max(played.stops[row]))
+        return self.ends[0].finished[stage] - float(max(played.stops[row]))
 
     def timeline(self, ranks: Sequence[Sequence[int]] | None = None) -> Timeline:
-        """The step from zero on; `ranks` by stage and replica, else a replica's stages are neighbours."""
+        """Return the step from time zero on.
+
+        `ranks` are given by stage and replica; by default the stages of a replica have consecutive ranks.
+        """
         stages = len(self.orders.letters)
         intervals: list[Interval] = []
-        for replica, (played, end) in enumerate(zip(self.played, self.ends, strict=True)):
-            for stage, letters in enumerate(self.orders.letters):
+        for replica in range(len(self.replicas)):
+            for stage in range(stages):
                 rank = replica * stages + stage if ranks is None else ranks[stage][replica]
-                row = slice(played.firsts[stage], played.firsts[stage + 1])
-                ran = sorted(
-                    zip(
-                        _as_list(played.starts[row]),
-                        _as_list(played.stops[row]),
-                        letters,
-                        _as_list(played.numbers[row]),
-                        strict=True,
-                    )
-                )
-                free = 0.0
-                for start, stop, what, number in ran:
-                    if start > free:
-                        intervals.append(Interval(rank, stage, "wait", -1, free, start))
-                    intervals.append(Interval(rank, stage, what, number, start, stop))
-                    free = stop
-                for start, stop in end.reductions[stage]:
-                    intervals.append(Interval(rank, stage, "reduce", -1, start, stop))
-                if end.finished[stage] > free:
-                    intervals.append(Interval(rank, stage, "wait", -1, free, end.finished[stage]))
-                if end.done[stage] > end.finished[stage]:
-                    intervals.append(
-                        Interval(rank, stage, "optimizer", -1, end.finished[stage], end.done[stage])
-                    )
+                intervals += self._intervals(replica, stage, rank)
         return Timeline(tuple(intervals))
 
+    def _intervals(self, replica: int, stage: int, rank: int) -> list[Interval]:
+        played, end = self.played[replica], self.ends[replica]
+        row = slice(played.firsts[stage], played.firsts[stage + 1])
+        columns = (
+            _as_list(played.starts[row]),
+            _as_list(played.stops[row]),
+            self.orders.letters[stage],
+            _as_list(played.numbers[row]),
+        )
+        found: list[Interval] = []
 
-class End(NamedTuple):
-    """How a step ends on one replica, by stage."""
+        def add(what: str, start: float, stop: float, number: int = -1) -> None:
+            found.append(Interval(rank, stage, what, number, start, stop))
 
-    finished: list[float]  # its gradients are final
-    done: list[float]  # its optimizer is too
-    reductions: list[list[tuple[float, float]]]
+        free = 0.0
+        for start, stop, what, number in sorted(zip(*columns, strict=True)):
+            if start > free:
+                add("wait", free, start)
+            add(what, start, stop, number)
+            free = stop
+        for start, stop in end.reductions[stage]:
+            add("reduce", start, stop)
+        finished, done = end.finished[stage], end.done[stage]
+        if finished > free:
+            add("wait", free, finished)
+        if done > finished:
+            add("optimizer", finished, done)
+        return found
 
 
-def _play(orders: Orders, pipeline: Pipeline, seed: int, replica: int) -> Played:
-    """Hands the numbers to the kernel: lists to the plain one, arrays to the compiled one."""
+def _play(orders: Orders, pipeline: PipelineTimes, seed: int, replica: int) -> InstructionTimes:
+    """Run the kernel: over lists in plain Python, over arrays when compiled."""
     stages, microbatches = len(orders.letters), orders.microbatches
     firsts = [0]
     for letters in orders.letters:
         firsts.append(firsts[-1] + len(letters))
     total = firsts[-1]
-    still = Way(0.0, 0.0)
-    ways = [*pipeline.forward, still, still, *pipeline.backward]
-    numbers: list[Any] = [
-        "".join(orders.letters).encode(),
-        firsts,
-        microbatches,
-        list(orders.limits),
-        orders.opportunistic,
-        [s for stage in pipeline.stages for s in stage.seconds]
-        + [s for stage in pipeline.stages for s in stage.last_seconds],
-        [s for stage in pipeline.stages for s in stage.spreads],
-        [way.leaving for way in ways],
-        [way.sending for way in ways] + [way.last_sending for way in ways],
-        [way.latency for way in ways],
-        [way.spread for way in ways],
-        [*(pipeline.sharing or (0.0,) * (stages - 1)), 0.0],
-        [0.0] * stages,
-        (seed + replica * 7919) & 0x7FFFFFFF if seed else 0,
-    ]
+    seconds = [s for stage in pipeline.stages for s in stage.seconds]
+    seconds += [s for stage in pipeline.stages for s in stage.last_seconds]
+    spreads = [s for stage in pipeline.stages for s in stage.spreads]
+    none = LinkTimes(0.0, 0.0)
+    links = [s for column in zip(*pipeline.forward, none, none, *pipeline.backward) for s in column]
+    _validate_times(pipeline, seconds, spreads, links)
+    sharing = pipeline.sharing or (0.0,) * (stages - 1)
+    links += (*sharing, 0.0, 0.0, *sharing)
+    seed = (seed + replica * 7919) & 0x7FFFFFFF if seed else 0
+    row = "".join(orders.letters).encode()
+    num_arrivals = 2 * stages * microbatches
     play = kernel.compiled_play() if _pace.quickens(total) else None
     if play is None:
-        starts, stops, of = [0.0] * total, [0.0] * total, [0] * total
-        arrivals = [kernel.NEVER] * (stages * microbatches)
-        rest: list[Any] = [
-            starts,
-            stops,
-            of,
-            arrivals,
-            arrivals.copy(),
-            [0] * (8 * stages),
+        rows = kernel.KernelRows(row, firsts, orders.limits, microbatches, orders.opportunistic)
+        times = kernel.KernelTimes(seconds, spreads, links, seed)
+        state = kernel.KernelState(
+            [0.0] * total,
+            [0.0] * total,
+            [0] * total,
+            [0.0] * stages,
+            [kernel.NEVER] * num_arrivals,
+            [0] * (3 * stages),
+            [0] * (4 * stages),
             [0.0] * (6 * stages),
-        ]
-        num_run = kernel.play(*numbers, *rest)
-        found = Played(firsts, starts, stops, of)
+        )
+        num_run = kernel.play(rows, times, state)
     else:
-        import numpy
+        from numpy import array, frombuffer, full, int64, uint8, zeros
 
-        arrays = [numpy.frombuffer(numbers[0], dtype=numpy.uint8)]
-        arrays += [numpy.array(n) if isinstance(n, list) else n for n in numbers[1:]]
-        never = numpy.full(stages * microbatches, kernel.NEVER)
-        found = Played(firsts, numpy.zeros(total), numpy.zeros(total), numpy.zeros(total, dtype=numpy.int64))
-        heads = numpy.zeros(8 * stages, dtype=numpy.int64)
-        num_run = play(*arrays, *found[1:], never, never.copy(), heads, numpy.zeros(6 * stages))
+        rows = kernel.KernelRows(
+            frombuffer(row, uint8), array(firsts), array(orders.limits), microbatches, orders.opportunistic
+        )
+        times = kernel.KernelTimes(array(seconds), array(spreads), array(links), seed)
+        state = kernel.KernelState(
+            zeros(total),
+            zeros(total),
+            zeros(total, int64),
+            zeros(stages),
+            full(num_arrivals, kernel.NEVER),
+            zeros(3 * stages, int64),
+            zeros(4 * stages, int64),
+            zeros(6 * stages),
+        )
+        # Plain tuples: numba's cache on disk must not refer to our classes.
+        num_run = play(tuple(rows), tuple(times), tuple(state))
     if num_run < total:
         raise ScheduleError(
             f"the schedule deadlocks after {num_run} of {total} instructions "
-            "(varuna.schedule.check names who waits for whom)"
+            "(varuna.schedule.check names the stages that wait)"
         )
-    return found
+    return InstructionTimes(firsts, state.starts, state.stops, state.numbers)
 
 
 class _Pace:
-    """Counts what was played in this process. Both ways give the same bits, so this is only about time."""
+    """Counts the instructions simulated by this process, to decide when to compile.
+
+    Plain and compiled code give the same bits, so this changes only the speed.
+    """
 
     def __init__(self) -> None:
         self.num_played = 0
@@ -264,58 +283,71 @@ class _Pace:
 _pace = _Pace()
 
 
-def _end(orders: Orders, replicas: Sequence[Pipeline], played: Sequence[Played]) -> list[End]:
-    """From the last backward on: reductions over replicas, ties, losses, norm, optimizer."""
+def _end_step(
+    orders: Orders, replicas: Sequence[PipelineTimes], played: Sequence[InstructionTimes]
+) -> list[StepEnd]:
+    """Return what follows the last backward: reductions, ties, sum of the losses, optimizer."""
     stages = len(orders.letters)
     last_starts: list[list[float]] = []
     last_stops: list[list[float]] = []
-    told = 0.0  # when the last stage of all knows its losses and has sent all but its last gradient
+    losses_known = 0.0  # the last stage knows its losses and has sent all gradients but the last
     for one in played:
-        places = [
-            first + letters.rindex("W" if "W" in letters else "B")
-            for first, letters in zip(one.firsts, orders.letters, strict=False)
-        ]
-        for first, letters in zip(one.firsts, orders.letters, strict=False):
-            told = max(told, float(one.starts[first + max(letters.rfind("B"), letters.rfind("I"))]))
+        rows = list(zip(one.firsts, orders.letters, strict=False))
+        places = [first + letters.rindex("W" if "W" in letters else "B") for first, letters in rows]
+        for first, letters in rows:
+            last_backward = first + max(letters.rfind("B"), letters.rfind("I"))
+            losses_known = max(losses_known, float(one.starts[last_backward]))
         last_starts.append([float(one.starts[place]) for place in places])
         last_stops.append([float(one.stops[place]) for place in places])
 
-    full = []
-    for stage in range(stages):
-        for bucket, (_, seconds) in enumerate(replicas[0].stages[stage].buckets):
-            when = max(
-                start[stage] + pipeline.stages[stage].buckets[bucket][0] * (stop[stage] - start[stage])
-                for pipeline, start, stop in zip(replicas, last_starts, last_stops, strict=True)
-            )
-            full.append((when, stage, bucket, seconds))
-    reductions: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
-    lanes = replicas[0].lanes or range(stages)
-    free = dict.fromkeys(lanes, 0.0)
-    for when, stage, _, seconds in sorted(full):
-        start = max(when, free[lanes[stage]])
-        free[lanes[stage]] = start + seconds
-        reductions[stage].append((start, start + seconds))
-
-    totals = told + replicas[0].totals_seconds
+    reductions = _reduce(replicas, last_starts, last_stops)
+    totals = losses_known + replicas[0].totals_seconds
     finished = []
     for pipeline, stops in zip(replicas, last_stops, strict=True):
-        reduced = [
+        ends = [
             max(stop, reductions[stage][-1][1] if reductions[stage] else 0.0)
             for stage, stop in enumerate(stops)
         ]
-        tied = reduced.copy()
         for tie in pipeline.ties:
-            together = max(tied[stage] for stage in tie.stages) + tie.seconds
+            together = max(ends[stage] for stage in tie.stages) + tie.seconds
             for stage in tie.stages:
-                tied[stage] = together
-        finished.append([max(end, totals) for end in tied])
+                ends[stage] = together
+        finished.append([max(end, totals) for end in ends])
     if replicas[0].ends_together:
         together = max(map(max, finished)) + replicas[0].totals_seconds
         finished = [[together] * stages for _ in finished]
     return [
-        End(ends, [end + s.ending_seconds for end, s in zip(ends, pipeline.stages, strict=True)], reductions)
+        StepEnd(
+            ends, [end + s.ending_seconds for end, s in zip(ends, pipeline.stages, strict=True)], reductions
+        )
         for pipeline, ends in zip(replicas, finished, strict=True)
     ]
+
+
+def _reduce(
+    replicas: Sequence[PipelineTimes], starts: Sequence[Sequence[float]], stops: Sequence[Sequence[float]]
+) -> list[list[tuple[float, float]]]:
+    """Return start and end of each reduction, by stage. A bucket is full when all replicas have filled it.
+
+    `starts` and `stops` are of the last backward, by replica and stage.
+    """
+    stages = replicas[0].stages
+    full = []
+    for stage, times in enumerate(stages):
+        for bucket, (_, seconds) in enumerate(times.buckets):
+            when = max(
+                start[stage] + pipeline.stages[stage].buckets[bucket][0] * (stop[stage] - start[stage])
+                for pipeline, start, stop in zip(replicas, starts, stops, strict=True)
+            )
+            full.append((when, stage, bucket, seconds))
+    reductions: list[list[tuple[float, float]]] = [[] for _ in stages]
+    lanes = replicas[0].lanes or range(len(stages))
+    free = dict.fromkeys(lanes, 0.0)
+    for when, stage, _, seconds in sorted(full):
+        begin = max(when, free[lanes[stage]])
+        free[lanes[stage]] = begin + seconds
+        reductions[stage].append((begin, begin + seconds))
+    return reductions
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -323,30 +355,41 @@ def _as_list(values: Any) -> list[Any]:
     return found
 
 
-def _refuse_nonsense(orders: Orders, pipeline: Pipeline) -> None:
+def _validate_counts(orders: Orders, pipeline: PipelineTimes) -> None:
     stages = len(orders.letters)
     if len(pipeline.stages) != stages:
-        raise ValueError(f"the schedule has {stages} stages, times are given for {len(pipeline.stages)}")
+        raise ValueError(f"the schedule has {stages} stages, but times are given for {len(pipeline.stages)}")
     if not len(pipeline.forward) == len(pipeline.backward) == stages - 1:
         raise ValueError(
-            f"{stages} stages have {stages - 1} links between them, times are given for "
+            f"{stages} stages have {stages - 1} links between them, but times are given for "
             f"{len(pipeline.forward)} forward and {len(pipeline.backward)} backward"
         )
+
+
+def _validate_times(
+    pipeline: PipelineTimes, seconds: list[float], spreads: list[float], links: list[float]
+) -> None:
+    """Raise a ValueError that names the first time that is negative, infinite or NaN."""
+    ends = [number for stage in pipeline.stages for bucket in stage.buckets for number in bucket]
+    ends += [stage.ending_seconds for stage in pipeline.stages]
+    every = seconds + spreads + links + ends
+    if min(every) >= 0.0 and math.isfinite(sum(every)):
+        return
     for place, stage in enumerate(pipeline.stages):
-        for key, numbers in (
-            ("seconds", stage.seconds),
-            ("last_seconds", stage.last_seconds),
-            ("spreads", stage.spreads),
-            ("buckets", [number for bucket in stage.buckets for number in bucket]),
-            ("ending_seconds", [stage.ending_seconds]),
-        ):
-            _refuse_numbers(f"stages[{place}].{key}", numbers)
-    for direction, ways in (("forward", pipeline.forward), ("backward", pipeline.backward)):
-        for place, way in enumerate(ways):
-            _refuse_numbers(f"{direction}[{place}]", way)
+        _refuse(f"stages[{place}].seconds", stage.seconds)
+        _refuse(f"stages[{place}].last_seconds", stage.last_seconds)
+        _refuse(f"stages[{place}].spreads", stage.spreads)
+        _refuse(f"stages[{place}].buckets", [number for bucket in stage.buckets for number in bucket])
+        _refuse(f"stages[{place}].ending_seconds", [stage.ending_seconds])
+    for direction, found in (("forward", pipeline.forward), ("backward", pipeline.backward)):
+        for place, link in enumerate(found):
+            _refuse(f"{direction}[{place}]", link)
 
 
-def _refuse_numbers(key: str, numbers: Sequence[float]) -> None:
+def _refuse(key: str, numbers: Sequence[float]) -> None:
     for number in numbers:
         if not 0.0 <= number < math.inf:
-            raise ValueError(f"{key} must hold numbers of zero or more, but holds {number}")
+            raise ValueError(f"{key} must hold finite numbers of zero or more, but holds {number}")
+
+
+Way, Pipeline, Tie = LinkTimes, PipelineTimes, TiedStages
