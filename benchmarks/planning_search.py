@@ -11,7 +11,7 @@ import msgspec
 
 from tests.plan.profiles import machines, transformer
 from varuna.plan.cost import kernel
-from varuna.plan.cost.simulate import PipelineTimes, StageTimes, LinkTimes, name_orders, simulate
+from varuna.plan.cost.simulate import LinkTimes, PipelineTimes, StageTimes, name_orders, simulate
 from varuna.plan.search.search import search
 from varuna.types import ScheduleName
 

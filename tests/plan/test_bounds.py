@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.plan.cost.bounds import least_seconds
-from varuna.plan.cost.simulate import Orders, PipelineTimes, StageTimes, TiedStages, LinkTimes, name_orders, simulate
+from varuna.plan.cost.simulate import (
+    LinkTimes,
+    Orders,
+    PipelineTimes,
+    StageTimes,
+    TiedStages,
+    name_orders,
+    simulate,
+)
 from varuna.schedule import NAMES, splits
 
 seconds = st.floats(0.01, 4.0)

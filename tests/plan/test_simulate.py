@@ -14,11 +14,11 @@ from varuna.errors import ScheduleError
 from varuna.observe import bubble
 from varuna.plan.cost import kernel
 from varuna.plan.cost.simulate import (
+    LinkTimes,
     Orders,
     PipelineTimes,
     StageTimes,
     TiedStages,
-    LinkTimes,
     name_orders,
     read_orders,
     simulate,
@@ -179,7 +179,7 @@ class World:
         self, way: LinkTimes, sender: int, to: int, direction: int, stop: float, number: int, last: bool
     ) -> None:
         free, arrival_before = self.way_free.get((sender, to), (0.0, 0.0))
-        leaves = max(stop - way.sender, free)
+        leaves = max(stop - way.sender_seconds, free)
         sent = leaves + (way.last_sending if last else way.sending)
         arrival = sent + way.latency
         if self.seed and way.spread > 0:
@@ -214,7 +214,9 @@ def worlds(draw: st.DrawFn) -> tuple[Schedule, PipelineTimes, int]:
     return schedule, pipeline, draw(st.integers(0, 1 << 30))
 
 
-def instructions_of(orders: Orders, pipeline: PipelineTimes, seed: int) -> dict[Instruction, tuple[float, float]]:
+def instructions_of(
+    orders: Orders, pipeline: PipelineTimes, seed: int
+) -> dict[Instruction, tuple[float, float]]:
     played = simulate(orders, [pipeline], seed=seed).played[0]
     letters = "".join(orders.letters)
     found = {}
@@ -272,7 +274,9 @@ def test_rows_that_deadlock_are_refused() -> None:
 
 
 def test_messages_of_one_direction_queue_and_travel_while_the_stage_computes_on() -> None:
-    pipeline = PipelineTimes((stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(3.0, 3.0),), (LinkTimes(0.0, 0.0),))
+    pipeline = PipelineTimes(
+        (stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(3.0, 3.0),), (LinkTimes(0.0, 0.0),)
+    )
     step = simulate(name_orders("gpipe", stages=2, microbatches=3), [pipeline])
     forwards = [i for i in step.timeline().intervals if i.what == "F"]
     assert [i.start_seconds for i in forwards if i.stage == 0] == [0.0, 1.0, 2.0]
@@ -280,7 +284,9 @@ def test_messages_of_one_direction_queue_and_travel_while_the_stage_computes_on(
 
 
 def test_what_the_sender_does_itself_delays_its_next_instruction_but_not_the_message() -> None:
-    pipeline = PipelineTimes((stage((1.5, 0, 1.0, 0, 0)),) * 2, (LinkTimes(0.0, 0.0, 2.0, 0.0, 0.5),), (LinkTimes(0.0, 0.0),))
+    pipeline = PipelineTimes(
+        (stage((1.5, 0, 1.0, 0, 0)),) * 2, (LinkTimes(0.0, 0.0, 2.0, 0.0, 0.5),), (LinkTimes(0.0, 0.0),)
+    )
     step = simulate(name_orders("gpipe", stages=2, microbatches=2), [pipeline])
     forwards = [i for i in step.timeline().intervals if i.what == "F"]
     assert [i.start_seconds for i in forwards if i.stage == 0] == [0.0, 1.5]
@@ -289,7 +295,9 @@ def test_what_the_sender_does_itself_delays_its_next_instruction_but_not_the_mes
 
 def test_messages_that_meet_share_the_link_as_far_as_it_is_shared() -> None:
     """Two opposite messages at once: with all of the time lost, the second ends when both are through."""
-    pipeline = PipelineTimes((stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(4.0, 4.0),), (LinkTimes(4.0, 4.0),))
+    pipeline = PipelineTimes(
+        (stage((1.0, 0, 1.0, 0, 0)),) * 2, (LinkTimes(4.0, 4.0),), (LinkTimes(4.0, 4.0),)
+    )
     for sharing, expected in ((0.0, 0.0), (1.0, 1.0)):
         step = simulate(
             name_orders("1f1b", stages=2, microbatches=2), [pipeline._replace(sharing=(sharing,))]

@@ -21,25 +21,25 @@ def schedule(*rows: str, limits: tuple[int, ...] = ()) -> Schedule:
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ("", "stage 0 runs no forward at all"),
+        ("", "stage 0 runs no forward"),
         ("F0 F1 B0", "the backward of micro-batch 1 is missing"),
-        ("F0 F2 B0 B2", "place 1, 0F2: F1 is due"),
-        ("F0 F0 B0", "place 1, 0F0: it runs twice"),
-        ("F0 B0 B0", "place 2, 0B0: it runs twice"),
-        ("B0 F0", "place 0, 0B0: its forward has not run yet"),
-        ("F1 F0 B0 B1", "place 0, 0F1: F0 is due"),
-        ("F0 F1 B1 B0", "place 2, 0B1: B0 is due"),
-        ("F0 F1 F2 B0 B1 B2", "place 2, 0F2: the stage would hold 3 micro-batches, its limit is 2"),
-        ("R0 F0 B0", "place 0, 0R0: its forward has not run yet"),
-        ("F0 R0 B0", "place 1, 0R0: no recompute belongs here"),
-        ("F0 F1 B0 R0 B1", "place 3, 0R0: its backward has already run"),
-        ("F0 F1 R0 R0 B0 B1", "place 3, 0R0: it runs twice"),
-        ("F0 F1 R0 R1 B0 B1", "place 3, 0R1: the backward of micro-batch 0 comes first"),
+        ("F0 F2 B0 B2", "position 1, 0F2: expected F1 here"),
+        ("F0 F0 B0", "position 1, 0F0: it runs twice"),
+        ("F0 B0 B0", "position 2, 0B0: it runs twice"),
+        ("B0 F0", "position 0, 0B0: its forward has not run yet"),
+        ("F1 F0 B0 B1", "position 0, 0F1: expected F0 here"),
+        ("F0 F1 B1 B0", "position 2, 0B1: expected B0 here"),
+        ("F0 F1 F2 B0 B1 B2", "position 2, 0F2: the stage would hold 3 micro-batches, its limit is 2"),
+        ("R0 F0 B0", "position 0, 0R0: its forward has not run yet"),
+        ("F0 R0 B0", "position 1, 0R0: the recompute is not needed"),
+        ("F0 F1 B0 R0 B1", "position 3, 0R0: its backward has already run"),
+        ("F0 F1 R0 R0 B0 B1", "position 3, 0R0: it runs twice"),
+        ("F0 F1 R0 R1 B0 B1", "position 3, 0R1: the backward of micro-batch 0 comes first"),
         ("F0 I0", "the weight part W0 is missing"),
-        ("F0 W0 I0", "place 1, 0W0: its input part"),
-        ("F0 B0 W0", "place 2, 0W0: its input part"),
-        ("F0 I0 W0 W0", "place 3, 0W0: it runs twice"),
-        ("F0 I0 B0 W0", "place 2, 0B0: it runs twice"),
+        ("F0 W0 I0", "position 1, 0W0: its input part"),
+        ("F0 B0 W0", "position 2, 0W0: its input part"),
+        ("F0 I0 W0 W0", "position 3, 0W0: it runs twice"),
+        ("F0 I0 B0 W0", "position 2, 0B0: it runs twice"),
     ],
 )
 def test_a_fault_in_a_row_is_named_with_its_place(row: str, fault: str) -> None:
@@ -69,7 +69,7 @@ def test_stages_must_agree_on_the_number_of_micro_batches() -> None:
 
 def test_an_instruction_in_another_stages_row_is_found() -> None:
     first, second = schedule("F0 B0", "F0 B0").rows
-    with pytest.raises(ScheduleError, match="stage 0, place 0, 1F0: it belongs to stage 1"):
+    with pytest.raises(ScheduleError, match="stage 0, position 0, 1F0: it belongs to stage 1"):
         check(Schedule("swapped", (second, first), (1, 1), opportunistic=False))
 
 

@@ -113,7 +113,7 @@ def test_empty_cells_are_time_spent_waiting() -> None:
         ("0F0,-1B0\n", r"row 0, cell 1, '-1B0'"),
         ("0F0,0B0\n0F0,0B0\n", r"row 1, cell 0, '0F0': stage 0 in the row of rank 1"),
         ("0F0,0B0,2F0,2B0\n1F0,1B0\n", r"row 0, cell 2, '2F0': stage 2 in the row of rank 0"),
-        ("0F0,0F1,0B1,0B0\n", r"stage 0, place 2, 0B1: B0 is due"),
+        ("0F0,0F1,0B1,0B0\n", r"stage 0, position 2, 0B1: expected B0 here"),
         ("", "no rows"),
         ("0F0,0B0\n\n", "stage 1 runs no forward"),
     ],

@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work: written down, asked, checked and printed."""
+"""Pipeline schedules: build, check, print, and step through them."""
 
 from varuna.schedule.check import check
 from varuna.schedule.cursor import Cursor

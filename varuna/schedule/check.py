@@ -1,4 +1,4 @@
-"""Finds the first fault of a schedule before anything runs it."""
+"""Validates a schedule before anything runs it."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from varuna.types import Instruction, Schedule
 
 
 def check(schedule: Schedule) -> None:
-    """Raises a ScheduleError that names the first fault; a good schedule passes in silence.
+    """Raise a ScheduleError that names the first fault, if there is one.
 
-    Each row is held against the rules of one stage, then all rows are played together.
+    Each row is checked alone, then all rows are played together to find deadlocks.
     """
     if not schedule.rows:
         raise ScheduleError("the schedule has no rows (expected one per stage)")
@@ -32,20 +32,20 @@ def check(schedule: Schedule) -> None:
     stuck = play(schedule.rows).stuck
     if stuck:
         waits = "; ".join(_describe_wait(head) for head in stuck.values())
-        raise ScheduleError(f"the rows deadlock: {waits} (move what they wait for ahead of what waits)")
+        raise ScheduleError(f"the rows deadlock: {waits} (move the instructions they wait for forward)")
 
 
 def _count_microbatches(stage: int, row: Sequence[Instruction], *, limit: int) -> int:
-    """How many micro-batches the row runs, having seen that it runs each of them rightly."""
+    """Return the number of micro-batches of a row; raise a ScheduleError if it breaks a rule."""
     forwards = backwards = weights = 0
-    split: list[int] = []  # the micro-batches whose backward is in two parts, by their input parts
+    split: list[int] = []  # micro-batches with separate input and weight parts, in the order of their I
     recomputed = -1
     before: Instruction | None = None
     for position, instruction in enumerate(row):
         op, microbatch = instruction.op, instruction.microbatch
         fault = ""
         if instruction.stage != stage:
-            fault = f"it belongs to stage {instruction.stage} and stands in the row of stage {stage}"
+            fault = f"it belongs to stage {instruction.stage}, but is in the row of stage {stage}"
         elif op == "F":
             if microbatch != forwards:
                 fault = _out_of_order("F", microbatch, forwards)
@@ -61,13 +61,13 @@ def _count_microbatches(stage: int, row: Sequence[Instruction], *, limit: int) -
             if microbatch >= forwards:
                 fault = "its forward has not run yet"
             elif microbatch < backwards:
-                fault = "its backward has already run (a recompute comes before it)"
+                fault = "its backward has already run (a recompute must come before it)"
             elif microbatch == recomputed:
                 fault = "it runs twice"
             elif microbatch != backwards:
                 fault = f"the backward of micro-batch {backwards} comes first (recompute only the next one)"
             elif before is not None and before.op == "F" and before.microbatch == microbatch:
-                fault = "no recompute belongs here: its forward ran just before, and all is still in place"
+                fault = "the recompute is not needed: its forward ran just before"
             recomputed = microbatch
         else:
             if microbatch != backwards:
@@ -78,11 +78,11 @@ def _count_microbatches(stage: int, row: Sequence[Instruction], *, limit: int) -
             if op == "I":
                 split.append(microbatch)
         if fault:
-            raise ScheduleError(f"stage {stage}, place {position}, {instruction}: {fault}")
+            raise ScheduleError(f"stage {stage}, position {position}, {instruction}: {fault}")
         before = instruction
 
     if not forwards:
-        raise ScheduleError(f"stage {stage} runs no forward at all (expected F0 and on)")
+        raise ScheduleError(f"stage {stage} runs no forward (expected F0, F1, ...)")
     if backwards < forwards:
         raise ScheduleError(f"stage {stage}: the backward of micro-batch {backwards} is missing")
     if weights < len(split):
@@ -93,7 +93,7 @@ def _count_microbatches(stage: int, row: Sequence[Instruction], *, limit: int) -
 def _out_of_order(op: str, found: int, expected: int) -> str:
     if found < expected:
         return "it runs twice"
-    return f"{op}{expected} is due, and is missing or late (links deliver by micro-batch index)"
+    return f"expected {op}{expected} here (links deliver in the order of micro-batches)"
 
 
 def _describe_wait(head: Instruction) -> str:

@@ -107,4 +107,3 @@ class Cursor:
         assert head < self._end, "a finished stage waits for nothing"
         instruction = self._row[head]
         return ("activation" if instruction.op == "F" else "gradient"), instruction.microbatch
-

@@ -1,7 +1,7 @@
-"""Plays rows in their strict order with unit times: who waits for whom, and when each thing starts.
+"""Plays rows in their strict order with unit times, to find start times and deadlocks.
 
 Links are FIFO, take no time and never fill up. What can run then depends on the rows alone, not on
-the times; so one pass tells both the starts and, where the rows deadlock, who is left waiting.
+the times. One pass therefore gives both the starts and, if the rows deadlock, the waiting stages.
 """
 
 from collections import deque
@@ -13,20 +13,20 @@ from varuna.types import Instruction
 UNITS = {"F": 1, "R": 1, "B": 2, "I": 1, "W": 1}
 
 
-class Played(NamedTuple):
+class PlayedRows(NamedTuple):
     starts: list[list[int]]  # per stage, one for each instruction that ran
-    stuck: dict[int, Instruction]  # the stages that never finish, and the instruction each waits at
+    stuck: dict[int, Instruction]  # stages that never finish, with the instruction each waits at
 
 
-def play(rows: Sequence[Sequence[Instruction]]) -> Played:
+def play(rows: Sequence[Sequence[Instruction]]) -> PlayedRows:
     last = len(rows) - 1
     starts: list[list[int]] = [[] for _ in rows]
     clocks = [0] * len(rows)
-    activations: list[list[int]] = [[] for _ in rows]  # when the k-th one arrived
+    activations: list[list[int]] = [[] for _ in rows]  # arrival time of each
     gradients: list[list[int]] = [[] for _ in rows]
 
-    # A stage runs until it must wait, then wakes its neighbours; each is visited only after a
-    # neighbour has moved, so the whole is linear in the number of instructions.
+    # A stage runs until it must wait, then wakes the stages beside it. A stage is visited only after
+    # one beside it has moved, so the time is linear in the number of instructions.
     awake = deque(range(len(rows)))
     while awake:
         stage = awake.popleft()
@@ -53,15 +53,11 @@ def play(rows: Sequence[Sequence[Instruction]]) -> Played:
                 gradients[stage - 1].append(clock)
         clocks[stage] = clock
         if len(started) > before:
-            awake.extend(
-                neighbour
-                for neighbour in (stage - 1, stage + 1)
-                if 0 <= neighbour <= last and neighbour not in awake
-            )
+            awake.extend(s for s in (stage - 1, stage + 1) if 0 <= s <= last and s not in awake)
 
     stuck = {
         stage: row[len(started)]
         for stage, (row, started) in enumerate(zip(rows, starts, strict=True))
         if len(started) < len(row)
     }
-    return Played(starts, stuck)
+    return PlayedRows(starts, stuck)

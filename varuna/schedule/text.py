@@ -1,4 +1,4 @@
-"""Schedules as text: a grid for people, and the CSV that torch's pipelining reads and writes."""
+"""Schedules as text: a grid to read, and the CSV of torch's pipelining."""
 
 import csv
 import io
@@ -13,10 +13,10 @@ _CELL = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
 def grid(schedule: Schedule) -> str:
-    """Time across, stages down: the rows in their strict order, with F, R, I and W taking one unit and B two.
+    """Return a table with time across and stages down.
 
-    A dot is a unit of waiting. Of an opportunistic schedule this is the preference, as it runs where
-    nothing is late.
+    Rows run in their strict order; F, R, I and W take one unit, B takes two. A dot is a unit of waiting.
+    An opportunistic schedule runs like this when nothing is late.
     """
     check(schedule)
     starts = play(schedule.rows).starts
@@ -50,18 +50,18 @@ def grid(schedule: Schedule) -> str:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute-only CSV of `torch.distributed.pipelining`: a row for each rank, cells like 2F0.
+    """Return the compute-only CSV of `torch.distributed.pipelining`: a row per rank, cells like 2F0.
 
-    Torch has no word for a recompute, so every R is left out: there the stage's own module decides.
-    An opportunistic schedule is written in its preferred order, which is then fixed.
+    Torch has no instruction for a recompute, so every R is left out. An opportunistic schedule is
+    written in its preferred order, which is then fixed.
     """
     return "".join(",".join(str(i) for i in row if i.op != "R") + "\n" for row in schedule.rows)
 
 
 def from_csv(text: str) -> Schedule:
-    """Reads what `to_csv` or torch wrote: one stage per rank, empty cells are time spent waiting.
+    """Read the CSV of `to_csv` or torch: one stage per rank; empty cells are waiting time.
 
-    The result is strict, checked, and limited to what its rows hold.
+    The result is checked and strict. Its limits are the most that its rows hold.
     """
     rows = tuple(
         tuple(_read_cell(cell, row=rank, column=column) for column, cell in enumerate(cells) if cell.strip())
@@ -85,7 +85,7 @@ def _read_cell(cell: str, *, row: int, column: int) -> Instruction:
         raise ScheduleError(
             f"{where}: stage {stage} in the row of rank {row} (expected one stage per rank, in order)"
         )
-    op: Op = match[2]  # type: ignore[assignment]  # the pattern admits nothing else
+    op: Op = match[2]  # type: ignore[assignment]  # the pattern matches nothing else
     return Instruction(stage, op, microbatch)
 
 

@@ -1,6 +1,6 @@
-"""What was measured of some segments tells what others cost: a device's speed, found in their times.
+"""Finds the speed of a device from measured segments.
 
-With it the rest of a model is estimated, or sizes at which it did not run, or a model on `meta`.
+The speed then estimates segments and micro-batch sizes that were not measured, or a model on `meta`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ from varuna.plan.cost.estimate import Speed, amounts
 from varuna.types import Duration, Profile, Segment, SizeCost
 
 UNBOUNDED = 1e30
-"""A rate that has no part in the times. JSON knows no infinity."""
+"""A rate so high that it adds no time. JSON has no infinity."""
 LEAST_BACKWARD = 0.1
-"""Of a forward: what is measured of very little is not measured well."""
+"""Least backward time relative to the forward. Very short times are not measured well."""
 
 
 def calibrate(profile: Profile, segments: Sequence[Segment]) -> Speed:
-    """The speed of the device on which these segments were measured."""
+    """Return the speed of the device on which these segments were measured."""
     return speed_of(
         (
             (segments[profile.segments.index(kind)], size)
@@ -32,11 +32,10 @@ def calibrate(profile: Profile, segments: Sequence[Segment]) -> Speed:
 
 
 def speed_of(measured: Iterable[tuple[Segment, SizeCost]], *, memory_bytes: int, device: str) -> Speed:
-    """The speed by which segments would take what they were measured to take, as nearly as may be.
+    """Return the speed that predicts the measured times best, by least squares.
 
-    Least squares over all ways to leave out some of the three parts of a forward: what would come out
-    negative has no part in it. An error counts by its share of a segment's time, and of the mean one's where
-    that is longer: the many that take next to nothing should not decide.
+    Each subset of the three parts of a forward is fitted; a fit with a negative rate is dropped. Errors
+    are relative to the segment's time plus the mean time, so that many tiny segments do not dominate.
     """
     pairs = list(measured)
     mean = fmean(size.forward.seconds for _, size in pairs)
@@ -58,7 +57,7 @@ def speed_of(measured: Iterable[tuple[Segment, SizeCost]], *, memory_bytes: int,
                 )
                 found.append((sum(error**2 for error in errors), parts, rates))
     if not found:
-        raise ValueError("the profile tells nothing of the device's speed (its segments do no work)")
+        raise ValueError("the speed of the device cannot be estimated: the measured segments do no work")
     _, parts, rates = min(found)
     of = dict(zip(parts, rates, strict=True))
     speed = Speed(
@@ -72,9 +71,9 @@ def speed_of(measured: Iterable[tuple[Segment, SizeCost]], *, memory_bytes: int,
 
 
 def _with_ratios(speed: Speed, pairs: Sequence[tuple[Segment, SizeCost]]) -> Speed:
-    """With what backwards take of all segments together, and what is held by most of them.
+    """Add the ratio of all backwards to all forwards, and the median ratio of held memory.
 
-    Never less than the shapes tell: who has too little memory is told by its absence.
+    The memory ratio is at least 1: an estimate that is too low leads to a plan that does not fit.
     """
     forwards = sum(size.forward.seconds for _, size in pairs)
     backwards = sum(size.backward.seconds - speed.weight_seconds(segment) for segment, size in pairs)
@@ -93,7 +92,7 @@ def _with_ratios(speed: Speed, pairs: Sequence[tuple[Segment, SizeCost]]) -> Spe
 def extended(
     profile: Profile, segments: Sequence[Segment], speed: Speed, microbatch_sizes: Iterable[int]
 ) -> Profile:
-    """With sizes smaller and larger than any that was measured: by what the speed tells of the difference."""
+    """Return the profile with estimates for sizes outside the measured range."""
     wanted = set(microbatch_sizes)
     kinds = []
     added: set[int] = set()
@@ -112,15 +111,19 @@ def extended(
         kinds.append(msgspec.structs.replace(cost, sizes=sizes))
     if not added:
         return profile
-    note = f"micro-batches of {_in_few(sorted(added))} are estimated from those that were measured"
+    low, high = min(added), max(added)
+    sizes_text = str(low) if low == high else f"{low} to {high}"
+    note = f"micro-batches of {sizes_text} are estimated from those that were measured"
     return msgspec.structs.replace(profile, kinds=tuple(kinds), notes=(*profile.notes, note))
 
 
 def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCost:
-    """A segment's cost at another size than it was measured with."""
+    """Return the cost of a segment at a size that was not measured, scaled from one that was."""
     slower = speed.seconds(segment, size) / speed.seconds(segment, near.microbatch_size)
     larger = size / near.microbatch_size
-    fixed = min(near.working_bytes, segment.parameter_bytes)  # a new gradient, before it is added to the old
+    fixed = min(
+        near.working_bytes, segment.parameter_bytes
+    )  # a new gradient, before it is added to the accumulated one
 
     def scaled(duration: Duration) -> Duration:
         return Duration(duration.seconds * slower, duration.spread * slower)
@@ -139,12 +142,8 @@ def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCo
     )
 
 
-def _in_few(sizes: Sequence[int]) -> str:
-    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-
-
 def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[float, ...] | None:
-    """x for which all row · x are nearest to their targets; None where the rows do not tell it."""
+    """Return x that minimises the sum of (row · x - target)²; None if it is not unique."""
     count = len(rows[0])
     scales = [max(abs(row[i]) for row in rows) for i in range(count)]
     if not all(scales):

@@ -1,7 +1,7 @@
-"""What segments cost on a device that is not there: from their shapes, and how fast such a device is.
+"""Estimates the costs of segments from their shapes and the speed of a device, without measuring.
 
-A forward takes a time for each operation that it starts, one for what it computes and one for what it
-moves. A backward takes some times as long, and adds gradients to those of the weights.
+The time of a forward is the sum of three parts: per operation, per flop, and per byte that it moves. A
+backward takes a multiple of that, plus the time to add the gradients of the weights.
 """
 
 from collections.abc import Iterable
@@ -11,22 +11,22 @@ import msgspec
 from varuna.types import Duration, Segment, SizeCost
 
 WEIGHT_PASSES = 2
-"""A gradient is written, and added to what is there."""
+"""A gradient is written, then added to the accumulated one."""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a device is, in what it reaches rather than in what its makers promise."""
+    """Achieved (not nominal) speed of a device."""
 
     flops_per_second: float
     bytes_per_second: float  # of its own memory
     seconds_per_operation: float = 5e-6
     memory_bytes: int
-    backward: float = 2.0  # a backward, in forwards, but for the weights
-    activations: float = 1.0  # what is held from a forward to its backward, in what its shapes tell
-    measured_on: str = ""  # the device that it was found on; empty where somebody has stated it
+    backward: float = 2.0  # time of a backward relative to its forward, without the weights
+    activations: float = 1.0  # memory held until the backward, relative to the estimate from shapes
+    measured_on: str = ""  # device that was calibrated; empty for numbers given by the user
 
     def seconds(self, segment: Segment, microbatch_size: int) -> float:
-        """Of a forward."""
+        """Return the time of a forward."""
         operations, flops, moved = amounts(segment, microbatch_size)
         return (
             operations * self.seconds_per_operation
@@ -38,12 +38,12 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return self.backward * self.seconds(segment, microbatch_size) + self.weight_seconds(segment)
 
     def weight_seconds(self, segment: Segment) -> float:
-        """To move the gradients of the weights, however few samples there are."""
+        """Return the time to write the gradients of the weights; it does not depend on the batch."""
         return WEIGHT_PASSES * segment.parameter_bytes / self.bytes_per_second
 
 
 def amounts(segment: Segment, microbatch_size: int) -> tuple[float, float, float]:
-    """The operations, flops and moved bytes of a forward."""
+    """Return the operations, flops and moved bytes of a forward."""
     return (
         float(max(segment.num_operations, 1)),
         segment.flops_per_sample * microbatch_size,
@@ -52,6 +52,8 @@ def amounts(segment: Segment, microbatch_size: int) -> tuple[float, float, float
 
 
 def estimate(segment: Segment, speed: Speed, microbatch_sizes: Iterable[int]) -> tuple[SizeCost, ...]:
+    """Return the estimated costs of a segment at each size, in ascending order."""
+
     def at(size: int) -> SizeCost:
         forward, backward = speed.seconds(segment, size), speed.backward_seconds(segment, size)
         kept = round(speed.activations * segment.kept_bytes.size(size))
@@ -63,7 +65,7 @@ def estimate(segment: Segment, speed: Speed, microbatch_sizes: Iterable[int]) ->
             backward_inputs=Duration(backward / 2),
             backward_weights=Duration(backward / 2),
             activation_bytes=kept,
-            # As much again as its largest values; of those, a few out of all that are kept.
+            # Twice the mean of its kept values.
             working_bytes=2 * kept // max(segment.num_operations, 1),
         )
 

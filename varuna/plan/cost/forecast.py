@@ -1,24 +1,24 @@
-"""What a layout will cost: its times for the simulator, its memory, and both as a Forecast."""
+"""Predicts step time and memory of a layout: builds its times, simulates it, and describes the result."""
 
 from collections.abc import Sequence
 from math import ceil, sqrt
 from typing import NamedTuple
 
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs, Message, Sizes
-from varuna.plan.cost.memory import Room, keeps, stage_memory
+from varuna.plan.cost.costs import CostTable, MessageTimes, SegmentSums
+from varuna.plan.cost.memory import MemoryTerms, held_counts, stage_memory
 from varuna.plan.cost.simulate import (
+    LinkTimes,
     Orders,
     PipelineTimes,
     Simulation,
     StageTimes,
     TiedStages,
-    LinkTimes,
     name_orders,
     simulate,
 )
 from varuna.plan.cost.uneven import TOTALS_BYTES, forecast_uneven
-from varuna.plan.cut.place import Ground, Placement, ReplicaKind
+from varuna.plan.cut.place import ClusterMap, Placement, ReplicaKind
 from varuna.types import (
     Cluster,
     Forecast,
@@ -33,8 +33,8 @@ from varuna.types import (
 Spans = tuple[tuple[int, int], ...]
 
 
-class Draft(NamedTuple):
-    """A layout with all that its cost depends on."""
+class CandidateLayout(NamedTuple):
+    """A layout with everything that its cost depends on."""
 
     spans: Spans
     recompute: tuple[bool, ...]
@@ -54,7 +54,7 @@ class Draft(NamedTuple):
 
     @property
     def replica_batch(self) -> int:
-        """Of the replica that gets most."""
+        """Samples of the replica with the most."""
         return ceil(self.batch_size / self.width)
 
     @property
@@ -75,73 +75,74 @@ def forecast_plan(
     shard_optimizer: bool = False,
     seed: int = 0,
 ) -> tuple[Forecast, Simulation]:
-    """What a plan that somebody has made will cost.
+    """Predict the step of an existing plan.
 
-    Its ranks are the cluster's devices in order, without the `idle` ones; what is left over is idle too.
+    Its ranks are the cluster's devices in order, without the `idle` ones. Devices left over are idle too.
     """
     if plan.fingerprint and plan.fingerprint != profile.fingerprint:
         raise PlanError(
-            f"the plan is for the model {plan.fingerprint}, the profile of {profile.fingerprint} "
-            "(profile this model, or plan anew)"
+            f"the plan is for model {plan.fingerprint}, but the profile is of {profile.fingerprint} "
+            "(profile this model, or make a new plan)"
         )
     if plan.precision != profile.precision:
         raise PlanError(
-            f"the plan runs in {plan.precision}, the profile was measured in {profile.precision} "
-            "(profile in that precision, or plan anew)"
+            f"the plan runs in {plan.precision}, but the profile was measured in {profile.precision} "
+            "(profile in that precision, or make a new plan)"
         )
     if plan.stages[-1].stop != len(profile.segments):
         raise PlanError(
-            f"the plan's stages hold {plan.stages[-1].stop} segments, the profile {len(profile.segments)}"
+            f"the plan has {plan.stages[-1].stop} segments, but the profile has {len(profile.segments)} "
+            "(profile this model, or make a new plan)"
         )
-    ground = Ground(cluster)
+    cluster_map = ClusterMap(cluster)
     left_out = set(idle)
-    devices = [device for device in range(ground.num_devices) if device not in left_out]
+    devices = [device for device in range(cluster_map.num_devices) if device not in left_out]
     if len(plan.ranks) > len(devices):
         raise PlanError(
-            f"the plan has {len(plan.ranks)} ranks, the cluster {len(devices)} devices for them "
-            f"({cluster}, {len(left_out)} of them to be idle)"
+            f"the plan has {len(plan.ranks)} ranks, but only {len(devices)} devices are available "
+            f"({cluster}, {len(left_out)} of them idle)"
         )
-    costs = Costs(profile)
+    costs = CostTable(profile)
     if plan.uneven:
-        return forecast_uneven(costs, ground, plan, devices, shard_optimizer=shard_optimizer)
-    draft = Draft(
+        return forecast_uneven(costs, cluster_map, plan, devices, shard_optimizer=shard_optimizer)
+    layout = CandidateLayout(
         tuple((stage.first, stage.stop) for stage in plan.stages),
         tuple(stage.recompute for stage in plan.stages),
         plan.schedule,
         plan.microbatch_size,
         plan.batch_size,
-        ground.look_at([[devices[rank] for rank in stage.ranks] for stage in plan.stages]),
+        cluster_map.placement_of([[devices[rank] for rank in stage.ranks] for stage in plan.stages]),
         shard_optimizer,
     )
     costs.start_notes()
-    orders = orders_of(draft)
-    replicas = pipelines(costs, draft, orders, jitter=bool(seed))
-    if seed:  # then no two are alike
-        replicas = [replicas[index % len(replicas)] for index in range(draft.width)]
+    orders = orders_of(layout)
+    replicas = pipelines(costs, layout, orders, jitter=bool(seed))
+    if seed:  # every replica varies on its own
+        replicas = [replicas[index % len(replicas)] for index in range(layout.width)]
     simulation = simulate(orders, replicas, seed=seed)
-    return describe(costs, draft, simulation), simulation
+    return describe(costs, layout, simulation), simulation
 
 
-def plan_of(draft: Draft, profile: Profile) -> Plan:
-    ranks = draft.placement.ranks()
+def plan_of(layout: CandidateLayout, profile: Profile) -> Plan:
+    ranks = layout.placement.ranks()
     return Plan(
         stages=tuple(
-            StagePlan(first, stop, ranks[stage], draft.recompute[stage])
-            for stage, (first, stop) in enumerate(draft.spans)
+            StagePlan(first, stop, ranks[stage], layout.recompute[stage])
+            for stage, (first, stop) in enumerate(layout.spans)
         ),
-        batch_size=draft.batch_size,
-        microbatch_size=draft.microbatch_size,
-        schedule=draft.schedule,
+        batch_size=layout.batch_size,
+        microbatch_size=layout.microbatch_size,
+        schedule=layout.schedule,
         precision=profile.precision,
         fingerprint=profile.fingerprint,
     )
 
 
-def describe(costs: Costs, draft: Draft, simulation: Simulation) -> Forecast:
-    """Where the time of a step goes, stage by stage, and its memory."""
+def describe(costs: CostTable, layout: CandidateLayout, simulation: Simulation) -> Forecast:
+    """Return the time of a step and, for each stage, its parts and its memory."""
     seconds = simulation.seconds
     stages = []
-    for stage, memory in enumerate(memories(costs, draft)):
+    for stage, memory in enumerate(memories(costs, layout)):
         compute = simulation.compute_seconds(stage)
         reduce = simulation.finishing_seconds(stage)
         ending = simulation.replicas[0].stages[stage].ending_seconds
@@ -150,133 +151,139 @@ def describe(costs: Costs, draft: Draft, simulation: Simulation) -> Forecast:
     return Forecast(seconds, tuple(stages), costs.profile.notes + costs.take_notes())
 
 
-def memories(costs: Costs, draft: Draft) -> list[MemoryForecast]:
-    room = Room(
-        costs.sizes(min(draft.microbatch_size, draft.replica_batch)),
-        draft.width,
-        draft.replica_batch,
-        draft.shard_optimizer,
+def memories(costs: CostTable, layout: CandidateLayout) -> list[MemoryForecast]:
+    terms = MemoryTerms(
+        costs.sizes(min(layout.microbatch_size, layout.replica_batch)),
+        layout.width,
+        layout.replica_batch,
+        layout.shard_optimizer,
     )
     found = []
-    for stage, (first, stop) in enumerate(draft.spans):
-        kept = keeps(
-            draft.schedule,
+    for stage, (first, stop) in enumerate(layout.spans):
+        counts = held_counts(
+            layout.schedule,
             stage=stage,
-            stages=draft.depth,
-            microbatches=draft.microbatches,
-            recompute=draft.recompute[stage],
+            stages=layout.depth,
+            microbatches=layout.microbatches,
+            recompute=layout.recompute[stage],
         )
-        found.append(stage_memory(costs, room, first, stop, kept))
+        found.append(stage_memory(costs, terms, first, stop, counts))
     return found
 
 
-def orders_of(draft: Draft) -> Orders:
+def orders_of(layout: CandidateLayout) -> Orders:
     return name_orders(
-        draft.schedule, stages=draft.depth, microbatches=draft.microbatches, recompute=draft.recompute
+        layout.schedule, stages=layout.depth, microbatches=layout.microbatches, recompute=layout.recompute
     )
 
 
-def pipelines(costs: Costs, draft: Draft, orders: Orders, *, jitter: bool = False) -> list[PipelineTimes]:
-    """The times of each kind of replica."""
-    last = costs.sizes(draft.last_size)
-    sizes = costs.sizes(draft.microbatch_size) if draft.microbatches > 1 else last
-    placement = draft.placement
+def pipelines(
+    costs: CostTable, layout: CandidateLayout, orders: Orders, *, jitter: bool = False
+) -> list[PipelineTimes]:
+    """Return the times of each kind of replica."""
+    last = costs.sizes(layout.last_size)
+    sizes = costs.sizes(layout.microbatch_size) if layout.microbatches > 1 else last
+    placement = layout.placement
     several = any(placement.between) or any(any(kind.crossing) for kind in placement.kinds)
-    totals = costs.reduce_seconds(draft.depth * draft.width, TOTALS_BYTES, between=several)
+    totals = costs.reduce_seconds(layout.depth * layout.width, TOTALS_BYTES, between=several)
     split = "I" in orders.letters[0]
-    width, shard = draft.width, draft.shard_optimizer
+    width, shard = layout.width, layout.shard_optimizer
     endings = []
-    for (first, stop), between in zip(draft.spans, placement.between, strict=True):
+    for (first, stop), between in zip(layout.spans, placement.between, strict=True):
         buckets = costs.buckets(last, first, stop, group_size=width, between=between, split=split)
         ending = costs.ending_seconds(first, stop, width=width, between=between, shard=shard)
         endings.append((buckets, ending))
     found = []
     for kind in placement.kinds:
-        there, here = _messages(costs, draft, kind, sizes, last)
-        each = _instructions(costs, draft, kind, orders, sizes, [m[0] for m in there], [m[0] for m in here])
+        sent, returned = _messages(costs, layout, kind, sizes, last)
+        each = _instructions(
+            costs, layout, kind, orders, sizes, [m[0] for m in sent], [m[0] for m in returned]
+        )
         once = each
         if last is not sizes:
             once = _instructions(
-                costs, draft, kind, orders, last, [m[1] for m in there], [m[1] for m in here]
+                costs, layout, kind, orders, last, [m[1] for m in sent], [m[1] for m in returned]
             )
-        spreads = [_spreads(sizes, *span) if jitter else (0.0,) * 5 for span in draft.spans]
+        spreads = [_spreads(sizes, *span) if jitter else (0.0,) * 5 for span in layout.spans]
         found.append(
             PipelineTimes(
                 tuple(
                     map(StageTimes._make, zip(each, once, spreads, *zip(*endings, strict=True), strict=True))
                 ),
-                tuple([messages[2] for messages in there]),
-                tuple([messages[2] for messages in here]),
-                tuple([max(go[0].sharing, come[0].sharing) for go, come in zip(there, here, strict=True)]),
+                tuple([messages[2] for messages in sent]),
+                tuple([messages[2] for messages in returned]),
+                tuple([max(go[0].sharing, come[0].sharing) for go, come in zip(sent, returned, strict=True)]),
                 placement.lanes if any(placement.between) else (),
-                _ties(costs, draft, kind),
+                _ties(costs, layout, kind),
                 totals,
-                costs.profile.precision == "fp16",  # an overflow is looked for before any optimizer steps
+                costs.profile.precision == "fp16",  # all ranks check for overflow before any optimizer steps
             )
         )
     return found
 
 
-Messages = tuple[Message, Message, LinkTimes]
-"""Over one cut in one direction: of every micro-batch but the last, of the last, and both on their way."""
+CutMessages = tuple[MessageTimes, MessageTimes, LinkTimes]
+"""Over one cut in one direction: of every micro-batch but the last, of the last, and both as LinkTimes."""
 
 
 def _messages(
-    costs: Costs, draft: Draft, kind: ReplicaKind, sizes: Sizes, last: Sizes
-) -> tuple[list[Messages], list[Messages]]:
-    """Over each cut, with forwards and with backwards. Most cuts are alike, and looked at once."""
-    seen: dict[tuple[int, int, bool, int], Messages] = {}
+    costs: CostTable, layout: CandidateLayout, kind: ReplicaKind, sizes: SegmentSums, last: SegmentSums
+) -> tuple[list[CutMessages], list[CutMessages]]:
+    """Return the messages over each cut, forward and backward. Equal cuts are computed once."""
+    seen: dict[tuple[int, int, bool, int], CutMessages] = {}
 
-    def look(num_bytes: list[int], last_bytes: list[int]) -> list[Messages]:
+    def look_up(num_bytes: list[int], last_bytes: list[int]) -> list[CutMessages]:
         found = []
-        for (_, cut), crossing, crowd in zip(
-            draft.spans, kind.crossing, draft.placement.crowding, strict=False
+        for (_, cut), crossing, per_card in zip(
+            layout.spans, kind.crossing, layout.placement.messages_per_card, strict=False
         ):
-            key = (num_bytes[cut], last_bytes[cut], crossing, crowd)
+            key = (num_bytes[cut], last_bytes[cut], crossing, per_card)
             if key not in seen:
                 seen[key] = _over_a_cut(costs, *key)
             found.append(seen[key])
         return found
 
-    return look(sizes.sent_bytes, last.sent_bytes), look(sizes.returned_bytes, last.returned_bytes)
+    return look_up(sizes.sent_bytes, last.sent_bytes), look_up(sizes.returned_bytes, last.returned_bytes)
 
 
-def _over_a_cut(costs: Costs, num_bytes: int, last_bytes: int, crossing: bool, crowd: int) -> Messages:
+def _over_a_cut(
+    costs: CostTable, num_bytes: int, last_bytes: int, crossing: bool, per_card: int
+) -> CutMessages:
     message = costs.message(num_bytes, between=crossing)
-    once = costs.message(last_bytes, between=crossing)
-    way = LinkTimes(
-        message.sending * crowd,
-        once.sending * crowd,
+    last = costs.message(last_bytes, between=crossing)
+    times = LinkTimes(
+        message.sending * per_card,
+        last.sending * per_card,
         message.latency,
         message.spread,
-        min(message.leaving, once.leaving),
+        min(message.sender_seconds, last.sender_seconds),
     )
-    return message, once, way
+    return message, last, times
 
 
 Seconds = tuple[float, float, float, float, float]
 
 
 def _instructions(
-    costs: Costs,
-    draft: Draft,
+    costs: CostTable,
+    layout: CandidateLayout,
     kind: ReplicaKind,
     orders: Orders,
-    sizes: Sizes,
-    there: list[Message],
-    here: list[Message],
+    sizes: SegmentSums,
+    sent: list[MessageTimes],
+    returned: list[MessageTimes],
 ) -> list[Seconds]:
-    """Of each stage the seconds of F, R, B, I, W, what is spent on messages included."""
+    """Return the seconds of F, R, B, I, W of each stage, with the time spent on messages."""
     overhead = costs.profile.overheads.instruction_seconds
     found = []
     for stage, ((first, stop), speed, letters) in enumerate(
-        zip(draft.spans, kind.speeds, orders.letters, strict=True)
+        zip(layout.spans, kind.speeds, orders.letters, strict=True)
     ):
         forward = (sizes.forward[stop] - sizes.forward[first]) / speed
         backward = (sizes.backward[stop] - sizes.backward[first]) / speed
         inputs = (sizes.inputs[stop] - sizes.inputs[first]) / speed
         weights = (sizes.weights[stop] - sizes.weights[first]) / speed
-        if not stage:  # nobody waits for the gradients of the model's own inputs: part I does all
+        if not stage:  # no stage waits for input gradients: part I does the whole backward
             inputs, weights = backward, 0.0
         run = forward
         if "R" in letters:
@@ -285,11 +292,11 @@ def _instructions(
         with_forward = overhead + entry
         with_backward = overhead
         if stage:
-            with_forward += there[stage - 1].taking
-            with_backward += here[stage - 1].leaving
-        if stage < len(there):
-            with_forward += there[stage].leaving
-            with_backward += here[stage].taking
+            with_forward += sent[stage - 1].receiver_seconds
+            with_backward += returned[stage - 1].sender_seconds
+        if stage < len(sent):
+            with_forward += sent[stage].sender_seconds
+            with_backward += returned[stage].receiver_seconds
         found.append(
             (
                 run + with_forward,
@@ -302,15 +309,15 @@ def _instructions(
     return found
 
 
-def _spreads(sizes: Sizes, first: int, stop: int) -> Seconds:
+def _spreads(sizes: SegmentSums, first: int, stop: int) -> Seconds:
     forward, _, backward, inputs, weights = (sqrt(max(0.0, v[stop] - v[first])) for v in sizes.variances)
     return forward, forward, backward, inputs, weights
 
 
-def _ties(costs: Costs, draft: Draft, kind: ReplicaKind) -> tuple[TiedStages, ...]:
+def _ties(costs: CostTable, layout: CandidateLayout, kind: ReplicaKind) -> tuple[TiedStages, ...]:
     found = []
     for tie in costs.profile.ties:
-        stages = sorted({_stage_of(segment, draft.spans) for segment in tie.segments})
+        stages = sorted({_stage_of(segment, layout.spans) for segment in tie.segments})
         if len(stages) > 1:
             between = any(kind.crossing[stages[0] : stages[-1]])
             found.append(
@@ -321,3 +328,6 @@ def _ties(costs: Costs, draft: Draft, kind: ReplicaKind) -> tuple[TiedStages, ..
 
 def _stage_of(segment: int, spans: Spans) -> int:
     return next(stage for stage, (_, stop) in enumerate(spans) if segment < stop)
+
+
+Draft = CandidateLayout

@@ -35,7 +35,9 @@ class KernelTimes(NamedTuple):
 
     seconds: Any  # [size][stage][kind]
     spreads: Any  # [stage][kind]
-    links: Any  # [field][direction][stage]: the fields of LinkTimes, then the share lost to an opposite message
+    links: (
+        Any  # [field][direction][stage]: the fields of LinkTimes, then the share lost to an opposite message
+    )
     seed: int  # 0: nothing varies
 
 
@@ -184,7 +186,8 @@ def deliver(
 ) -> float:
     """Return the arrival of the message that an instruction which ends at `stop` sends.
 
-    `link` is direction * stages + stage. Each direction is one queue. A message that meets one in the other direction loses time.
+    `link` is direction * stages + stage. Each direction is one queue. A message that meets one in the
+    other direction loses time.
     """
     ways = stages * 2
     occupied = links[size * ways + link]
@@ -204,7 +207,7 @@ def deliver(
         occupied = occupied + links[5 * ways + link] * (met_until - met_from)
     busy[link] = leaves
     busy[ways + link] = leaves + occupied
-    arrival = leaves + occupied + links[2 * ways + link]
+    arrival: float = leaves + occupied + links[2 * ways + link]
     jitter = links[3 * ways + link]
     if seed != 0 and jitter > 0.0:
         arrival = vary(arrival, jitter, leaves, noise(seed, link * 2 + 1, number))
@@ -289,7 +292,7 @@ def compiled_play() -> Callable[..., int] | None:
     ):
         twin = FunctionType(function.__code__, twins, function.__name__)
         twin.__qualname__ = f"{function.__name__}_{rule}"
-        inline = "always" if function is deliver else "never"
-        twins[function.__name__] = njit(cache=True, inline=inline)(twin)
+        options: Any = {"inline": "always"} if function is deliver else {}
+        twins[function.__name__] = njit(cache=True, **options)(twin)
     found: Callable[..., int] = twins["play"]
     return found

@@ -1,31 +1,31 @@
-"""What a micro-batch takes of a whole model at least, however it is cut: what bounds are made of."""
+"""Least work of a whole model for one micro-batch, for any cuts. Lower bounds are built from it."""
 
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 
 
-class Least(NamedTuple):
-    """The whole model for one micro-batch, each segment the fastest way that any stage can run it."""
+class LeastWork(NamedTuple):
+    """Seconds of the whole model for one micro-batch; each segment counts with the least it can take."""
 
     forward: float
-    backward: float  # what the stage before waits for
+    backward: float  # the part that the stage before waits for
     weights: float
-    at_least: tuple[tuple[float, int], ...]  # so many segments take so long each, all three
-    forward_share: float  # of all three, at most
-    gradient_bytes: float  # for each second of a segment, at least
+    at_least: tuple[tuple[float, int], ...]  # (seconds, number): so many segments take so long or longer
+    forward_share: float  # largest share of the forward in all three
+    gradient_bytes: float  # least bytes per second of a segment
 
     def heaviest(self, depth: int) -> float:
-        """What some stage takes, however the model is cut: so many in so few stages must be together."""
+        """Return the least work of the heaviest stage: n segments in `depth` stages share stages."""
         return max(ceil(number / depth) * seconds for seconds, number in self.at_least)
 
 
-def least_of(costs: Costs, size: int, split: bool, speed: float) -> Least:
-    """Of a micro-batch of a size or larger: so that more work never has a smaller bound.
+def least_of(costs: CostTable, size: int, split: bool, speed: float) -> LeastWork:
+    """Return the least work of a micro-batch of this size or larger, so bounds never fall with the size.
 
-    (Between two measured sizes times are straight lines, so that the least is at one of them.)
+    Times are linear between two measured sizes, so the least is at a measured size.
     """
     larger = [costs.sizes(s) for s in costs.microbatch_sizes() if s > size]
     tables = [costs.sizes(size), *larger]
@@ -37,18 +37,18 @@ def least_of(costs: Costs, size: int, split: bool, speed: float) -> Least:
     forwards = fastest(*(t.forward for t in tables), *(t.forward_only for t in tables))
     backwards = fastest(*(t.backward for t in tables))
     wholes = backwards
-    if split:  # a first stage does all of its backward at once
+    if split:  # the first stage runs its backward in one part
         both = fastest(*([i + w for i, w in zip(t.inputs, t.weights, strict=True)] for t in tables))
         wholes = list(map(min, both, backwards))
         backwards = list(map(min, fastest(*(t.inputs for t in tables)), wholes))
-    # Segments of one kind differ in their last digits, by the running sums that they were taken from.
+    # Differences of running sums differ in the last digits for segments of one kind.
     totals = [float(f"{f + b:.9e}") * (1 - 1e-9) for f, b in zip(forwards, wholes, strict=True)]
     shares = [f / total for f, total in zip(forwards, totals, strict=True)]
     gradients = [after - before for before, after in pairwise(costs.gradient_bytes)]
-    for tie in costs.profile.ties:  # which a stage may reduce only once
+    for tie in costs.profile.ties:  # a stage may reduce a tied tensor only once
         for segment in tie.segments:
             gradients[segment] -= tie.num_bytes
-    return Least(
+    return LeastWork(
         sum(forwards),
         sum(backwards),
         sum(wholes) - sum(backwards),
@@ -56,3 +56,6 @@ def least_of(costs: Costs, size: int, split: bool, speed: float) -> Least:
         max(shares),
         min(g / total for g, total in zip(gradients, totals, strict=True)),
     )
+
+
+Least = LeastWork

@@ -1,78 +1,75 @@
-"""How many bytes a stage needs on its device at the fullest moment of a step.
+"""Peak memory of a stage in bytes.
 
-That moment is in the last backwards: all micro-batches that the schedule lets a stage hold are held,
-the gradients are there, and so are the buckets in which they travel over the replicas (each gradient
-is copied into its bucket; the buckets stay from step to step, as does the optimizer's state).
+The peak is in the last backwards. The stage then holds as many micro-batches as its schedule allows,
+all gradients, and the buckets that reduce them over the replicas. Each gradient is copied into a
+bucket. Buckets and optimizer state stay from step to step.
 """
 
 from math import ceil
 from typing import NamedTuple
 
-from varuna.plan.cost.costs import Costs, Sizes
+from varuna.plan.cost.costs import CostTable, SegmentSums
 from varuna.schedule import half_done, held, recomputes
 from varuna.types import MemoryForecast
 
 
-class Kept(NamedTuple):
-    """The micro-batches that a stage holds at once."""
+class HeldCounts(NamedTuple):
+    """Numbers of micro-batches that a stage holds at once."""
 
     held: int  # between their forward and the end of their backward
-    whole: int  # of these, those with all their activations, and not only what they were given
-    split: int  # of these, those between the two parts of their backward
+    whole: int  # of these, with all activations; the others hold only their inputs
+    split: int  # of these, between the two parts of their backward
 
 
-class Room(NamedTuple):
-    """What of a layout decides how much memory each of its stages needs."""
+class MemoryTerms(NamedTuple):
+    """The properties of a layout that decide the memory of its stages."""
 
-    sizes: Sizes
+    sizes: SegmentSums
     width: int
     replica_batch: int
-    shard: bool  # the optimizer's state is spread over the replicas
+    shard: bool  # the optimizer state is sharded over the replicas
 
 
 def stage_memory(
-    costs: Costs,
-    room: Room,
-    first: int,
-    stop: int,
-    kept: Kept,
+    costs: CostTable, terms: MemoryTerms, first: int, stop: int, counts: HeldCounts
 ) -> MemoryForecast:
-    profile, sizes = costs.profile, room.sizes
+    """Return the memory of a stage with segments `first` to `stop - 1`, by purpose."""
+    profile, sizes = costs.profile, terms.sizes
     tied_bytes, tied_elements = costs.tied_twice(first, stop)
     gradients = costs.gradient_bytes[stop] - costs.gradient_bytes[first] - tied_bytes
     elements = costs.num_trained[stop] - costs.num_trained[first] - tied_elements
     received, sent = sizes.sent_bytes[first], sizes.sent_bytes[stop]
     activations = sizes.activation_bytes[stop] - sizes.activation_bytes[first]
-    # Besides what is held: a message of each kind on its way in or out, and the batch itself.
+    # One message of each kind is on its way in or out; the batch itself is in memory too.
     boundaries = received + sent + sizes.returned_bytes[first] + sizes.returned_bytes[stop]
     return MemoryForecast(
         fixed=profile.fixed_bytes,
         parameters=int(costs.parameter_bytes[stop] - costs.parameter_bytes[first] - tied_bytes),
         gradients=int(gradients),
-        buckets=int(gradients) if room.width > 1 else 0,
+        buckets=int(gradients) if terms.width > 1 else 0,
         optimizer=ceil(
-            profile.optimizer.state_bytes_per_element * elements / (room.width if room.shard else 1)
+            profile.optimizer.state_bytes_per_element * elements / (terms.width if terms.shard else 1)
         ),
         activations=ceil(
-            kept.whole * activations
-            + (kept.held - kept.whole) * received
-            + kept.split * (sizes.split_bytes[stop] - sizes.split_bytes[first])
+            counts.whole * activations
+            + (counts.held - counts.whole) * received
+            + counts.split * (sizes.split_bytes[stop] - sizes.split_bytes[first])
         ),
-        boundaries=boundaries + room.replica_batch * profile.sample_bytes,
+        boundaries=boundaries + terms.replica_batch * profile.sample_bytes,
         working=ceil(max(sizes.working_bytes[first:stop])),
     )
 
 
-class Needs:
-    """The totals of `stage_memory` for many spans: sums made once, so that each is a few differences."""
+class MemoryTotals:
+    """Totals of `stage_memory` for many ranges of segments, from running sums."""
 
-    def __init__(self, costs: Costs, room: Room) -> None:
-        profile, sizes = costs.profile, room.sizes
-        copies = 2 if room.width > 1 else 1
-        state = profile.optimizer.state_bytes_per_element / (room.width if room.shard else 1)
+    def __init__(self, costs: CostTable, terms: MemoryTerms) -> None:
+        profile, sizes = costs.profile, terms.sizes
+        copies = 2 if terms.width > 1 else 1
+        state = profile.optimizer.state_bytes_per_element / (terms.width if terms.shard else 1)
         self._costs = costs
         self._sizes = sizes
-        self._copies = copies + 1  # of a tied tensor: the parameter, and its gradients
+        self._copies = copies + 1  # of a tied tensor: the parameter and its gradients
         self._state = state
         self._steady = [
             parameters + copies * gradients + state * elements
@@ -80,27 +77,27 @@ class Needs:
                 costs.parameter_bytes, costs.gradient_bytes, costs.num_trained, strict=True
             )
         ]
-        self._always = profile.fixed_bytes + room.replica_batch * profile.sample_bytes
+        self._always = profile.fixed_bytes + terms.replica_batch * profile.sample_bytes
         self._boundaries = [a + b for a, b in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)]
         self._working = costs.working_peaks(sizes.microbatch_size)
         self._ties = bool(profile.ties)
 
     @property
     def least_steady(self) -> float:
-        """What all stages together keep from step to step, each tied tensor once."""
+        """Return what all stages together keep from step to step, each tied tensor once."""
         num_bytes, num_elements = self._costs.tied_twice(0, self._costs.num_segments)
         return self._steady[-1] - self._copies * num_bytes - self._state * num_elements
 
-    def total(self, first: int, stop: int, kept: Kept) -> float:
+    def total(self, first: int, stop: int, counts: HeldCounts) -> float:
         sizes = self._sizes
         activations = sizes.activation_bytes
         total = (
             self._always
             + self._steady[stop]
             - self._steady[first]
-            + kept.whole * (activations[stop] - activations[first])
-            + (kept.held - kept.whole) * sizes.sent_bytes[first]
-            + kept.split * (sizes.split_bytes[stop] - sizes.split_bytes[first])
+            + counts.whole * (activations[stop] - activations[first])
+            + (counts.held - counts.whole) * sizes.sent_bytes[first]
+            + counts.split * (sizes.split_bytes[stop] - sizes.split_bytes[first])
             + self._boundaries[first]
             + self._boundaries[stop]
             + self._working[first][stop - first - 1]
@@ -111,13 +108,20 @@ class Needs:
         return total
 
 
-def keeps(name: str, *, stage: int, stages: int, microbatches: int, recompute: bool) -> Kept:
-    """A stage that recomputes holds one micro-batch whole, and with it those whose weight part is to come.
+def held_counts(name: str, *, stage: int, stages: int, microbatches: int, recompute: bool) -> HeldCounts:
+    """Return how many micro-batches a stage holds.
 
-    One whose backward follows right upon its forward has nothing to recompute.
+    A stage with recompute holds one micro-batch whole, or all that wait for their weight part. A stage
+    whose backwards follow right after their forwards does not recompute.
     """
     size = {"stage": stage, "stages": stages, "microbatches": microbatches}
     number = held(name, **size)
     split = half_done(name, stage=stage, microbatches=microbatches)
     whole = max(1, split) if recompute and recomputes(name, **size) else number
-    return Kept(number, whole, split)
+    return HeldCounts(number, whole, split)
+
+
+Kept = HeldCounts
+Room = MemoryTerms
+Needs = MemoryTotals
+keeps = held_counts

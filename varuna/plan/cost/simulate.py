@@ -52,7 +52,7 @@ class LinkTimes(NamedTuple):
     last_sending: float  # the same for the last micro-batch
     latency: float = 0.0  # from the end of sending to the arrival
     spread: float = 0.0
-    sender: float = 0.0  # part of the sender's instruction that comes after the message has left
+    sender_seconds: float = 0.0  # part of the sender's instruction that comes after the message has left
 
 
 class TiedStages(NamedTuple):
@@ -217,7 +217,8 @@ def _play(orders: Orders, pipeline: PipelineTimes, seed: int, replica: int) -> I
     seconds += [s for stage in pipeline.stages for s in stage.last_seconds]
     spreads = [s for stage in pipeline.stages for s in stage.spreads]
     none = LinkTimes(0.0, 0.0)
-    links = [s for column in zip(*pipeline.forward, none, none, *pipeline.backward) for s in column]
+    ways = (*pipeline.forward, none, none, *pipeline.backward)
+    links = [s for field in zip(*ways, strict=True) for s in field]
     _validate_times(pipeline, seconds, spreads, links)
     sharing = pipeline.sharing or (0.0,) * (stages - 1)
     links += (*sharing, 0.0, 0.0, *sharing)
@@ -392,4 +393,6 @@ def _refuse(key: str, numbers: Sequence[float]) -> None:
             raise ValueError(f"{key} must hold finite numbers of zero or more, but holds {number}")
 
 
-Way, Pipeline, Tie = LinkTimes, PipelineTimes, TiedStages
+Way = LinkTimes
+Pipeline = PipelineTimes
+Tie = TiedStages

@@ -1,14 +1,15 @@
-"""In which order a model's operations run, where its branches leave a choice.
+"""Puts the operations of a model into a row, where branches leave a choice.
 
-Every way to cut a graph into convex blocks, none of which uses what a later one makes, is a way to write its
-operations down in a row and to cut the row. So blocks over branches are a matter of the row alone. A
-program writes one; it is a good one where it finishes a branch before it begins the next, and a bad one where
-it takes turns, or makes early what is used late. Two others come from the graph:
+To divide a graph into convex blocks, each of which uses only results of earlier ones, is to put its
+operations into a row and cut the row. The program itself is one row. It is good if it finishes a branch
+before it starts the next. It is bad if it alternates between branches, or computes early what it uses
+late. Two other rows come from the graph:
 
-    late    each operation right before the first that needs it     what is made for later is made later
-    early   each operation right after the last that it needs       what can be finished is finished at once
+    late    each operation right before the first that needs it
+    early   each operation right after the last that it needs
 
-Of the three, the one that lets least travel; the program's own, unless another is clearly better.
+The best of the three sends the fewest bytes. The program's own row is used unless another is clearly
+better.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,11 @@ from itertools import accumulate, chain
 from varuna.types import OperationGraph
 
 CLEARLY = 0.8
-"""So much of what crosses in the program's order another order may let cross, to be taken instead."""
+"""Another order is used if it sends less than this share of the bytes of the program's order."""
 
 
 def crossings(graph: OperationGraph, order: Sequence[int]) -> list[int]:
-    """In bytes, what would travel over a cut before each place of a row, and after the last."""
+    """Return the bytes that cross a cut before each position of a row, and after the last."""
     place = {operation: number for number, operation in enumerate(order)}
     changes = [0] * (len(order) + 1)
     for value in graph.values:
@@ -31,10 +32,13 @@ def crossings(graph: OperationGraph, order: Sequence[int]) -> list[int]:
 
 
 def best_order(graph: OperationGraph, durations: Sequence[int], *, windows: int) -> Sequence[int]:
-    """Judged by the cheapest cut in each of so many equal parts of the model's time: there stages end."""
+    """Return the order with the cheapest cuts.
+
+    The time of the model is divided into `windows` equal parts; the cheapest cut of each part counts.
+    """
     program = range(len(graph.operations))
 
-    def travels(order: Sequence[int]) -> int:
+    def bytes_sent(order: Sequence[int]) -> int:
         moments = accumulate((durations[operation] for operation in order), initial=0)
         length = max(sum(durations) // windows, 1)
         cheapest: dict[int, int] = {}
@@ -43,8 +47,8 @@ def best_order(graph: OperationGraph, durations: Sequence[int], *, windows: int)
             cheapest[window] = min(crossing, cheapest.get(window, crossing))
         return sum(cheapest.values())
 
-    best = min((late(graph), early(graph)), key=travels)
-    return best if travels(best) < CLEARLY * travels(program) else program
+    best = min((late(graph), early(graph)), key=bytes_sent)
+    return best if bytes_sent(best) < CLEARLY * bytes_sent(program) else program
 
 
 def late(graph: OperationGraph) -> list[int]:
@@ -52,7 +56,7 @@ def late(graph: OperationGraph) -> list[int]:
 
 
 def early(graph: OperationGraph) -> list[int]:
-    """The same from the other end: last things first, each after all that use it."""
+    """Order from the end of the model: each operation after all that use it, then reversed."""
     users: list[list[int]] = [[] for _ in graph.operations]
     for operation, operands in enumerate(_operands(graph)):
         for operand in operands:
@@ -61,7 +65,7 @@ def early(graph: OperationGraph) -> list[int]:
 
 
 def _operands(graph: OperationGraph) -> list[list[int]]:
-    """What each needs, in the program's order. Its last operation stays the last: it takes all results."""
+    """Return what each operation needs. The last operation needs all unused results, so it stays last."""
     found: list[set[int]] = [set() for _ in graph.operations]
     for value in graph.values:
         for user in value.used_by:
@@ -73,16 +77,16 @@ def _operands(graph: OperationGraph) -> list[list[int]]:
 
 
 def _depth_first(needs: Sequence[Sequence[int]], possible: Sequence[int]) -> list[int]:
-    """Each after all that it needs, these right before it: the one with most before it first, asides last.
+    """Order each operation right after what it needs, the longest chain of needs first.
 
-    `possible` is an order in which all could be done.
+    `possible` is any valid order.
     """
     depths = [0] * len(needs)
     for operation in possible:
         depths[operation] = 1 + max((depths[need] for need in needs[operation]), default=0)
     order: list[int] = []
     begun = [False] * len(needs)
-    for start in sorted(set(range(len(needs))).difference(*needs), reverse=True):  # those that nobody needs
+    for start in sorted(set(range(len(needs))).difference(*needs), reverse=True):  # needed by no other
         path = [(start, _deepest_first(needs[start], depths))]
         while path:
             operation, left = path[-1]

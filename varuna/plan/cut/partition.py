@@ -1,8 +1,7 @@
 """Cuts a row of segments into stages.
 
-`balance` knows one number for each segment, before anything is measured. `cut_for_speed` knows what a
-profile tells: it looks for the cut whose step is shortest, as far as a bound tells, in the memory
-that each stage's device has.
+`balance` uses one cost per segment, before anything is measured. `cut_within` and `cut_for_least` find
+the cut with the smallest budget that a `reach` function allows; `cuts` uses them with a profile.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,17 +11,16 @@ from math import inf
 
 Spans = tuple[tuple[int, int], ...]
 
-
 SLACK = 0.05
-"""So much longer the longest stage may be, if less crosses the cuts then."""
+"""The largest stage may cost this much more if fewer bytes cross the cuts."""
 
 
 def balance(costs: Sequence[float], *, stages: int, crossing: Sequence[int] = ()) -> Spans:
-    """The spans (first, stop) of `stages` neighbouring groups with the least largest cost.
+    """Return the spans (first, stop) of contiguous stages with the smallest largest cost.
 
-    Every stage gets at least one segment. Dynamic programming over (stages used, segments used);
-    among equally good cuts the one with the earliest boundaries, so that every rank finds the same.
-    Where it is known what crosses the cut after each segment, the one of the good cuts with the least.
+    Every stage gets at least one segment. Among equally good cuts, the last stages begin earliest, so
+    every rank finds the same. `crossing` are the bytes over the cut after each segment: if given, the
+    cut with the fewest bytes wins among those within SLACK.
     """
     spans = _balance(costs, stages)
     if not crossing or stages == 1:
@@ -34,7 +32,7 @@ def balance(costs: Sequence[float], *, stages: int, crossing: Sequence[int] = ()
 def _cross_least(costs: Sequence[float], stages: int, crossing: Sequence[int], most: float) -> Spans:
     count = len(costs)
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = [0.0] + [inf] * count  # best[n]: the least that crosses the cuts in the first n segments
+    best = [0.0] + [inf] * count  # best[n]: fewest bytes over the cuts in the first n segments
     choices: list[list[int]] = []
     for used in range(stages):
         following = [inf] * (count + 1)
@@ -58,18 +56,18 @@ def _balance(costs: Sequence[float], stages: int) -> Spans:
     count = len(costs)
     if not 1 <= stages <= count:
         raise ValueError(
-            f"{stages} pipeline stages asked for, but the model has {count - 1} cuts and so allows "
+            f"{stages} pipeline stages requested, but the model has {count - 1} cuts and so allows "
             f"1 to {count} (add CutPoints, or choose a number in that range)"
         )
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = before  # best[n]: the least largest cost of the first n segments
+    best = before  # best[n]: smallest largest cost of the first n segments
     choices: list[list[int]] = []
     for used in range(1, stages):
         following = [float("inf")] * (count + 1)
         choice = [0] * (count + 1)
         for stop in range(used + 1, count + 1):
-            # What the stages so far cost rises with where the last one begins, what that one costs
-            # falls: the best beginning is where they meet, or one before.
+            # The later the last stage begins, the more the stages before it cost, and the less it
+            # costs itself. The best beginning is where the two meet, or one before.
             whole = before[stop]
             meet = bisect_left(
                 range(used, stop), True, key=lambda first: best[first] >= whole - before[first]
@@ -93,10 +91,10 @@ def _balance(costs: Sequence[float], stages: int) -> Spans:
 
 
 def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) -> Spans | None:
-    """Each stage takes as much as it may, leaving one segment for each stage after it.
+    """Give each stage as many segments as it may take; leave one for each later stage.
 
-    `reach(stage, first)` is the furthest stop of a stage that begins there. Where less never costs more,
-    this finds a cut if there is one.
+    `reach(stage, first)` is the furthest stop of a stage that begins at `first`. If fewer segments never
+    cost more, this finds a cut if there is one.
     """
     bounds = [0]
     first = 0
@@ -112,7 +110,7 @@ def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) 
 def cut_for_least(
     least: float, most: float, cut: Callable[[float], Spans | None], *, precision: float = 2e-3
 ) -> Spans | None:
-    """The cut within the smallest budget between two for which there is one, to a relative precision."""
+    """Return the cut with the smallest budget between `least` and `most`; None if there is none."""
     best = cut(most)
     while best is not None and most - least > precision * most:
         middle = (least + most) / 2
@@ -125,12 +123,12 @@ def cut_for_least(
 
 
 def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
-    """The same for stages that share their work among so many replicas each."""
+    """Balance stages that divide their work among `widths` replicas."""
     count = len(costs)
     if len(widths) > count:
-        return _balance(costs, len(widths))  # which says what is wrong
+        return _balance(costs, len(widths))  # raises the error
     before = [0.0, *accumulate(float(cost) for cost in costs)]
-    best = [(0.0, (0,))] + [(inf, ())] * count  # of the first n segments: the largest cost, the bounds
+    best = [(0.0, (0,))] + [(inf, ())] * count  # of the first n segments: (largest cost, bounds)
     for width in widths:
         best = [(inf, ())] + [
             min(
@@ -143,7 +141,7 @@ def balance_over(costs: Sequence[float], widths: Sequence[int]) -> Spans:
 
 
 def uniform_cuts(work: Sequence[float], stages: int) -> list[Spans]:
-    """As one would place them by hand: equally many segments for each stage, and equal work."""
+    """Return the cuts with equally many segments per stage and with equal work per stage."""
     count = len(work)
     before = [0.0, *accumulate(work)]
 
@@ -164,11 +162,14 @@ def all_cuts(segments: int, stages: int) -> Iterator[Spans]:
         yield tuple(pairwise([0, *inner, segments]))
 
 
-def neighbours(spans: Spans, bounds: Sequence[int], step: int = 1) -> Iterator[Spans]:
-    """All that differ by one cut, moved to the next of the bounds, or as many further as `step` says."""
+def adjacent_cuts(spans: Spans, bounds: Sequence[int], step: int = 1) -> Iterator[Spans]:
+    """Yield all spans in which one cut is moved by `step` bounds."""
     cuts = [bounds.index(first) for first, _ in spans] + [len(bounds) - 1]
     for cut in range(1, len(spans)):
         for moved in (cuts[cut] - step, cuts[cut] + step):
             if cuts[cut - 1] < moved < cuts[cut + 1]:
                 places = [*cuts[:cut], moved, *cuts[cut + 1 :]]
                 yield tuple(pairwise([bounds[place] for place in places]))
+
+
+neighbours = adjacent_cuts

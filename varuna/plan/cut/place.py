@@ -1,8 +1,9 @@
-"""Which device runs which stage of which replica, and what that means for links and reductions.
+"""Places stages and replicas on the devices of a cluster.
 
-Two ways: a replica's stages stand together, so that activations stay within a machine and gradients
-travel between machines; or a stage's replicas stand together, the other way round. The latter also
-puts machines of one speed into one stage, which can then be given segments to match.
+There are two arrangements. "stages together": the stages of a replica are side by side, so activations
+stay within a machine and gradients travel between machines. "replicas together": the replicas of a stage
+are side by side, with the opposite effect. The second also puts machines of one speed into one stage,
+which can then get segments to match.
 """
 
 from collections import Counter
@@ -13,29 +14,29 @@ from typing import Any, Literal, NamedTuple
 
 from varuna.types import Cluster, Machine
 
-Way = Literal["stages together", "replicas together"]
-WAYS: tuple[Way, ...] = ("stages together", "replicas together")
+Arrangement = Literal["stages together", "replicas together"]
+ARRANGEMENTS: tuple[Arrangement, ...] = ("stages together", "replicas together")
 
 MOST_KINDS = 2
-"""Replicas that cross machines as often as each other, only at other cuts, take all but equally long."""
+"""Replicas that cross machines equally often, but at other cuts, take almost equally long."""
 
 
 class ReplicaKind(NamedTuple):
-    """Replicas that run alike: the speed of each stage's device, and which cuts lie between machines."""
+    """Replicas with equal times: the speed of each stage's device, and the cuts between machines."""
 
     speeds: tuple[float, ...]
     crossing: tuple[bool, ...]
 
 
 class Placement(NamedTuple):
-    """All that costs depend on, and the devices themselves, counted over the cluster in its order."""
+    """Devices of a layout, numbered in the order of the cluster, and what its costs depend on."""
 
     replicas: Sequence[Sequence[int]]  # the devices of each, by stage
     kinds: tuple[ReplicaKind, ...]
-    crowding: tuple[int, ...]  # for each cut, how many messages leave a machine at once over one card
-    memory_bytes: tuple[int, ...]  # for each stage, of its smallest device
-    between: tuple[bool, ...]  # for each stage, whether its replicas are on several machines
-    lanes: tuple[int, ...]  # stages of one number reduce over one card
+    messages_per_card: tuple[int, ...]  # by cut: messages that leave a machine at once over one card
+    memory_bytes: tuple[int, ...]  # by stage: memory of its smallest device
+    between: tuple[bool, ...]  # by stage: its replicas are on several machines
+    lanes: tuple[int, ...]  # by stage: stages with one number reduce over one card
 
     @property
     def depth(self) -> int:
@@ -47,18 +48,22 @@ class Placement(NamedTuple):
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of each stage's slowest device."""
+        """Speed of each stage's slowest device."""
         return tuple(map(min, zip(*(kind.speeds for kind in self.kinds), strict=True)))
 
+    @property
+    def crowding(self) -> tuple[int, ...]:
+        return self.messages_per_card
+
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """By stage and replica; ranks count the devices that are used, in the cluster's order."""
+        """Return the ranks by stage and replica. Ranks number the used devices in the cluster's order."""
         used = sorted(device for replica in self.replicas for device in replica)
         rank = {device: index for index, device in enumerate(used)}
         return tuple(tuple(rank[device] for device in stage) for stage in zip(*self.replicas, strict=True))
 
 
 class Packed(Sequence[Sequence[int]]):
-    """Replicas one after the other over a row of devices; written out only when asked for."""
+    """Replicas one after the other over a row of devices, computed on access."""
 
     def __init__(self, devices: Sequence[int], depth: int, width: int) -> None:
         self._devices, self._depth, self._width = devices, depth, width
@@ -82,8 +87,8 @@ class Striped(Packed):
         return self._devices[index : self._depth * self._width : self._width]
 
 
-class Ground:
-    """A cluster, made ready for placing."""
+class ClusterMap:
+    """Devices of a cluster, and the placements of layouts on them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -91,7 +96,7 @@ class Ground:
             index for index, machine in enumerate(cluster.machines) for _ in range(machine.devices)
         ]
         self._firsts = firsts = [0, *accumulate(machine.devices for machine in cluster.machines)]
-        # What is left idle should be the slowest and smallest.
+        # The slowest and smallest machines come last, so they stay idle.
         order = sorted(
             range(len(cluster.machines)),
             key=lambda index: (-cluster.machines[index].speed, -cluster.machines[index].memory_bytes, index),
@@ -101,7 +106,7 @@ class Ground:
         self.unequal = len({(machine.memory_bytes, machine.speed) for machine in cluster.machines}) > 1
         self._uneven = len({(machine.devices, machine.cards) for machine in cluster.machines}) > 1
         self._aligned: dict[int, list[Sequence[int]]] = {}
-        self._placed: dict[tuple[int, int, Way], Placement] = {}
+        self._placed: dict[tuple[int, int, Arrangement], Placement] = {}
 
     @property
     def num_devices(self) -> int:
@@ -115,42 +120,42 @@ class Ground:
     def largest_bytes(self) -> int:
         return max(machine.memory_bytes for machine in self.cluster.machines)
 
-    def ways(self, depth: int, width: int) -> tuple[Way, ...]:
-        """Those that can differ."""
+    def arrangements(self, depth: int, width: int) -> tuple[Arrangement, ...]:
+        """Return the arrangements that can differ for this depth and width."""
         alike = depth == 1 or width == 1 or len(self.cluster.machines) == 1
-        return WAYS[:1] if alike and not (self.unequal and depth > 1) else WAYS
+        return ARRANGEMENTS[:1] if alike and not (self.unequal and depth > 1) else ARRANGEMENTS
 
-    def aligned_width(self, depth: int) -> int:
-        """How many replicas fit so that none is on more machines than it must be."""
-        return len(self._align(depth))
-
-    def place(self, depth: int, width: int, way: Way) -> Placement:
-        key = (depth, width, way)
+    def place(self, depth: int, width: int, arrangement: Arrangement) -> Placement:
+        key = (depth, width, arrangement)
         if key not in self._placed:
-            self._placed[key] = self._look_at(self._choose(depth, width, way))
+            self._placed[key] = self._describe(self._choose(depth, width, arrangement))
         return self._placed[key]
 
-    def speeds(self, depth: int, width: int, way: Way) -> tuple[float, ...]:
+    def speeds(self, depth: int, width: int, arrangement: Arrangement) -> tuple[float, ...]:
         if not self.unequal:
             return (self.cluster.machines[0].speed,) * depth
-        return self.place(depth, width, way).speeds
+        return self.place(depth, width, arrangement).speeds
 
-    def look_at(self, devices: Sequence[Sequence[int]]) -> Placement:
-        """A placement that somebody else has chosen: devices by stage and replica."""
-        return self._look_at([list(replica) for replica in zip(*devices, strict=True)])
+    def placement_of(self, devices: Sequence[Sequence[int]]) -> Placement:
+        """Return the placement on given devices, by stage and replica."""
+        return self._describe([list(replica) for replica in zip(*devices, strict=True)])
+
+    look_at = placement_of
+    ways = arrangements
 
     def name(self, device: int) -> str:
         index = self.machine_of[device]
         return f"{self.cluster.machines[index].name}:{device - self._firsts[index]}"
 
-    def _choose(self, depth: int, width: int, way: Way) -> Sequence[Sequence[int]]:
-        """The devices of each replica, by stage."""
-        if way == "replicas together":
+    def _choose(self, depth: int, width: int, arrangement: Arrangement) -> Sequence[Sequence[int]]:
+        """Return the devices of each replica, by stage."""
+        if arrangement == "replicas together":
             return Striped(self._in_order, depth, width)
         aligned = self._align(depth)
         return aligned[:width] if width <= len(aligned) else Packed(self._in_order, depth, width)
 
     def _align(self, depth: int) -> list[Sequence[int]]:
+        """Return replicas that are on as few machines as possible."""
         if depth not in self._aligned:
             found: list[Sequence[int]] = []
             gathered: list[int] = []  # of a replica that needs several machines
@@ -165,10 +170,10 @@ class Ground:
             self._aligned[depth] = found
         return self._aligned[depth]
 
-    def _look_at(self, replicas: Sequence[Sequence[int]]) -> Placement:
+    def _describe(self, replicas: Sequence[Sequence[int]]) -> Placement:
         machines, machine_of = self.cluster.machines, self.machine_of
         depth = len(replicas[0])
-        # On equal machines replicas repeat each other after at most as many as one has devices.
+        # On equal machines, replicas repeat after at most as many as one machine has devices.
         number = len(replicas)
         if not self.unequal and not self._uneven:
             number = min(number, 2 * machines[0].devices)
@@ -181,17 +186,17 @@ class Ground:
             )
             for replica in homes
         )
-        crowding = []
+        messages_per_card = []
         for cut in range(depth - 1):
             leaving = Counter(home[cut] for home in homes if home[cut] != home[cut + 1])
-            crowding.append(
+            messages_per_card.append(
                 max((ceil(count / machines[home].cards) for home, count in leaving.items()), default=1)
             )
         columns = [{home[stage] for home in homes} for stage in range(depth)]
         return Placement(
             replicas,
             _slowest(tuple(kinds)),
-            tuple(crowding),
+            tuple(messages_per_card),
             tuple(min(machines[home].memory_bytes for home in column) for column in columns),
             tuple(len(column) > 1 for column in columns),
             lanes(homes[0], machines),
@@ -199,21 +204,21 @@ class Ground:
 
 
 def _slowest(kinds: tuple[ReplicaKind, ...]) -> tuple[ReplicaKind, ...]:
-    """Leaves out replicas that another one is slower than in every place."""
+    """Drop each kind that is at least as fast everywhere as another one."""
 
-    def outdone(kind: ReplicaKind, by: ReplicaKind) -> bool:
+    def faster(kind: ReplicaKind, than: ReplicaKind) -> bool:
         return (
-            kind != by
-            and all(map(float.__ge__, kind.speeds, by.speeds))
-            and all(map(bool.__le__, kind.crossing, by.crossing))
+            kind != than
+            and all(map(float.__ge__, kind.speeds, than.speeds))
+            and all(map(bool.__le__, kind.crossing, than.crossing))
         )
 
-    left = [kind for kind in kinds if not any(outdone(kind, other) for other in kinds)]
+    left = [kind for kind in kinds if not any(faster(kind, other) for other in kinds)]
     return tuple(sorted(left, key=lambda kind: (-sum(kind.crossing), sum(kind.speeds)))[:MOST_KINDS])
 
 
 def lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
-    """For each stage, by its machine: stages on one machine take its cards in turn."""
+    """Return the lane of each stage, from its machine: stages on one machine take its cards in turn."""
     seen: Counter[int] = Counter()
     numbers: dict[tuple[int, int], int] = {}
     found = []
@@ -222,3 +227,8 @@ def lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
         seen[home] += 1
         found.append(numbers.setdefault(card, len(numbers)))
     return tuple(found)
+
+
+Way = Arrangement
+WAYS = ARRANGEMENTS
+Ground = ClusterMap
