@@ -18,10 +18,10 @@ from benchmarks.partition_models import MODELS, Subject, llama, two_towers
 from benchmarks.report import Row
 from tests.plan.brute_force import every_uneven_plan, random_case
 from varuna.capture import Captured, Source, cut_after
-from varuna.plan.cost.costs import Costs, assumed_link
+from varuna.plan.cost.costs import CostTable, assumed_link
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.search import search
 from varuna.plan.search.uneven import UnevenRequest, UnevenSearch, best_uneven
 from varuna.profile.estimate import estimate_captured
@@ -151,11 +151,11 @@ def _against_everything(cases: int) -> Row:
     worst = 1.0
     for seed in range(cases):
         profile, cluster, batch_size, counts = random_case(seed, most_segments=6, most_devices=5)
-        costs, ground = Costs(profile), Ground(cluster)
+        costs, cluster_map = CostTable(profile), ClusterMap(cluster)
         request = UnevenRequest(batch_size, range(2, 6), ("1f1b",), microbatch_counts=counts)
-        found = best_uneven(costs, ground, request)
-        tried = UnevenSearch(costs, ground, request).counts
-        every = [forecast.seconds for _, forecast in every_uneven_plan(costs, ground, batch_size, tried)]
+        found = best_uneven(costs, cluster_map, request)
+        tried = UnevenSearch(costs, cluster_map, request).counts
+        every = [forecast.seconds for _, forecast in every_uneven_plan(costs, cluster_map, batch_size, tried)]
         assert (found is None) == (not every)
         if found is not None:
             worst = max(worst, found.forecast.seconds / min(every))

@@ -7,9 +7,9 @@ from math import inf
 from pyrannc.configuration import Configuration
 from varuna.capture import Captured
 from varuna.errors import CaptureError, PlanError, some
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 from varuna.plan.cut.partition import Spans, balance_over
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.search import UNEVEN_GAIN
 from varuna.plan.search.uneven import UnevenRequest, best_uneven
 from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, in_few
@@ -139,7 +139,7 @@ def best_unequal(
         microbatch_counts=numbers_of_microbatches(batch_size, configuration),
         start_schedule=schedule,
     )
-    found = best_uneven(Costs(profile), Ground(cluster), request, limit=than / UNEVEN_GAIN)
+    found = best_uneven(CostTable(profile), ClusterMap(cluster), request, limit=than / UNEVEN_GAIN)
     if found is None:
         return None
     gain = "" if than == inf else f", {1 - found.forecast.seconds / than:.1%} less than with equal numbers"

@@ -168,7 +168,7 @@ def test_refusals_and_estimates_are_told(planner: Planner) -> None:
     )
     asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32, "--stages", 2]
     told = planner.tell(*asked, "--memory", "12GiB")
-    assert "note: the all-reduce between machines is estimated from the link between neighbours" in told
+    assert "note: the all-reduce between machines is estimated from the link between two workers" in told
     told = planner.tell(*asked[:-1], "1,2,4", "--memory", "12GiB")
     assert "refused: 1 stage: stage 0 needs at least 16 GiB, but a device has 11.4 GiB: 4.6 GiB" in told
 

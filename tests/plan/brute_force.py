@@ -9,10 +9,10 @@ import msgspec
 
 from tests.plan.profiles import GB, MB, machines, profile, segment
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.uneven import forecast_uneven
 from varuna.plan.cut.partition import all_cuts
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.types import Cluster, CutCost, Dim, Forecast, Plan, Profile, ScheduleName, StagePlan
 
 
@@ -50,14 +50,14 @@ def all_widths(devices: int, depth: int) -> Iterator[tuple[int, ...]]:
 
 
 def every_uneven_plan(
-    costs: Costs,
-    ground: Ground,
+    costs: CostTable,
+    cluster_map: ClusterMap,
     batch_size: int,
     microbatch_counts: Sequence[int],
     schedule: ScheduleName = "1f1b",
 ) -> Iterator[tuple[Plan, Forecast]]:
     """All plans with unequal replicas on the last devices that fit, recomputing only where they must."""
-    number, made = ground.num_devices, costs.profile
+    number, made = cluster_map.num_devices, costs.profile
     for depth in range(2, min(costs.num_segments, number) + 1):
         unequal = [widths for widths in all_widths(number, depth) if len(set(widths)) > 1]
         for spans, widths, count in product(all_cuts(costs.num_segments, depth), unequal, microbatch_counts):
@@ -69,21 +69,24 @@ def every_uneven_plan(
             size = ceil(ceil(batch_size / min(widths)) / count)
             plan = Plan(stages, batch_size, size, schedule, made.precision, made.fingerprint)
             try:
-                found = _fitting(costs, ground, plan)
+                found = _fitting(costs, cluster_map, plan)
             except PlanError:  # a micro-batch larger than any that was measured
                 continue
             if found is not None:
                 yield found
 
 
-def _fitting(costs: Costs, ground: Ground, plan: Plan) -> tuple[Plan, Forecast] | None:
-    devices = range(ground.num_devices - len(plan.ranks), ground.num_devices)
+def _fitting(costs: CostTable, cluster_map: ClusterMap, plan: Plan) -> tuple[Plan, Forecast] | None:
+    devices = range(cluster_map.num_devices - len(plan.ranks), cluster_map.num_devices)
     limits = [
-        min(ground.cluster.machines[ground.machine_of[devices[rank]]].memory_bytes for rank in stage.ranks)
+        min(
+            cluster_map.cluster.machines[cluster_map.machine_of[devices[rank]]].memory_bytes
+            for rank in stage.ranks
+        )
         for stage in plan.stages
     ]
     for _ in range(2):
-        forecast, _ = forecast_uneven(costs, ground, plan, devices)
+        forecast, _ = forecast_uneven(costs, cluster_map, plan, devices)
         short = [stage.memory.total > limit for stage, limit in zip(forecast.stages, limits, strict=True)]
         if not any(short):
             return plan, forecast

@@ -7,12 +7,12 @@ from tests.plan.profiles import ADAM, GB, MB, link, profile, reductions, segment
 from varuna.errors import PlanError
 from varuna.execute.update import reduce
 from varuna.plan.cost import costs as costs_module
-from varuna.plan.cost.costs import Costs, with_network
+from varuna.plan.cost.costs import CostTable, with_network
 from varuna.types import Duration, LinkCost, MessageCost, Overheads, ReduceCost, TieCost
 
 
 def test_spans_are_sums_of_their_segments() -> None:
-    costs = Costs(profile([segment(1e-3), segment(3e-3)], [0, 1, 0]))
+    costs = CostTable(profile([segment(1e-3), segment(3e-3)], [0, 1, 0]))
     sizes = costs.sizes(2)
     assert [sizes.forward[3] - sizes.forward[1], sizes.backward[1]] == pytest.approx([8e-3, 4e-3])
     assert sizes.sent_bytes == [0, 128 << 10, 128 << 10, 0]
@@ -20,7 +20,7 @@ def test_spans_are_sums_of_their_segments() -> None:
 
 
 def test_between_measured_sizes_it_interpolates_and_says_so() -> None:
-    costs = Costs(profile([segment(1e-3, sizes=(2, 6), fixed=1e-3)], [0]))
+    costs = CostTable(profile([segment(1e-3, sizes=(2, 6), fixed=1e-3)], [0]))
     costs.start_notes()
     assert costs.sizes(3).forward[-1] == pytest.approx(4e-3)
     assert costs.take_notes() == ("micro-batches of 3 are interpolated between 2 and 6",)
@@ -33,16 +33,16 @@ def test_between_measured_sizes_it_interpolates_and_says_so() -> None:
 
 
 def test_below_the_smallest_size_it_takes_that_and_above_the_largest_it_refuses() -> None:
-    costs = Costs(profile([segment(1e-3, sizes=(2, 4))], [0]))
+    costs = CostTable(profile([segment(1e-3, sizes=(2, 4))], [0]))
     costs.start_notes()
     assert costs.sizes(1).forward[-1] == pytest.approx(2e-3)
-    assert costs.take_notes() == ("a micro-batch of 1 is taken to cost as much as one of 2",)
+    assert costs.take_notes() == ("a micro-batch of 1 is assumed to cost as much as one of 2",)
     with pytest.raises(PlanError, match=r"micro-batches of 8 are larger than any that was measured .* 4"):
         costs.sizes(8)
 
 
 def test_a_message_is_latency_and_time_on_the_way() -> None:
-    costs = Costs(profile([segment(1e-3)], [0, 0], within=link(1e-3, 1e6, both=1.5)))
+    costs = CostTable(profile([segment(1e-3)], [0, 0], within=link(1e-3, 1e6, both=1.5)))
     message = costs.message(500_000, between=False)
     assert (message.latency, message.sending) == pytest.approx((1e-3, 0.5))
     # 1.5 times as long as one way: of the time that two meet, the later one loses half.
@@ -54,12 +54,12 @@ def test_a_message_is_latency_and_time_on_the_way() -> None:
 
 def test_what_sender_and_receiver_spend_is_kept() -> None:
     measured = LinkCost((MessageCost(MB, Duration(1e-3, 1e-4), Duration(1e-3), 2e-4, 3e-4),))
-    message = Costs(profile([segment(1e-3)], [0, 0], within=measured)).message(MB, between=False)
-    assert (message.leaving, message.taking, message.spread) == (2e-4, 3e-4, 1e-4)
+    message = CostTable(profile([segment(1e-3)], [0, 0], within=measured)).message(MB, between=False)
+    assert (message.sender_seconds, message.receiver_seconds, message.spread) == (2e-4, 3e-4, 1e-4)
 
 
 def test_an_all_reduce_over_a_group_that_was_not_measured_is_estimated_aloud() -> None:
-    costs = Costs(profile([segment(1e-3)], [0], reduce_costs=reductions(1e9, between=False, latency=0.0)))
+    costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=reductions(1e9, between=False, latency=0.0)))
     exact = costs.reduce_seconds(4, 100 * MB, between=False)
     assert exact == pytest.approx(1.5 * 100 * MB / 1e9)
     costs.start_notes()
@@ -74,11 +74,11 @@ def test_an_all_reduce_over_a_group_that_was_not_measured_is_estimated_aloud() -
 
 
 def test_without_a_measured_all_reduce_a_ring_over_the_link_is_taken_and_without_a_link_none() -> None:
-    costs = Costs(profile([segment(1e-3)], [0], reduce_costs=(), within=link(1e-6, 1e9), between=None))
+    costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=(), within=link(1e-6, 1e9), between=None))
     costs.start_notes()
     assert costs.reduce_seconds(4, 64 * MB, between=False) == pytest.approx(6 * (1e-6 + 16 * MB / 1e9))
     assert costs.take_notes() == (
-        "the all-reduce within one machine is estimated from the link between neighbours",
+        "the all-reduce within one machine is estimated from the link between two workers",
     )
     with pytest.raises(PlanError, match="neither an all-reduce nor a link between machines"):
         costs.reduce_seconds(4, MB, between=True)
@@ -89,7 +89,7 @@ def test_larger_messages_never_take_less_by_extrapolation() -> None:
         ReduceCost(2, MB, False, Duration(2e-3)),
         ReduceCost(2, 2 * MB, False, Duration(1e-3)),
     )
-    costs = Costs(profile([segment(1e-3)], [0], reduce_costs=falling))
+    costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=falling))
     assert costs.reduce_seconds(2, GB, between=False) == pytest.approx(1e-3)
 
 
@@ -104,7 +104,7 @@ def test_buckets_fill_from_the_last_segment_on() -> None:
 
     def buckets(sizes: list[int]) -> tuple[tuple[float, float], ...]:
         kinds = [segment(1e-3, parameter_bytes=size * MB) for size in sizes]
-        costs = Costs(profile(kinds, range(len(kinds)), reduce_costs=rates))
+        costs = CostTable(profile(kinds, range(len(kinds)), reduce_costs=rates))
         return costs.buckets(costs.sizes(1), 0, len(kinds), group_size=2, between=False, split=False)
 
     even = buckets([100, 100, 100, 100])
@@ -120,14 +120,14 @@ def test_buckets_fill_from_the_last_segment_on() -> None:
 
 def test_a_tied_tensor_counts_once_in_a_stage() -> None:
     tie = TieCost((0, 2), 3 * MB, 3 * MB // 4)
-    costs = Costs(profile([segment(1e-3)], [0, 0, 0], ties=(tie,)))
+    costs = CostTable(profile([segment(1e-3)], [0, 0, 0], ties=(tie,)))
     assert costs.tied_twice(0, 3) == (3 * MB, 3 * MB // 4)
     assert costs.tied_twice(0, 2) == costs.tied_twice(1, 3) == (0, 0)
 
 
 def test_the_end_of_a_step_is_the_optimizer_on_what_the_stage_trains() -> None:
     made = profile([segment(1e-3)], [0, 0], overheads=Overheads(0.0, 5e-3))
-    costs = Costs(made)
+    costs = CostTable(made)
     elements = 2 * MB
     assert costs.ending_seconds(0, 2, width=1, between=False, shard=False) == pytest.approx(
         5e-3 + elements * ADAM.seconds_per_element
@@ -136,14 +136,14 @@ def test_the_end_of_a_step_is_the_optimizer_on_what_the_stage_trains() -> None:
     sent = costs.reduce_seconds(4, 8 * MB, between=False) / 2
     assert shared == pytest.approx(5e-3 + elements / 4 * ADAM.seconds_per_element + sent)
     measured = (ReduceCost(4, 8 * MB, False, Duration(2e-3), sharing=Duration(7e-3)),)
-    told = Costs(msgspec.structs.replace(made, reductions=measured))
+    told = CostTable(msgspec.structs.replace(made, reductions=measured))
     shared = told.ending_seconds(0, 2, width=4, between=False, shard=True)
     assert shared == pytest.approx(5e-3 + elements / 4 * ADAM.seconds_per_element + 7e-3)
 
 
 def test_another_network_replaces_what_was_measured_between_machines_and_says_so() -> None:
     other = with_network(profile([segment(1e-3)], [0, 0]), 1e-5, 1e9)
-    costs = Costs(other)
+    costs = CostTable(other)
     assert costs.message(100 * MB, between=True).sending == pytest.approx(100 * MB / 1e9, rel=1e-3)
     assert all(not cost.between_machines for cost in other.reductions)
     assert other.notes == ("the network between machines is assumed: 8 Gbit/s, 10 µs",)

@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.profiles import MB, profile, segment
-from varuna.plan.cost.costs import Costs
-from varuna.plan.cost.memory import Kept, Needs, Room, keeps, stage_memory
+from varuna.plan.cost.costs import CostTable
+from varuna.plan.cost.memory import HeldCounts, MemoryTerms, MemoryTotals, held_counts, stage_memory
 from varuna.schedule import NAMES, build
 from varuna.types import MemoryForecast, TieCost
 
 
-def memory(*, width: int = 1, shard: bool = False, kept: Kept = Kept(3, 3, 0)) -> MemoryForecast:  # noqa: B008
+def memory(*, width: int = 1, shard: bool = False, kept: HeldCounts = HeldCounts(3, 3, 0)) -> MemoryForecast:  # noqa: B008
     made = profile([segment(1e-3, activation_bytes=5 * MB)], [0, 0, 0, 0], cut_bytes=MB)
-    costs = Costs(made)
-    return stage_memory(costs, Room(costs.sizes(2), width, 16, shard), 1, 3, kept)
+    costs = CostTable(made)
+    return stage_memory(costs, MemoryTerms(costs.sizes(2), width, 16, shard), 1, 3, kept)
 
 
 def test_every_part_is_what_it_says() -> None:
@@ -37,13 +37,13 @@ def test_replicas_add_buckets_and_may_share_the_optimizers_state() -> None:
 
 
 def test_recompute_leaves_of_a_micro_batch_what_it_was_given() -> None:
-    assert memory(kept=Kept(3, 1, 0)).activations == 2 * (2 * 5 * MB) + 2 * 2 * MB
+    assert memory(kept=HeldCounts(3, 1, 0)).activations == 2 * (2 * 5 * MB) + 2 * 2 * MB
 
 
 def test_a_tied_tensor_is_held_once() -> None:
     tie = (TieCost((0, 1), MB, MB // 4),)
-    costs = Costs(profile([segment(1e-3)], [0, 0], ties=tie))
-    found = stage_memory(costs, Room(costs.sizes(1), 2, 1, False), 0, 2, Kept(1, 1, 0))
+    costs = CostTable(profile([segment(1e-3)], [0, 0], ties=tie))
+    found = stage_memory(costs, MemoryTerms(costs.sizes(1), 2, 1, False), 0, 2, HeldCounts(1, 1, 0))
     assert (found.parameters, found.gradients, found.buckets) == (7 * MB, 7 * MB, 7 * MB)
     assert found.optimizer == 14 * MB
 
@@ -55,7 +55,7 @@ def test_as_many_micro_batches_are_counted_as_the_order_holds(
     """An order may hold fewer than its limit: varuna's is room to run ahead."""
     schedule = build(name, stages=stages, microbatches=microbatches, recompute=(recompute,) * stages)
     for stage, row in enumerate(schedule.rows):
-        kept = keeps(name, stage=stage, stages=stages, microbatches=microbatches, recompute=recompute)
+        kept = held_counts(name, stage=stage, stages=stages, microbatches=microbatches, recompute=recompute)
         held = whole = most_held = most_whole = most_split = split = 0
         last = "W" if any(i.op == "W" for i in row) else "B"
         recomputes = any(i.op == "R" for i in row)
@@ -85,8 +85,8 @@ def test_totals_for_many_spans_are_those_of_the_parts(
         segment(1e-3, parameter_bytes=3 * MB),
         segment(1e-3, activation_bytes=7 * MB, working_bytes=9 * MB),
     ]
-    costs = Costs(profile(kinds, [0, 1, 1, 0, 1, 0, 0], ties=(TieCost((0, 3), MB, MB // 4),)))
-    room = Room(costs.sizes(3), 4 if wide else 1, 8, shard)
-    kept = Kept(held, min(held, 2), split)
+    costs = CostTable(profile(kinds, [0, 1, 1, 0, 1, 0, 0], ties=(TieCost((0, 3), MB, MB // 4),)))
+    room = MemoryTerms(costs.sizes(3), 4 if wide else 1, 8, shard)
+    kept = HeldCounts(held, min(held, 2), split)
     parts = stage_memory(costs, room, first, first + length, kept).total
-    assert Needs(costs, room).total(first, first + length, kept) == pytest.approx(parts, abs=4)
+    assert MemoryTotals(costs, room).total(first, first + length, kept) == pytest.approx(parts, abs=4)

@@ -4,20 +4,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, machines
-from varuna.plan.cut.place import WAYS, Ground, ReplicaKind
+from varuna.plan.cut.place import ARRANGEMENTS, ClusterMap, ReplicaKind
 from varuna.types import Cluster, Machine
 
 
 def test_a_replicas_stages_stand_on_one_machine_where_they_can() -> None:
-    ground = Ground(machines(2, 8))
-    placement = ground.place(3, 4, "stages together")
+    cluster_map = ClusterMap(machines(2, 8))
+    placement = cluster_map.place(3, 4, "stages together")
     assert [list(replica) for replica in placement.replicas] == [
         [0, 1, 2], [3, 4, 5], [8, 9, 10], [11, 12, 13],
     ]  # fmt: skip
     assert placement.kinds == (ReplicaKind((1.0, 1.0, 1.0), (False, False)),)
     assert placement.ranks() == ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11))
     # A fifth does not find one machine with room, so they stand one after the other.
-    packed = ground.place(3, 5, "stages together")
+    packed = cluster_map.place(3, 5, "stages together")
     assert list(packed.replicas[2]) == [6, 7, 8]
     assert (
         packed.kinds
@@ -28,30 +28,30 @@ def test_a_replicas_stages_stand_on_one_machine_where_they_can() -> None:
 
 
 def test_the_replicas_of_a_stage_stand_together_on_request() -> None:
-    placement = Ground(machines(2, 4)).place(2, 4, "replicas together")
+    placement = ClusterMap(machines(2, 4)).place(2, 4, "replicas together")
     assert [list(replica) for replica in placement.replicas] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert placement.between == (False, False)
     assert placement.kinds == (ReplicaKind((1.0, 1.0), (True,)),)
-    assert placement.crowding == (4,)  # all four messages leave by one card
-    four_cards = Ground(machines(2, 4, cards=4)).place(2, 4, "replicas together")
-    assert four_cards.crowding == (1,)
+    assert placement.messages_per_card == (4,)  # all four messages leave by one card
+    four_cards = ClusterMap(machines(2, 4, cards=4)).place(2, 4, "replicas together")
+    assert four_cards.messages_per_card == (1,)
 
 
 def test_stages_of_one_machine_reduce_over_its_cards() -> None:
-    assert Ground(machines(4, 4)).place(4, 4, "stages together").lanes == (0, 0, 0, 0)
-    assert Ground(machines(4, 4, cards=2)).place(4, 4, "stages together").lanes == (0, 1, 0, 1)
-    assert Ground(machines(4, 2)).place(4, 2, "stages together").lanes == (0, 0, 1, 1)
+    assert ClusterMap(machines(4, 4)).place(4, 4, "stages together").lanes == (0, 0, 0, 0)
+    assert ClusterMap(machines(4, 4, cards=2)).place(4, 4, "stages together").lanes == (0, 1, 0, 1)
+    assert ClusterMap(machines(4, 2)).place(4, 2, "stages together").lanes == (0, 0, 1, 1)
 
 
 def test_the_slowest_and_smallest_devices_are_left_idle() -> None:
     cluster = Cluster(
         (Machine("slow", 2, 80 * GB, 0.5), Machine("small", 2, 10 * GB), Machine("good", 2, 80 * GB))
     )
-    ground = Ground(cluster)
-    placement = ground.place(1, 2, "stages together")
+    cluster_map = ClusterMap(cluster)
+    placement = cluster_map.place(1, 2, "stages together")
     assert [list(replica) for replica in placement.replicas] == [[4], [5]]
-    assert (ground.name(4), ground.name(1)) == ("good:0", "slow:1")
-    everyone = ground.place(1, 6, "stages together")
+    assert (cluster_map.name(4), cluster_map.name(1)) == ("good:0", "slow:1")
+    everyone = cluster_map.place(1, 6, "stages together")
     assert everyone.memory_bytes == (10 * GB,) and everyone.speeds == (0.5,)
 
 
@@ -59,14 +59,14 @@ def test_the_slowest_and_smallest_devices_are_left_idle() -> None:
 def test_no_device_runs_two_things_and_ranks_count_the_used_ones(
     count: int, devices: int, depth: int, width: int
 ) -> None:
-    ground = Ground(machines(count, devices))
-    if depth * width > ground.num_devices:
+    cluster_map = ClusterMap(machines(count, devices))
+    if depth * width > cluster_map.num_devices:
         return
-    for way in WAYS:
-        placement = ground.place(depth, width, way)
+    for way in ARRANGEMENTS:
+        placement = cluster_map.place(depth, width, way)
         used = [device for replica in placement.replicas for device in replica]
         assert len(set(used)) == len(used) == depth * width
-        assert max(used) < ground.num_devices
+        assert max(used) < cluster_map.num_devices
         ranks = [rank for stage in placement.ranks() for rank in stage]
         assert sorted(ranks) == list(range(depth * width))
         assert (placement.depth, placement.width) == (depth, width)
@@ -81,8 +81,8 @@ def test_a_look_at_the_first_replicas_tells_all_of_equal_machines(
         return
     alike = machines(count, devices)
     odd = Cluster((*alike.machines, Machine("odd", 1, 80 * GB, cards=7)))
-    for way in WAYS:
-        few = Ground(alike).place(depth, width, way)
-        every = Ground(odd).place(depth, width, way)
+    for way in ARRANGEMENTS:
+        few = ClusterMap(alike).place(depth, width, way)
+        every = ClusterMap(odd).place(depth, width, way)
         if [list(r) for r in few.replicas] == [list(r) for r in every.replicas]:
             assert few[1:] == every[1:]

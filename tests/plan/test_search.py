@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, MB, link, machines, profile, reductions, segment, transformer
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs
-from varuna.plan.cost.forecast import Draft, forecast_plan, memories, orders_of, pipelines
+from varuna.plan.cost.costs import CostTable
+from varuna.plan.cost.forecast import CandidateLayout, forecast_plan, memories, orders_of, pipelines
 from varuna.plan.cost.simulate import simulate
 from varuna.plan.cut.partition import all_cuts, uniform_cuts
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.request import PREFERENCE
 from varuna.plan.search.search import search
 from varuna.types import (
@@ -90,11 +90,11 @@ SIZES = (1, 3)
 
 def every_layout(made: Profile, cluster: Cluster, batch_size: int) -> Iterator[float]:
     """The seconds of all layouts that fit: every number at every place, nothing left out."""
-    costs, ground = Costs(made), Ground(cluster)
-    for depth in range(1, min(costs.num_segments, ground.num_devices) + 1):
-        for width in range(1, min(ground.num_devices // depth, batch_size) + 1):
-            for way in ground.ways(depth, width):
-                placement = ground.place(depth, width, way)
+    costs, cluster_map = CostTable(made), ClusterMap(cluster)
+    for depth in range(1, min(costs.num_segments, cluster_map.num_devices) + 1):
+        for width in range(1, min(cluster_map.num_devices // depth, batch_size) + 1):
+            for way in cluster_map.arrangements(depth, width):
+                placement = cluster_map.place(depth, width, way)
                 for size in SIZES:
                     for schedule in PREFERENCE:
                         for spans in all_cuts(costs.num_segments, depth):
@@ -103,7 +103,7 @@ def every_layout(made: Profile, cluster: Cluster, batch_size: int) -> Iterator[f
 
 def fitting(costs, placement, schedule, size, batch_size, spans):  # type: ignore[no-untyped-def]
     """Without recompute where it fits, with it in the other stages; and with it everywhere."""
-    plain = Draft(spans, (False,) * len(spans), schedule, size, batch_size, placement)
+    plain = CandidateLayout(spans, (False,) * len(spans), schedule, size, batch_size, placement)
     everywhere = plain._replace(recompute=(True,) * len(spans))
     lacking = tuple(
         memory.total > have
@@ -373,7 +373,7 @@ def test_no_uniform_cut_is_faster_than_the_plan(seed: int) -> None:
     made = profile(some, [draw.randrange(4) for _ in range(20)], cut_bytes=draw.randint(1, 4) * MB)
     cluster, batch = machines(3, 2, memory_bytes=4 * GB), 24
     best = search(made, cluster, batch_size=batch).best.forecast.seconds
-    work = Costs(made).work_between(1, range(21))
+    work = CostTable(made).work_between(1, range(21))
     for depth in range(1, 7):
         width = 6 // depth
         together = [tuple(range(stage * width, stage * width + width)) for stage in range(depth)]

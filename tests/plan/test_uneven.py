@@ -12,11 +12,11 @@ from tests.plan.brute_force import all_widths, every_uneven_plan, random_case
 from tests.plan.profiles import GB, MB, machines, profile, segment, transformer
 from varuna.codec import decode, encode
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.cost.uneven import forecast_uneven
 from varuna.plan.cut.partition import all_cuts, balance_over
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.plan_file import check_plan
 from varuna.plan.search.search import UNEVEN_GAIN, cut_layout, search
 from varuna.plan.search.uneven import (
@@ -86,7 +86,7 @@ def test_equal_replicas_cost_the_same_by_both_cost_models(count: int, depth: int
     )
     plan = Plan(stages, 16 * width, 2, schedule, model.precision, model.fingerprint)
     even, _ = forecast_plan(model, cluster, plan)
-    other, _ = forecast_uneven(Costs(model), Ground(cluster), plan, range(4 * count))
+    other, _ = forecast_uneven(CostTable(model), ClusterMap(cluster), plan, range(4 * count))
     assert other.seconds == pytest.approx(even.seconds, rel=1e-3)
     assert [stage.memory for stage in other.stages] == [stage.memory for stage in even.stages]
 
@@ -97,11 +97,13 @@ def test_unequal_replicas_are_found_among_many_cuts() -> None:
         segment(2e-3, sizes=SIZES, parameter_bytes=MB, activation_bytes=MB),
         segment(1e-3, sizes=SIZES, parameter_bytes=GB // 4, activation_bytes=MB),
     ]
-    costs = Costs(profile(kinds, [0] * 12 + [1] * 12, cut_bytes=64))
-    ground = Ground(machines(3, 2, memory_bytes=16 * GB))
+    costs = CostTable(profile(kinds, [0] * 12 + [1] * 12, cut_bytes=64))
+    cluster_map = ClusterMap(machines(3, 2, memory_bytes=16 * GB))
 
     def best(depths: Sequence[int]) -> float:
-        found = best_uneven(costs, ground, UnevenRequest(48, depths, ("1f1b",), microbatch_counts=[8, 16]))
+        found = best_uneven(
+            costs, cluster_map, UnevenRequest(48, depths, ("1f1b",), microbatch_counts=[8, 16])
+        )
         assert found is not None and found.plan.uneven
         return found.forecast.seconds
 
@@ -110,8 +112,8 @@ def test_unequal_replicas_are_found_among_many_cuts() -> None:
 
 def counts_of(batch: int, numbers: Sequence[int]) -> list[int]:
     return UnevenSearch(
-        Costs(three_to_one()),
-        Ground(machines(1, 3)),
+        CostTable(three_to_one()),
+        ClusterMap(machines(1, 3)),
         UnevenRequest(batch, [2], ("1f1b",), microbatch_counts=numbers),
     ).counts
 
@@ -121,17 +123,19 @@ def test_the_best_uneven_layout_equals_that_of_trying_every_layout(first: int) -
     """R10: over cuts, replicas and numbers of micro-batches; with recompute only where memory requires it."""
     for seed in range(first, first + 16):
         model, cluster, batch, numbers = random_case(seed, most_segments=5, most_devices=5)
-        costs, ground = Costs(model), Ground(cluster)
+        costs, cluster_map = CostTable(model), ClusterMap(cluster)
         request = UnevenRequest(batch, range(1, 6), ("1f1b",), microbatch_counts=numbers)
-        found = best_uneven(costs, ground, request)
-        plans = [*every_uneven_plan(costs, ground, batch, counts_of(batch, numbers))]
+        found = best_uneven(costs, cluster_map, request)
+        plans = [*every_uneven_plan(costs, cluster_map, batch, counts_of(batch, numbers))]
         if not plans:
             assert found is None, seed
             continue
         assert found is not None, seed
         least = min(forecast.seconds for _, forecast in plans)
         assert found.forecast.seconds == pytest.approx(least, rel=1e-9), seed
-        assert found.devices == tuple(range(ground.num_devices - len(found.plan.ranks), ground.num_devices))
+        assert found.devices == tuple(
+            range(cluster_map.num_devices - len(found.plan.ranks), cluster_map.num_devices)
+        )
         check_plan(found.plan, "the plan")
 
 
@@ -139,14 +143,14 @@ def test_the_best_uneven_layout_equals_that_of_trying_every_layout(first: int) -
 def test_search_takes_unequal_replicas_exactly_if_they_gain_two_percent(seed: int) -> None:
     """R10"""
     model, cluster, batch, _ = random_case(100 + seed, most_segments=4, most_devices=4)
-    costs, ground = Costs(model), Ground(cluster)
+    costs, cluster_map = CostTable(model), ClusterMap(cluster)
     try:
         ranking = search(model, cluster, batch_size=batch, schedules=["1f1b"])
     except PlanError:
         return
     even = next(proposal for proposal in ranking.proposals if not proposal.plan.uneven)
     counts = counts_of(batch, [number for number in (1, 2, 4, 8, 16) if number <= batch])
-    plans = [*every_uneven_plan(costs, ground, batch, counts)]
+    plans = [*every_uneven_plan(costs, cluster_map, batch, counts)]
     least = min((forecast.seconds for _, forecast in plans), default=float("inf"))
     assert ranking.best.plan.uneven == (least < even.forecast.seconds / UNEVEN_GAIN)
     if ranking.best.plan.uneven:
@@ -180,10 +184,10 @@ def test_dynamic_programming_finds_the_best_layout_of_each_depth(recompute: bool
     """R10: by its own objective, over all cuts and numbers of replicas."""
     for seed in range(60):
         model, cluster, batch, numbers = random_case(seed, most_segments=6)
-        costs, ground = Costs(model), Ground(cluster)
+        costs, cluster_map = CostTable(model), ClusterMap(cluster)
         request = UnevenRequest(batch, [], ("1f1b",), recompute=recompute)
         (number,) = counts_of(batch, numbers[:1])
-        table = StageTable(costs, ground, request, number, range(1, costs.num_segments))
+        table = StageTable(costs, cluster_map, request, number, range(1, costs.num_segments))
         best: dict[int, float] = {}
         for options in every_layout(table):
             seconds = ticks(table, options)
@@ -194,9 +198,9 @@ def test_dynamic_programming_finds_the_best_layout_of_each_depth(recompute: bool
 
 def test_dynamic_programming_over_whole_machines_gives_every_stage_whole_machines() -> None:
     model = transformer(8, sizes=(1, 2, 4, 8, 16))
-    costs, ground = Costs(model), Ground(machines(4, 2))
+    costs, cluster_map = CostTable(model), ClusterMap(machines(4, 2))
     table = StageTable(
-        costs, ground, UnevenRequest(64, [], ("1f1b",), uses_all_devices=True), 8, range(1, 10)
+        costs, cluster_map, UnevenRequest(64, [], ("1f1b",), uses_all_devices=True), 8, range(1, 10)
     )
     found = [options for layouts in table.best_layouts(4, unit=2) for options in layouts]
     assert {len(options) for options in found} == {1, 2, 3, 4}
@@ -224,16 +228,16 @@ def test_requirements_are_kept_by_complete_search_and_by_climbing(uses_all_devic
             microbatch_counts=[2, 6],
             start_schedule="gpipe",
         )
-        costs, ground = Costs(model), Ground(machines(1, devices))
-        assert UnevenSearch(costs, ground, request).has_few_layouts == (segments == 6)
-        found = best_uneven(costs, ground, request)
+        costs, cluster_map = CostTable(model), ClusterMap(machines(1, devices))
+        assert UnevenSearch(costs, cluster_map, request).has_few_layouts == (segments == 6)
+        found = best_uneven(costs, cluster_map, request)
         assert found is not None and found.plan.uneven and found.plan.depth in (2, 3)
         assert found.plan.schedule == "gpipe" and all(stage.recompute for stage in found.plan.stages)
         assert all(stage.first in cuts for stage in found.plan.stages[1:])
         assert len(found.devices) == devices or not uses_all_devices
         share = -(-24 // min(found.plan.widths))
         assert -(-share // found.plan.microbatch_size) in (2, 6)
-        assert best_uneven(costs, ground, request, limit=found.forecast.seconds) is None
+        assert best_uneven(costs, cluster_map, request, limit=found.forecast.seconds) is None
 
 
 def test_a_stage_recomputes_only_where_memory_requires_it() -> None:

@@ -25,11 +25,11 @@ from varuna.capture import Source
 from varuna.capture.model.call_convention import StructuredCall
 from varuna.errors import PlanError
 from varuna.execute.step.division import divide_batch
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.cut.blocks import partition
 from varuna.plan.cut.partition import all_cuts
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.plan_file import read_plan
 from varuna.plan.search.uneven import UnevenRequest, best_uneven
 from varuna.types import Cluster, Plan, Profile, StagePlan, Work, spread_evenly
@@ -244,7 +244,7 @@ def test_no_layout_with_unequal_replicas_is_better(
         microbatch_counts=[1, 2, 4],
         start_schedule="gpipe",
     )
-    best = best_uneven(Costs(model), Ground(cluster), request)
+    best = best_uneven(CostTable(model), ClusterMap(cluster), request)
     expected = brute_force(model, cluster, world, [1, 2, 4], batch)
     assert (best.forecast.seconds if best else float("inf")) == pytest.approx(expected, rel=1e-9)
 

@@ -197,6 +197,3 @@ def _spread_out(whole: float, stages: int, *, work: float, before: float) -> flo
     if work <= before:
         return max(0.0, work * whole)
     return before * whole / (1.0 - (1.0 - before / work) ** stages)
-
-
-Open = UncutLayout

@@ -32,14 +32,6 @@ class MessageTimes(NamedTuple):
     receiver_seconds: float
     sharing: float  # share of the overlap that it loses to an opposite message of its size
 
-    @property
-    def leaving(self) -> float:
-        return self.sender_seconds
-
-    @property
-    def taking(self) -> float:
-        return self.receiver_seconds
-
 
 class SegmentSums(NamedTuple):
     """All segments at one micro-batch size. Running sums: a range of segments is a difference of two."""
@@ -498,8 +490,3 @@ def _runs(number: int) -> list[tuple[int, int]]:
 
 def _sums(values: Iterable[float]) -> list[float]:
     return [0, *accumulate(values)]
-
-
-Costs = CostTable
-Sizes = SegmentSums
-Message = MessageTimes

@@ -328,6 +328,3 @@ def _ties(costs: CostTable, layout: CandidateLayout, kind: ReplicaKind) -> tuple
 
 def _stage_of(segment: int, spans: Spans) -> int:
     return next(stage for stage, (_, stop) in enumerate(spans) if segment < stop)
-
-
-Draft = CandidateLayout

@@ -56,6 +56,3 @@ def least_of(costs: CostTable, size: int, split: bool, speed: float) -> LeastWor
         max(shares),
         min(g / total for g, total in zip(gradients, totals, strict=True)),
     )
-
-
-Least = LeastWork

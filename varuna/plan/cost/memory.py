@@ -119,9 +119,3 @@ def held_counts(name: str, *, stage: int, stages: int, microbatches: int, recomp
     split = half_done(name, stage=stage, microbatches=microbatches)
     whole = max(1, split) if recompute and recomputes(name, **size) else number
     return HeldCounts(number, whole, split)
-
-
-Kept = HeldCounts
-Room = MemoryTerms
-Needs = MemoryTotals
-keeps = held_counts

@@ -391,8 +391,3 @@ def _refuse(key: str, numbers: Sequence[float]) -> None:
     for number in numbers:
         if not 0.0 <= number < math.inf:
             raise ValueError(f"{key} must hold finite numbers of zero or more, but holds {number}")
-
-
-Way = LinkTimes
-Pipeline = PipelineTimes
-Tie = TiedStages

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.plan.cost.bounds import least_seconds
-from varuna.plan.cost.costs import Costs, Message
-from varuna.plan.cost.memory import Room, keeps, stage_memory
+from varuna.plan.cost.costs import CostTable, MessageTimes
+from varuna.plan.cost.memory import MemoryTerms, held_counts, stage_memory
 from varuna.plan.cost.simulate import (
+    LinkTimes,
     Orders,
-    Pipeline,
+    PipelineTimes,
     Simulation,
     StageTimes,
-    Tie,
-    Way,
+    TiedStages,
     name_orders,
     simulate,
 )
-from varuna.plan.cut.place import Ground, lanes
+from varuna.plan.cut.place import ClusterMap, lanes
 from varuna.types import Forecast, MemoryForecast, Plan, StageForecast, StagePlan
 
 TOTALS_BYTES = 16
@@ -35,10 +35,15 @@ COUNTS_BYTES = 8
 
 
 def forecast_uneven(
-    costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], *, shard_optimizer: bool = False
+    costs: CostTable,
+    cluster_map: ClusterMap,
+    plan: Plan,
+    devices: Sequence[int],
+    *,
+    shard_optimizer: bool = False,
 ) -> tuple[Forecast, Simulation]:
     """Predict the step of a plan; `devices[rank]` is the device of a rank."""
-    layout = UnevenCost(costs, ground, plan, devices, shard_optimizer)
+    layout = UnevenCost(costs, cluster_map, plan, devices, shard_optimizer)
     costs.start_notes()
     orders = layout.orders
     simulation = simulate(orders, [layout.pipeline(orders)])
@@ -52,8 +57,8 @@ def forecast_uneven(
 
 
 def simulate_if_it_fits(
-    costs: Costs,
-    ground: Ground,
+    costs: CostTable,
+    cluster_map: ClusterMap,
     plan: Plan,
     devices: Sequence[int],
     *,
@@ -64,12 +69,12 @@ def simulate_if_it_fits(
 ) -> tuple[Plan, Simulation] | None:
     """Set the recompute flags of a plan and simulate it. None: it does not fit, or is not below the limit."""
     layout = UnevenCost(
-        costs, ground, _with_recompute(plan, (bool(recompute),) * plan.depth), devices, shard_optimizer
+        costs, cluster_map, _with_recompute(plan, (bool(recompute),) * plan.depth), devices, shard_optimizer
     )
     too_large = layout.stages_out_of_memory(headroom)
     if too_large and recompute is None:
         flags = [stage in too_large for stage in range(plan.depth)]
-        layout = UnevenCost(costs, ground, _with_recompute(plan, flags), devices, shard_optimizer)
+        layout = UnevenCost(costs, cluster_map, _with_recompute(plan, flags), devices, shard_optimizer)
         too_large = layout.stages_out_of_memory(headroom)
     if too_large:
         return None
@@ -92,7 +97,7 @@ def _with_recompute(plan: Plan, flags: Sequence[bool]) -> Plan:
 class CutSide(NamedTuple):
     """Messages of one micro-batch that one replica on one side of a cut sends or receives."""
 
-    message: Message
+    message: MessageTimes
     number: int  # one for each replica on the other side that shares samples with this one
     card_users: int  # replicas of the stage that share a network card
 
@@ -112,12 +117,17 @@ class UnevenCost:
     """Times and memory of one plan on the machines of its ranks."""
 
     def __init__(
-        self, costs: Costs, ground: Ground, plan: Plan, devices: Sequence[int], shard_optimizer: bool
+        self,
+        costs: CostTable,
+        cluster_map: ClusterMap,
+        plan: Plan,
+        devices: Sequence[int],
+        shard_optimizer: bool,
     ) -> None:
         self.costs, self.plan = costs, plan
-        self._machines = ground.cluster.machines
+        self._machines = cluster_map.cluster.machines
         self._machines_of = [
-            [ground.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
+            [cluster_map.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
         ]
         self._shard = shard_optimizer
         self._microbatches = ceil(ceil(plan.batch_size / plan.width) / plan.microbatch_size)
@@ -131,12 +141,12 @@ class UnevenCost:
             recompute=tuple(stage.recompute for stage in self.plan.stages),
         )
 
-    def pipeline(self, orders: Orders) -> Pipeline:
+    def pipeline(self, orders: Orders) -> PipelineTimes:
         cuts = range(self.plan.depth - 1)
         forward = [self._messages(cut, gradients=False) for cut in cuts]
         backward = [self._messages(cut, gradients=True) for cut in cuts]
         split = "I" in orders.letters[0]
-        return Pipeline(
+        return PipelineTimes(
             tuple(self._stage_times(stage, forward, backward, split) for stage in range(self.plan.depth)),
             tuple(_link_direction(sender, receiver) for sender, receiver in forward),
             tuple(_link_direction(sender, receiver) for receiver, sender in backward),
@@ -154,7 +164,7 @@ class UnevenCost:
 
     def memory(self, stage: int) -> MemoryForecast:
         own = self.plan.stages[stage]
-        kept = keeps(
+        kept = held_counts(
             self.plan.schedule,
             stage=stage,
             stages=self.plan.depth,
@@ -162,7 +172,7 @@ class UnevenCost:
             recompute=own.recompute,
         )
         sizes = self.costs.sizes(self._largest_microbatch(stage))
-        room = Room(sizes, self.plan.widths[stage], self._samples(stage), self._shard)
+        room = MemoryTerms(sizes, self.plan.widths[stage], self._samples(stage), self._shard)
         return stage_memory(self.costs, room, own.first, own.stop, kept)
 
     def stages_out_of_memory(self, headroom: float) -> list[int]:
@@ -218,12 +228,12 @@ class UnevenCost:
         with_forward = with_backward = 0.0
         if stage:
             activations, gradients = forward[stage - 1][1], backward[stage - 1][1]
-            with_forward += activations.number * activations.message.taking
-            with_backward += gradients.number * gradients.message.leaving
+            with_forward += activations.number * activations.message.receiver_seconds
+            with_backward += gradients.number * gradients.message.sender_seconds
         if stage < self.plan.depth - 1:
             activations, gradients = forward[stage][0], backward[stage][0]
-            with_forward += activations.number * activations.message.leaving
-            with_backward += gradients.number * gradients.message.taking
+            with_forward += activations.number * activations.message.sender_seconds
+            with_backward += gradients.number * gradients.message.receiver_seconds
         return run + with_forward, again, whole + with_backward, inputs + with_backward, weights
 
     def _compute(self, stage: int, size: int) -> Seconds:
@@ -270,7 +280,7 @@ class UnevenCost:
         replicas = Counter(self._machines_of[stage])
         return max(ceil(number / self._machines[machine].cards) for machine, number in replicas.items())
 
-    def _ties(self) -> tuple[Tie, ...]:
+    def _ties(self) -> tuple[TiedStages, ...]:
         """Return the reductions of tied weights.
 
         Stages with equal numbers of replicas reduce a tied tensor pair by pair; otherwise all their ranks
@@ -288,12 +298,12 @@ class UnevenCost:
                 group = len(stages) if len(set(widths)) == 1 else sum(widths)
                 several = len({machine for stage in stages for machine in self._machines_of[stage]}) > 1
                 seconds = self.costs.reduce_seconds(group, tie.num_bytes, between=several)
-                found.append(Tie(tuple(stages), seconds))
+                found.append(TiedStages(tuple(stages), seconds))
         return tuple(found)
 
 
-def _link_direction(sender: CutSide, receiver: CutSide) -> Way:
+def _link_direction(sender: CutSide, receiver: CutSide) -> LinkTimes:
     """Return a link that is as slow as the side with more to carry."""
     sending = max(sender.sending, receiver.sending)
     latency = max(sender.message.latency, receiver.message.latency)
-    return Way(sending, sending, latency, 0.0, sender.message.leaving)
+    return LinkTimes(sending, sending, latency, 0.0, sender.message.sender_seconds)

@@ -126,7 +126,7 @@ class Cutter:
         memory_bytes: tuple[int, ...],  # by stage
         every: bool,  # yield all cuts, not only the one with the smallest bound
     ) -> None:
-        self.limits = self.tempo = limits
+        self.limits = limits
         self._every = every
         self.totals = totals
         self.depth = len(memory_bytes)
@@ -243,8 +243,3 @@ def _held_counts(
 
 def _add(*sums: list[float]) -> list[float]:
     return [sum(values) for values in zip(*sums, strict=True)]
-
-
-Work = StageWork
-Tempo = TimeLimits
-Mode = RecomputeMode

@@ -170,6 +170,3 @@ def adjacent_cuts(spans: Spans, bounds: Sequence[int], step: int = 1) -> Iterato
             if cuts[cut - 1] < moved < cuts[cut + 1]:
                 places = [*cuts[:cut], moved, *cuts[cut + 1 :]]
                 yield tuple(pairwise([bounds[place] for place in places]))
-
-
-neighbours = adjacent_cuts

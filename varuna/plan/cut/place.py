@@ -51,10 +51,6 @@ class Placement(NamedTuple):
         """Speed of each stage's slowest device."""
         return tuple(map(min, zip(*(kind.speeds for kind in self.kinds), strict=True)))
 
-    @property
-    def crowding(self) -> tuple[int, ...]:
-        return self.messages_per_card
-
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks by stage and replica. Ranks number the used devices in the cluster's order."""
         used = sorted(device for replica in self.replicas for device in replica)
@@ -140,9 +136,6 @@ class ClusterMap:
         """Return the placement on given devices, by stage and replica."""
         return self._describe([list(replica) for replica in zip(*devices, strict=True)])
 
-    look_at = placement_of
-    ways = arrangements
-
     def name(self, device: int) -> str:
         index = self.machine_of[device]
         return f"{self.cluster.machines[index].name}:{device - self._firsts[index]}"
@@ -227,8 +220,3 @@ def lanes(homes: Sequence[int], machines: Sequence[Machine]) -> tuple[int, ...]:
         seen[home] += 1
         found.append(numbers.setdefault(card, len(numbers)))
     return tuple(found)
-
-
-Way = Arrangement
-WAYS = ARRANGEMENTS
-Ground = ClusterMap

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from copy import copy
 from math import ceil, inf
 
-from varuna.plan.cost.bounds import Open, least_of_any_cut, least_seconds
+from varuna.plan.cost.bounds import UncutLayout, least_of_any_cut, least_seconds
 from varuna.plan.cost.forecast import orders_of, pipelines
-from varuna.plan.cost.least import Least, least_of
-from varuna.plan.cost.simulate import Orders, Pipeline
+from varuna.plan.cost.least import LeastWork, least_of
+from varuna.plan.cost.simulate import Orders, PipelineTimes
 from varuna.plan.cut.cuts import Cut
 from varuna.plan.cut.place import Placement
 from varuna.plan.search.space import LayoutSpace, Node, PlacedNode
@@ -24,7 +24,7 @@ class LayoutBounds:
     def __init__(self, space: LayoutSpace) -> None:
         self.space = space
         self._nodes: dict[Node, float] = {}
-        self._leasts: dict[tuple[int, bool], Least] = {}
+        self._leasts: dict[tuple[int, bool], LeastWork] = {}
         self._rates: dict[tuple[int, bool], float] = {}
         self._simulated: dict[tuple[object, ...], tuple[Node, float]] = {}
 
@@ -51,7 +51,7 @@ class LayoutBounds:
         overhead = depth * profile.overheads.instruction_seconds
         tied_bytes, tied_elements = costs.tied_twice(0, costs.num_segments)
         optimizer = (costs.num_trained[-1] - tied_elements) * profile.optimizer.seconds_per_element
-        layout = Open(
+        layout = UncutLayout(
             depth,
             microbatches,
             each.forward + overhead,
@@ -82,7 +82,7 @@ class LayoutBounds:
     def of_fastest_cut(self, placed: PlacedNode) -> tuple[float, float]:
         """Return the bounds, with and without reductions, of the best cut if memory were unlimited."""
         recompute, depth = self.space.recomputes_everywhere, placed.node.depth
-        cut = Cut(placed.tempo.fastest(recompute), (recompute,) * depth)
+        cut = Cut(placed.time_limits.fastest(recompute), (recompute,) * depth)
         slowest = placed.placement._replace(kinds=placed.placement.kinds[:1])  # or nearly the slowest
         draft = self.space.draft(placed.node, slowest, self.space.schedules(placed.node.split)[0], cut)
         orders = orders_of(draft)
@@ -97,18 +97,18 @@ class LayoutBounds:
         size = min(node.microbatch_size, ceil(self.space.request.batch_size / node.width))
         fewest_bytes, most_bytes = costs.extremes(last_size)[0], costs.extremes(size)[1]
         least = most = 0.0
-        hops = Counter(zip(placement.kinds[0].crossing, placement.crowding, strict=True))
+        hops = Counter(zip(placement.kinds[0].crossing, placement.messages_per_card, strict=True))
         for (crossing, card_users), number in hops.items():
             low = costs.message(fewest_bytes, between=crossing)
             high = costs.message(most_bytes, between=crossing)
-            least += number * max(0.0, low.sending * card_users + low.latency - low.leaving)
+            least += number * max(0.0, low.sending * card_users + low.latency - low.sender_seconds)
             most += number * (high.sending * card_users + high.latency)
         return least, most
 
-    def _least(self, size: int, split: bool) -> Least:
+    def _least(self, size: int, split: bool) -> LeastWork:
         key = (size, split)
         if key not in self._leasts:
-            self._leasts[key] = least_of(self.space.costs, size, split, self.space.ground.fastest)
+            self._leasts[key] = least_of(self.space.costs, size, split, self.space.cluster_map.fastest)
         return self._leasts[key]
 
     # ------------------------------------------------------------ fewer replicas
@@ -118,7 +118,7 @@ class LayoutBounds:
 
         With fewer replicas, reductions may become faster, and nothing else does.
         """
-        if self.space.ground.unequal:  # fewer replicas may avoid the slower machines
+        if self.space.cluster_map.unequal:  # fewer replicas may avoid the slower machines
             return 0.0
         narrower = self.space.fewer_replicas(max(2, placed.node.width))
         placement = placed.placement
@@ -136,7 +136,7 @@ class LayoutBounds:
     def from_more_replicas(self, node: Node) -> float:
         """Scale a simulated step with more replicas by the node bounds. Not sound, but close."""
         wider, seconds = self._simulated.get(node[:3], (node, 0.0))
-        if wider.width <= node.width or self.space.ground.unequal:
+        if wider.width <= node.width or self.space.cluster_map.unequal:
             return 0.0
         return seconds + self.of_node(node) - self.of_node(wider)
 
@@ -144,7 +144,7 @@ class LayoutBounds:
         """Return the best rate over all placements of so many replicas."""
         if width == 1:
             return 0.0
-        machines = self.space.ground.cluster.machines
+        machines = self.space.cluster_map.cluster.machines
         placements = {len(machines) > 1, width > self.space.largest_machine}
         return min(self._rate(width, between) for between in placements)
 
@@ -161,7 +161,7 @@ class LayoutBounds:
         return self._rates[key]
 
 
-def least_of_replicas(orders: Orders, replicas: Sequence[Pipeline]) -> tuple[float, float]:
+def least_of_replicas(orders: Orders, replicas: Sequence[PipelineTimes]) -> tuple[float, float]:
     """Return the bounds, with and without reductions, of the slowest replica."""
     bounds = [least_seconds(orders, pipeline) for pipeline in replicas]
     return max(least for least, _ in bounds), max(bare for _, bare in bounds)

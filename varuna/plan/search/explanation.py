@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.plan.cost.forecast import Draft, plan_of
-from varuna.plan.cut.place import Ground, Placement
+from varuna.plan.cost.forecast import CandidateLayout, plan_of
+from varuna.plan.cut.place import ClusterMap, Placement
 from varuna.plan.search.queue import LayoutSearch
 from varuna.plan.search.request import PREFERENCE, check_depths
 from varuna.plan.search.space import LayoutSpace
@@ -30,13 +30,13 @@ class StageNeed(NamedTuple):
 def least_need(space: LayoutSpace, depth: int) -> StageNeed:
     """Return the memory need of the layout of a depth that needs least."""
     width = max(1, space.most_replicas(depth)) if space.request.shard_optimizer else 1
-    return need_of_placement(space, space.ground.place(depth, width, "stages together"))
+    return need_of_placement(space, space.cluster_map.place(depth, width, "stages together"))
 
 
 def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
     """Return the need of the stage that lacks most memory, with the cut that needs least."""
     request = space.request
-    draft = Draft(
+    draft = CandidateLayout(
         (),
         (),
         "1f1b" if "1f1b" in request.schedules else request.schedules[0],
@@ -88,7 +88,7 @@ def _solution(space: LayoutSpace, need: StageNeed) -> str:
         modes=("where needed", "everywhere"),
     )
     if everything != request:
-        search = LayoutSearch(LayoutSpace(costs, space.ground, everything))
+        search = LayoutSearch(LayoutSpace(costs, space.cluster_map, everything))
         with suppress(PlanError):
             search.run()
             if search.found:
@@ -98,9 +98,9 @@ def _solution(space: LayoutSpace, need: StageNeed) -> str:
                     f"it fits with {count(plan.depth, 'stage')}, micro-batches of {plan.microbatch_size}, "
                     f"{plan.schedule}{recompute}"
                 )
-    machine = max(space.ground.cluster.machines, key=lambda machine: machine.memory_bytes)
+    machine = max(space.cluster_map.cluster.machines, key=lambda machine: machine.memory_bytes)
     for depth in range(space.num_devices + 1, costs.num_segments + 1):
-        larger = Ground(Cluster((msgspec.structs.replace(machine, devices=depth),)))
+        larger = ClusterMap(Cluster((msgspec.structs.replace(machine, devices=depth),)))
         if least_need(LayoutSpace(costs, larger, everything), depth).missing <= 0:
             more = count(depth - space.num_devices, "more device")
             return f"with {more}, {count(depth, 'stage')} would fit"

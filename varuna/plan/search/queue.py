@@ -8,7 +8,7 @@ simulated.
              |  placements
     PlacedNode                               bound with messages and reductions
              |  schedules, recompute, cuts that fit in memory
-    Draft                                    bound for this cut
+    CandidateLayout                                    bound for this cut
              |
     simulated step
 
@@ -24,11 +24,11 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from varuna.plan.cost.forecast import Draft, memories, orders_of, pipelines
-from varuna.plan.cost.memory import Needs
-from varuna.plan.cost.simulate import Pipeline, Simulation, simulate
+from varuna.plan.cost.forecast import CandidateLayout, memories, orders_of, pipelines
+from varuna.plan.cost.memory import MemoryTotals
+from varuna.plan.cost.simulate import PipelineTimes, Simulation, simulate
 from varuna.plan.cut.cuts import Cut
-from varuna.plan.cut.partition import Spans, neighbours, uniform_cuts
+from varuna.plan.cut.partition import Spans, adjacent_cuts, uniform_cuts
 from varuna.plan.cut.place import Placement
 from varuna.plan.search.bounds import LayoutBounds, least_of_replicas
 from varuna.plan.search.messages import EQUAL
@@ -53,7 +53,7 @@ class SimulatedLayout(NamedTuple):
     num_devices: int
     preference: int
     memory_bytes: int
-    draft: Draft
+    draft: CandidateLayout
     simulation: Simulation
 
 
@@ -70,7 +70,7 @@ class LayoutSearch:
         self._every_depth = every_depth
         self._separate_depths = every_depth and space.has_few_cuts  # compare a layout only with its own depth
         self._shortest = inf  # seconds, over all depths
-        self._queue: list[tuple[float, int, Node | PlacedNode | Draft]] = []
+        self._queue: list[tuple[float, int, Node | PlacedNode | CandidateLayout]] = []
         self._num_queued = 0
         self._expanded: set[Node] = set()
         self._never_fit: set[object] = set()
@@ -127,7 +127,7 @@ class LayoutSearch:
             for found in self.ranked()[:3]:
                 self._move_cuts(found.draft.depth)
 
-    def _put(self, bound: float, item: Node | PlacedNode | Draft) -> None:
+    def _put(self, bound: float, item: Node | PlacedNode | CandidateLayout) -> None:
         self._num_queued += 1  # of equal bounds, the first item comes out first
         heapq.heappush(self._queue, (bound, self._num_queued, item))
 
@@ -157,16 +157,16 @@ class LayoutSearch:
     def _put_placements(self, node: Node, bound: float) -> None:
         """Put a node with each placement, and the next smaller number of replicas."""
         space, few_cuts = self.space, self.space.has_few_cuts
-        least_steady = Needs(space.costs, space.room(node)).least_steady
+        least_steady = MemoryTotals(space.costs, space.room(node)).least_steady
         narrower = 0.0 if few_cuts else inf  # bound for fewer replicas
         fits = False
-        for way in space.ground.ways(node.depth, node.width):
+        for way in space.cluster_map.arrangements(node.depth, node.width):
             limit = self._limit(node.depth)
-            tempo = space.tempo(node, space.ground.speeds(node.depth, node.width, way))
-            if not few_cuts and not tempo.possible(limit, recompute=space.recomputes_everywhere):
+            time_limits = space.time_limits(node, space.cluster_map.speeds(node.depth, node.width, way))
+            if not few_cuts and not time_limits.possible(limit, recompute=space.recomputes_everywhere):
                 fits = True
                 continue
-            placement = space.ground.place(node.depth, node.width, way)
+            placement = space.cluster_map.place(node.depth, node.width, way)
             if least_steady > sum(space.memory_bytes(placement)):
                 self.misfit_depths.add(node.depth)
                 narrower = 0.0
@@ -213,7 +213,7 @@ class LayoutSearch:
     def _has_cut(self, placed: PlacedNode, seconds: float) -> bool:
         """Return True if some cut fits in memory and may take at most so many seconds."""
         space, node = self.space, placed.node
-        needs = Needs(space.costs, space.room(node))
+        needs = MemoryTotals(space.costs, space.room(node))
         memory_bytes = space.memory_bytes(placed.placement)
         mode = space.request.modes[0]  # the least restrictive one
         for schedule in space.schedules(node.split):
@@ -225,10 +225,10 @@ class LayoutSearch:
 
     def _put_drafts(self, placed: PlacedNode) -> float:
         """Put all schedules, recompute modes and cuts that fit; return a bound for fewer replicas."""
-        space, (node, placement, tempo) = self.space, placed
-        needs = Needs(space.costs, space.room(node))
+        space, (node, placement, time_limits) = self.space, placed
+        needs = MemoryTotals(space.costs, space.room(node))
         memory_bytes = space.memory_bytes(placement)
-        made: dict[object, list[Pipeline]] = {}  # schedules with the same instructions share times
+        made: dict[object, list[PipelineTimes]] = {}  # schedules with the same instructions share times
         narrower = inf
         for schedule in space.schedules(node.split):
             cuts: dict[Cut, None] = {}
@@ -242,7 +242,7 @@ class LayoutSearch:
                 if fitting:
                     self.fitting_depths.add(node.depth)
                     if not space.has_few_cuts:
-                        fastest = tempo.fastest(space.recomputes_everywhere)
+                        fastest = time_limits.fastest(space.recomputes_everywhere)
                         self._memory_binds |= fastest not in {cut.spans for cut in fitting}
                 elif not cutter.possible(inf):
                     self.misfit_depths.add(node.depth)
@@ -255,7 +255,9 @@ class LayoutSearch:
                 narrower = min(narrower, self.bounds.of_fewer_replicas(placed, least, bare))
         return narrower
 
-    def _put_draft(self, draft: Draft, made: dict[object, list[Pipeline]]) -> tuple[float, float]:
+    def _put_draft(
+        self, draft: CandidateLayout, made: dict[object, list[PipelineTimes]]
+    ) -> tuple[float, float]:
         """Put a draft if its bound is small enough; return its bounds with and without reductions."""
         orders = orders_of(draft)
         key = (draft.spans, tuple(["R" in letters for letters in orders.letters]))
@@ -268,7 +270,7 @@ class LayoutSearch:
 
     # ------------------------------------------------------------ simulated layouts
 
-    def _simulate(self, draft: Draft) -> None:
+    def _simulate(self, draft: CandidateLayout) -> None:
         orders = orders_of(draft)
         simulation = simulate(orders, pipelines(self.space.costs, draft, orders))
         self.num_simulated += 1
@@ -294,7 +296,7 @@ class LayoutSearch:
         """Simulate queued drafts of one depth while their bounds are small enough."""
         while self._queue and self._queue[0][0] <= self._limit(depth) and self.num_simulated < stop:
             draft = heapq.heappop(self._queue)[2]
-            assert isinstance(draft, Draft)
+            assert isinstance(draft, CandidateLayout)
             self._simulate(draft)
 
     def _probe_depth(self, depth: int) -> None:
@@ -313,7 +315,7 @@ class LayoutSearch:
             self._put_drafts(item)
         drafts, self._queue = sorted(self._queue), queue
         for bound, _, draft in drafts[:1]:
-            if bound <= self._limit(node.depth) and isinstance(draft, Draft):
+            if bound <= self._limit(node.depth) and isinstance(draft, CandidateLayout):
                 self._simulate(draft)
 
     # ------------------------------------------------------------ other cuts
@@ -353,25 +355,25 @@ class LayoutSearch:
 
     def _put_cut(self, node: Node, spans: Spans) -> None:
         """Put one cut with all placements and schedules."""
-        ground = self.space.ground
-        for way in ground.ways(node.depth, node.width):
-            placement = ground.place(node.depth, node.width, way)
+        cluster_map = self.space.cluster_map
+        for way in cluster_map.arrangements(node.depth, node.width):
+            placement = cluster_map.place(node.depth, node.width, way)
             limit = self._limit(node.depth)
             if self.bounds.of_node(node) <= limit >= self.bounds.of_placement(node, placement):
-                made: dict[object, list[Pipeline]] = {}
+                made: dict[object, list[PipelineTimes]] = {}
                 for schedule in self.space.schedules(node.split):
                     draft = self.space.draft(node, placement, schedule, Cut((), ()))
                     self._put_other_cuts(draft, [spans], made)
 
     def _put_other_cuts(
-        self, draft: Draft, cuts: Iterable[Spans], made: dict[object, list[Pipeline]]
+        self, draft: CandidateLayout, cuts: Iterable[Spans], made: dict[object, list[PipelineTimes]]
     ) -> None:
         """Put copies of a draft with other cuts, in all recompute modes that fit."""
         cutters = self.space.cutters(draft, self.space.request.modes)
-        tempo, limit = cutters[0].tempo, self._limit(draft.depth)
+        time_limits, limit = cutters[0].limits, self._limit(draft.depth)
         for spans in cuts:
             if not all(
-                tempo.done_within(limit, stage, *span, self.space.recomputes_everywhere)
+                time_limits.done_within(limit, stage, *span, self.space.recomputes_everywhere)
                 for stage, span in enumerate(spans)
                 if draft.spans[stage : stage + 1] != (span,)
             ):
@@ -387,6 +389,6 @@ class LayoutSearch:
         while before is not self.found[depth] and self.num_simulated < stop:
             before = self.found[depth]
             self._queue = []
-            cuts = neighbours(before.draft.spans, range(self.space.costs.num_segments + 1))
+            cuts = adjacent_cuts(before.draft.spans, range(self.space.costs.num_segments + 1))
             self._put_other_cuts(before.draft, cuts, {})
             self._simulate_queued(depth, stop)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs
-from varuna.plan.cut.cuts import Mode
+from varuna.plan.cost.costs import CostTable
+from varuna.plan.cut.cuts import RecomputeMode
 from varuna.types import ScheduleName
 
 PREFERENCE: tuple[ScheduleName, ...] = ("varuna", "1f1b", "zero-bubble", "zero-bubble-2x", "gpipe")
@@ -19,12 +19,12 @@ class SearchRequest(NamedTuple):
     depths: tuple[int, ...]
     microbatch_sizes: tuple[int, ...]
     schedules: tuple[ScheduleName, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[RecomputeMode, ...]
     shard_optimizer: bool
     headroom: float
 
 
-def check_depths(costs: Costs, depths: Sequence[int] | None) -> tuple[int, ...]:
+def check_depths(costs: CostTable, depths: Sequence[int] | None) -> tuple[int, ...]:
     """Return the depths in ascending order; None stands for all."""
     possible = range(1, costs.num_segments + 1)
     for depth in depths or ():
@@ -36,7 +36,7 @@ def check_depths(costs: Costs, depths: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(sorted(set(possible if depths is None else depths)))
 
 
-def check_microbatch_sizes(costs: Costs, sizes: Sequence[int] | None) -> tuple[int, ...]:
+def check_microbatch_sizes(costs: CostTable, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """Return the sizes in ascending order; None stands for all measured ones."""
     measured = costs.microbatch_sizes()
     for size in sizes or ():

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs
+from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.forecast import describe, orders_of, pipelines, plan_of
-from varuna.plan.cut.cuts import Mode
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.cuts import RecomputeMode
+from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.explanation import least_need, need_of_placement, shortage, why_nothing_fits
 from varuna.plan.search.messages import why_slower
 from varuna.plan.search.queue import LayoutSearch
@@ -59,7 +59,7 @@ def search(
     recompute: bool | None = None,  # None: where memory requires it, or where it is faster
     shard_optimizer: bool = False,
     headroom: float = 0.0,  # share of each device's memory to leave free
-    fill_in: bool = False,  # see `Costs`
+    fill_in: bool = False,  # see `CostTable`
     every_depth: bool = False,  # also return a layout for depths that cannot be the best
 ) -> Ranking:
     """Return the fastest layouts; raise PlanError if none fits."""
@@ -71,7 +71,7 @@ def search(
         raise PlanError(
             f"headroom is the share of a device's memory to leave free, from 0 to below 1, not {headroom}"
         )
-    costs, ground = Costs(profile, fill_in=fill_in), Ground(cluster)
+    costs, cluster_map = CostTable(profile, fill_in=fill_in), ClusterMap(cluster)
     request = SearchRequest(
         batch_size,
         check_depths(costs, depths),
@@ -81,7 +81,7 @@ def search(
         shard_optimizer,
         headroom,
     )
-    found = LayoutSearch(LayoutSpace(costs, ground, request), every_depth=every_depth)
+    found = LayoutSearch(LayoutSpace(costs, cluster_map, request), every_depth=every_depth)
     found.run()
     if not found.found:
         raise PlanError(why_nothing_fits(found.space))
@@ -106,8 +106,8 @@ def cut_layout(
     suggest: bool = True,  # if nothing fits, search for another layout that does
 ) -> Proposal:
     """Return the fastest cut of a model for a given layout; raise PlanError if none fits."""
-    costs, ground = Costs(profile), Ground(cluster)
-    mode: Mode = "where needed" if recompute is None else "everywhere" if recompute else "never"
+    costs, cluster_map = CostTable(profile), ClusterMap(cluster)
+    mode: RecomputeMode = "where needed" if recompute is None else "everywhere" if recompute else "never"
     request = SearchRequest(
         batch_size,
         check_depths(costs, [len(stage_map)]),
@@ -121,10 +121,10 @@ def cut_layout(
         uneven = UnevenRequest(
             batch_size, request.depths, request.schedules, shard_optimizer, recompute, headroom, cuts
         )
-        cut = cut_uneven(costs, ground, stage_map, uneven, microbatch_size=microbatch_size)
+        cut = cut_uneven(costs, cluster_map, stage_map, uneven, microbatch_size=microbatch_size)
         return Proposal(cut.plan, cut.forecast, (), "the shortest step of all cuts")
-    found = LayoutSearch(LayoutSpace(costs, ground, request))
-    placement = ground.look_at(stage_map)
+    found = LayoutSearch(LayoutSpace(costs, cluster_map, request))
+    placement = cluster_map.placement_of(stage_map)
     found.cut(placement)
     if found.found:
         return _rank(found).best
@@ -146,7 +146,7 @@ def _rank(found: LayoutSearch) -> Ranking:
             plan_of(layout.draft, profile),
             forecast,
             _idle(
-                found.space.ground,
+                found.space.cluster_map,
                 {device for replica in layout.draft.placement.replicas for device in replica},
             ),
             why_slower(forecast, forecasts[0]) if index else "the shortest step of all layouts",
@@ -165,7 +165,7 @@ def _with_uneven(ranking: Ranking, space: LayoutSpace) -> Ranking:
     even, request = ranking.best, space.request
     found = best_uneven(
         space.costs,
-        space.ground,
+        space.cluster_map,
         UnevenRequest(
             request.batch_size,
             request.depths,
@@ -180,7 +180,7 @@ def _with_uneven(ranking: Ranking, space: LayoutSpace) -> Ranking:
     widths = "+".join(map(str, found.plan.widths))
     gain = 1 - found.forecast.seconds / even.forecast.seconds
     reason = f"the shortest step of all layouts: {widths} replicas, {gain:.1%} less than with equal numbers"
-    best = Proposal(found.plan, found.forecast, _idle(space.ground, set(found.devices)), reason)
+    best = Proposal(found.plan, found.forecast, _idle(space.cluster_map, set(found.devices)), reason)
     others = [
         msgspec.structs.replace(other, reason=why_slower(other.forecast, found.forecast))
         for other in ranking.proposals
@@ -188,5 +188,5 @@ def _with_uneven(ranking: Ranking, space: LayoutSpace) -> Ranking:
     return msgspec.structs.replace(ranking, proposals=(best, *others))
 
 
-def _idle(ground: Ground, used: set[int]) -> tuple[str, ...]:
-    return tuple(ground.name(device) for device in range(ground.num_devices) if device not in used)
+def _idle(cluster_map: ClusterMap, used: set[int]) -> tuple[str, ...]:
+    return tuple(cluster_map.name(device) for device in range(cluster_map.num_devices) if device not in used)

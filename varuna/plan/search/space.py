@@ -5,12 +5,12 @@ from copy import copy
 from math import ceil, comb
 from typing import NamedTuple
 
-from varuna.plan.cost.costs import Costs, Sizes
-from varuna.plan.cost.forecast import Draft
-from varuna.plan.cost.memory import Needs, Room
-from varuna.plan.cut.cuts import Cut, Cutter, Mode, Tempo, Work
+from varuna.plan.cost.costs import CostTable, SegmentSums
+from varuna.plan.cost.forecast import CandidateLayout
+from varuna.plan.cost.memory import MemoryTerms, MemoryTotals
+from varuna.plan.cut.cuts import Cut, Cutter, RecomputeMode, StageWork, TimeLimits
 from varuna.plan.cut.partition import Spans
-from varuna.plan.cut.place import Ground, Placement
+from varuna.plan.cut.place import ClusterMap, Placement
 from varuna.plan.search.request import SearchRequest
 from varuna.schedule import splits
 from varuna.types import ScheduleName
@@ -35,22 +35,24 @@ class PlacedNode(NamedTuple):
 
     node: Node
     placement: Placement
-    tempo: Tempo
+    time_limits: TimeLimits
 
 
 class LayoutSpace:
     """Every node that may be worth a look, with the times and memory of its stages."""
 
-    def __init__(self, costs: Costs, ground: Ground, request: SearchRequest) -> None:
-        self.costs, self.ground, self.request = costs, ground, request
+    def __init__(self, costs: CostTable, cluster_map: ClusterMap, request: SearchRequest) -> None:
+        self.costs, self.cluster_map, self.request = costs, cluster_map, request
         num_cuts = sum(
-            comb(costs.num_segments - 1, depth - 1) for depth in request.depths if depth <= ground.num_devices
+            comb(costs.num_segments - 1, depth - 1)
+            for depth in request.depths
+            if depth <= cluster_map.num_devices
         )
         self.has_few_cuts = num_cuts <= FEW_CUTS
         self.segment_work = costs.work_between(request.microbatch_sizes[0], range(costs.num_segments + 1))
-        self.largest_machine = max(machine.devices for machine in ground.cluster.machines)
-        self._works: dict[object, Work] = {}
-        self._tempos: dict[object, Tempo] = {}
+        self.largest_machine = max(machine.devices for machine in cluster_map.cluster.machines)
+        self._works: dict[object, StageWork] = {}
+        self._time_limits: dict[object, TimeLimits] = {}
         self._sendings: dict[object, tuple[float, ...]] = {}
 
     def of_depth(self, depth: int) -> "LayoutSpace":
@@ -63,7 +65,7 @@ class LayoutSpace:
 
     @property
     def num_devices(self) -> int:
-        return self.ground.num_devices
+        return self.cluster_map.num_devices
 
     @property
     def fewer_replicas_need_more_memory(self) -> bool:
@@ -72,7 +74,7 @@ class LayoutSpace:
         Each replica then gets more samples, and none of them a larger device. Measured memory may shrink
         with more samples; if there are few cuts, the search does not rely on this rule.
         """
-        return not (self.has_few_cuts or self.request.shard_optimizer or self.ground.unequal)
+        return not (self.has_few_cuts or self.request.shard_optimizer or self.cluster_map.unequal)
 
     @property
     def recomputes_everywhere(self) -> bool:
@@ -103,8 +105,8 @@ class LayoutSpace:
             return False
         width = self.num_devices // depth if self.request.shard_optimizer else 1
         sizes = self.costs.sizes(self.request.microbatch_sizes[0])
-        needs = Needs(self.costs, Room(sizes, width, 1, width > 1))
-        return needs.least_steady <= depth * self.ground.largest_bytes * (1 - self.request.headroom)
+        needs = MemoryTotals(self.costs, MemoryTerms(sizes, width, 1, width > 1))
+        return needs.least_steady <= depth * self.cluster_map.largest_bytes * (1 - self.request.headroom)
 
     def most_replicas(self, depth: int) -> int:
         return min(self.num_devices // depth, self.request.batch_size)
@@ -140,7 +142,7 @@ class LayoutSpace:
             return below
         if share == ceil(batch / width):
             return fewest
-        devices = self.ground.cluster.machines[0].devices
+        devices = self.cluster_map.cluster.machines[0].devices
         return max(fewest, below // devices * devices)
 
     # ------------------------------------------------------------ times and memory of a node
@@ -151,9 +153,9 @@ class LayoutSpace:
         microbatches = ceil(share / node.microbatch_size)
         return microbatches, share - (microbatches - 1) * node.microbatch_size
 
-    def room(self, node: Node) -> Room:
+    def room(self, node: Node) -> MemoryTerms:
         microbatches, last_size = self.microbatches(node)
-        return Room(
+        return MemoryTerms(
             self.costs.sizes(node.microbatch_size if microbatches > 1 else last_size),
             node.width,
             ceil(self.request.batch_size / node.width),
@@ -171,26 +173,30 @@ class LayoutSpace:
         return sum(work) + (self.microbatches(node)[0] - 1) * max(work)
 
     def place(self, node: Node, placement: Placement) -> PlacedNode:
-        return PlacedNode(node, placement, self.tempo(node, placement.speeds, placement))
+        return PlacedNode(node, placement, self.time_limits(node, placement.speeds, placement))
 
-    def tempo(self, node: Node, speeds: tuple[float, ...], placement: Placement | None = None) -> Tempo:
+    def time_limits(
+        self, node: Node, speeds: tuple[float, ...], placement: Placement | None = None
+    ) -> TimeLimits:
         sizes = self.room(node).sizes
         # A smaller last micro-batch counts as a fraction.
         microbatches, last_size = self.microbatches(node)
         number = microbatches - 1 + (last_size / sizes.microbatch_size)
         kind = (sizes.microbatch_size, node.split)
         if kind not in self._works:
-            self._works[kind] = Work(self.costs, sizes, split=node.split)
+            self._works[kind] = StageWork(self.costs, sizes, split=node.split)
         sending: tuple[tuple[float, ...], ...] = ()
         if placement is not None and self.costs.cuts_differ and not self.has_few_cuts:
-            hops = zip(placement.kinds[0].crossing, placement.crowding, strict=True)
+            hops = zip(placement.kinds[0].crossing, placement.messages_per_card, strict=True)
             sending = tuple(self._sending(sizes, *hop) for hop in hops)
         key = (*kind, number, speeds, sending)
-        if key not in self._tempos:
-            self._tempos[key] = Tempo(self._works[kind], microbatches=number, speeds=speeds, sending=sending)
-        return self._tempos[key]
+        if key not in self._time_limits:
+            self._time_limits[key] = TimeLimits(
+                self._works[kind], microbatches=number, speeds=speeds, sending=sending
+            )
+        return self._time_limits[key]
 
-    def _sending(self, sizes: Sizes, crossing: bool, card_users: int) -> tuple[float, ...]:
+    def _sending(self, sizes: SegmentSums, crossing: bool, card_users: int) -> tuple[float, ...]:
         """Return how long a micro-batch occupies each cut, in the busier direction."""
         key = (sizes.microbatch_size, crossing, card_users)
         if key not in self._sendings:
@@ -202,8 +208,8 @@ class LayoutSpace:
 
     # ------------------------------------------------------------ cuts
 
-    def draft(self, node: Node, placement: Placement, schedule: ScheduleName, cut: Cut) -> Draft:
-        return Draft(
+    def draft(self, node: Node, placement: Placement, schedule: ScheduleName, cut: Cut) -> CandidateLayout:
+        return CandidateLayout(
             cut.spans,
             cut.recompute,
             schedule,
@@ -213,9 +219,11 @@ class LayoutSpace:
             self.request.shard_optimizer,
         )
 
-    def cutter(self, placed: PlacedNode, needs: Needs, schedule: ScheduleName, mode: Mode) -> Cutter:
+    def cutter(
+        self, placed: PlacedNode, needs: MemoryTotals, schedule: ScheduleName, mode: RecomputeMode
+    ) -> Cutter:
         return Cutter(
-            placed.tempo,
+            placed.time_limits,
             needs,
             schedule=schedule,
             mode=mode,
@@ -223,14 +231,14 @@ class LayoutSpace:
             every=self.has_few_cuts,
         )
 
-    def cutters(self, draft: Draft, modes: Sequence[Mode]) -> list[Cutter]:
+    def cutters(self, draft: CandidateLayout, modes: Sequence[RecomputeMode]) -> list[Cutter]:
         """Return the cutters that could have made a draft."""
         node = node_of(draft)
-        placed, needs = self.place(node, draft.placement), Needs(self.costs, self.room(node))
+        placed, needs = self.place(node, draft.placement), MemoryTotals(self.costs, self.room(node))
         return [self.cutter(placed, needs, draft.schedule, mode) for mode in modes]
 
 
-def node_of(item: Node | PlacedNode | Draft) -> Node:
-    if isinstance(item, Draft):
+def node_of(item: Node | PlacedNode | CandidateLayout) -> Node:
+    if isinstance(item, CandidateLayout):
         return Node(item.depth, item.microbatch_size, splits(item.schedule), item.width)
     return item.node if isinstance(item, PlacedNode) else item

@@ -20,12 +20,12 @@ from math import ceil, comb, inf
 from typing import NamedTuple
 
 from varuna.errors import PlanError
-from varuna.plan.cost.costs import Costs, Sizes
-from varuna.plan.cost.memory import Room, keeps, stage_memory
+from varuna.plan.cost.costs import CostTable, SegmentSums
+from varuna.plan.cost.memory import MemoryTerms, held_counts, stage_memory
 from varuna.plan.cost.simulate import Simulation
 from varuna.plan.cost.uneven import forecast_uneven, simulate_if_it_fits
-from varuna.plan.cut.partition import Spans, all_cuts, balance_over, neighbours
-from varuna.plan.cut.place import Ground
+from varuna.plan.cut.partition import Spans, adjacent_cuts, all_cuts, balance_over
+from varuna.plan.cut.place import ClusterMap
 from varuna.types import Forecast, Plan, ScheduleName, StageMap, StagePlan
 from varuna.units import count
 
@@ -46,7 +46,7 @@ MOST_CLIMBS = 2
 MOST_STEPS = 400
 """Layouts that one climb evaluates."""
 MOST_TAILS = 16
-"""Tails that dynamic programming keeps for each state, if none is better in every respect."""
+"""Tails that dynamic programming held_counts for each state, if none is better in every respect."""
 
 
 class UnevenRequest(NamedTuple):
@@ -89,25 +89,27 @@ class SimulatedCandidate(NamedTuple):
 
 
 def best_uneven(
-    costs: Costs, ground: Ground, request: UnevenRequest, *, limit: float = inf
+    costs: CostTable, cluster_map: ClusterMap, request: UnevenRequest, *, limit: float = inf
 ) -> UnevenLayout | None:
     """Return the fastest layout that fits and takes less than `limit` seconds, or None."""
-    if not 3 <= ground.num_devices <= MOST_DEVICES:
+    if not 3 <= cluster_map.num_devices <= MOST_DEVICES:
         return None
-    search = UnevenSearch(costs, ground, request)
+    search = UnevenSearch(costs, cluster_map, request)
     found = search.try_all(limit) if search.has_few_layouts else search.climb_all()
     if found is None or found.seconds >= limit:
         return None
     devices = search.devices(found.candidate)
-    forecast, _ = forecast_uneven(costs, ground, found.plan, devices, shard_optimizer=request.shard_optimizer)
+    forecast, _ = forecast_uneven(
+        costs, cluster_map, found.plan, devices, shard_optimizer=request.shard_optimizer
+    )
     return UnevenLayout(found.plan, forecast, tuple(devices))
 
 
 class UnevenSearch:
     """Complete search and hill climbing over layouts with unequal replicas."""
 
-    def __init__(self, costs: Costs, ground: Ground, request: UnevenRequest) -> None:
-        self.costs, self.ground, self.request = costs, ground, request
+    def __init__(self, costs: CostTable, cluster_map: ClusterMap, request: UnevenRequest) -> None:
+        self.costs, self.cluster_map, self.request = costs, cluster_map, request
         batch_size, counts = request.batch_size, request.microbatch_counts
         wanted = counts or [2**i for i in range(7) if 2**i <= batch_size]
         # 5 samples in micro-batches of ceil(5 / 4) = 2 are three micro-batches, not four.
@@ -116,17 +118,17 @@ class UnevenSearch:
         self.cuts = range(1, costs.num_segments) if request.cuts is None else request.cuts
         self._bounds = [0, *self.cuts, costs.num_segments]
         self._work_before = [0.0, *accumulate(costs.work_between(1, self._bounds))]
-        sizes = {machine.devices for machine in ground.cluster.machines}
+        sizes = {machine.devices for machine in cluster_map.cluster.machines}
         # Replicas of a stage should fill whole machines, if these are equal and there are several.
-        self._machine_size = sizes.pop() if len(sizes) == 1 and len(ground.cluster.machines) > 2 else 1
+        self._machine_size = sizes.pop() if len(sizes) == 1 and len(cluster_map.cluster.machines) > 2 else 1
 
     @property
     def has_few_layouts(self) -> bool:
-        devices = self.ground.num_devices
+        devices = self.cluster_map.num_devices
         return comb(len(self.cuts) + devices, devices - 1) <= FEW_LAYOUTS
 
     def devices(self, candidate: UnevenCandidate) -> range:
-        return range(self.ground.num_devices - sum(candidate.widths), self.ground.num_devices)
+        return range(self.cluster_map.num_devices - sum(candidate.widths), self.cluster_map.num_devices)
 
     def simulate(self, candidate: UnevenCandidate, limit: float = inf) -> SimulatedCandidate | None:
         """Return None if the candidate is not allowed, does not fit, or takes `limit` seconds or more."""
@@ -149,7 +151,7 @@ class UnevenSearch:
         try:
             found = simulate_if_it_fits(
                 self.costs,
-                self.ground,
+                self.cluster_map,
                 plan,
                 devices,
                 shard_optimizer=request.shard_optimizer,
@@ -164,7 +166,7 @@ class UnevenSearch:
     # ------------------------------------------------------------ complete search
 
     def try_all(self, limit: float) -> SimulatedCandidate | None:
-        bound = UnevenBound(self.costs, self.ground, self.request)
+        bound = UnevenBound(self.costs, self.cluster_map, self.request)
         ordered = sorted((bound.seconds(candidate), candidate) for candidate in self._all_candidates())
         best: SimulatedCandidate | None = None
         for seconds, candidate in ordered:
@@ -178,7 +180,7 @@ class UnevenSearch:
 
     def _all_candidates(self) -> Iterator[UnevenCandidate]:
         for depth in self.request.depths:
-            if 2 <= depth <= min(len(self.cuts) + 1, self.ground.num_devices):
+            if 2 <= depth <= min(len(self.cuts) + 1, self.cluster_map.num_devices):
                 widths = [each for each in self._all_widths(depth) if len(set(each)) > 1]
                 cuts = combinations(self.cuts, depth - 1)
                 spans = [tuple(pairwise([0, *inner, self.costs.num_segments])) for inner in cuts]
@@ -186,7 +188,7 @@ class UnevenSearch:
                     yield UnevenCandidate(*each, self.request.schedules[0])
 
     def _all_widths(self, depth: int) -> Iterator[tuple[int, ...]]:
-        most = self.ground.num_devices
+        most = self.cluster_map.num_devices
         for total in range(most if self.request.uses_all_devices else depth, most + 1):
             for inner in combinations(range(1, total), depth - 1):
                 yield tuple(stop - first for first, stop in pairwise([0, *inner, total]))
@@ -194,7 +196,7 @@ class UnevenSearch:
     # ------------------------------------------------------------ hill climbing
 
     def climb_all(self) -> SimulatedCandidate | None:
-        deepest = min(MOST_STAGES, self.ground.num_devices, len(self.cuts) + 1)
+        deepest = min(MOST_STAGES, self.cluster_map.num_devices, len(self.cuts) + 1)
         depths = [depth for depth in self.request.depths if 2 <= depth <= deepest]
         starts = {depth: [self._equal_start(depth)] for depth in depths}
         for candidate in self._programmed_starts(max(depths, default=0)):
@@ -213,9 +215,9 @@ class UnevenSearch:
 
     def _programmed_starts(self, deepest: int) -> Iterator[UnevenCandidate]:
         for unit in sorted({1, self._machine_size}):
-            cuts = self._cuts_to_program(self.ground.num_devices // unit)
+            cuts = self._cuts_to_program(self.cluster_map.num_devices // unit)
             for number in self.counts:
-                table = StageTable(self.costs, self.ground, self.request, number, cuts)
+                table = StageTable(self.costs, self.cluster_map, self.request, number, cuts)
                 for layouts in table.best_layouts(deepest, unit=unit):
                     for options in layouts[:MOST_STARTS]:
                         spans = tuple((option.first, option.stop) for option in options)
@@ -245,7 +247,7 @@ class UnevenSearch:
 
     def _equal_start(self, depth: int) -> UnevenCandidate:
         """Use all devices, about equally many for each stage, and cut to match."""
-        few, more = divmod(self.ground.num_devices, depth)
+        few, more = divmod(self.cluster_map.num_devices, depth)
         widths = tuple(few + (stage < more) for stage in range(depth))
         number = min(self.counts, key=lambda number: abs(number - 4 * depth))
         return UnevenCandidate(self._balanced(widths), widths, number, self.request.schedules[0])
@@ -282,7 +284,7 @@ class UnevenSearch:
             simulation.compute_seconds(stage) + simulation.finishing_seconds(stage) for stage in range(depth)
         ]
         by_work = sorted(range(depth), key=busy.__getitem__)
-        idle: list[int | None] = [None] if sum(candidate.widths) < self.ground.num_devices else []
+        idle: list[int | None] = [None] if sum(candidate.widths) < self.cluster_map.num_devices else []
         for taker, giver, number in product(
             reversed(by_work[-3:]), [*idle, *by_work[:3]], sorted({1, 2, self._machine_size})
         ):
@@ -290,7 +292,7 @@ class UnevenSearch:
                 yield candidate._replace(widths=widths)
                 yield candidate._replace(widths=widths, spans=self._balanced(widths))
         for step in (4, 2, 1):
-            for moved in neighbours(candidate.spans, self._bounds, step):
+            for moved in adjacent_cuts(candidate.spans, self._bounds, step):
                 yield candidate._replace(spans=moved)
         now = candidate.microbatches
         for other in (2 * now, now // 2, now + 1, now - 1):
@@ -307,15 +309,15 @@ class UnevenSearch:
         moved[taker] += number
         if giver is not None:
             moved[giver] -= number
-        return tuple(moved) if min(moved) >= 1 and sum(moved) <= self.ground.num_devices else None
+        return tuple(moved) if min(moved) >= 1 and sum(moved) <= self.cluster_map.num_devices else None
 
 
 class UnevenBound:
     """Lower bounds for candidates: forwards down to a stage, then all work of the stage, without messages."""
 
-    def __init__(self, costs: Costs, ground: Ground, request: UnevenRequest) -> None:
+    def __init__(self, costs: CostTable, cluster_map: ClusterMap, request: UnevenRequest) -> None:
         self.costs, self.batch_size = costs, request.batch_size
-        self._recompute, self._fastest = bool(request.recompute), ground.fastest
+        self._recompute, self._fastest = bool(request.recompute), cluster_map.fastest
         self._times: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def seconds(self, candidate: UnevenCandidate) -> float:
@@ -412,13 +414,18 @@ class StageTable:
     """
 
     def __init__(
-        self, costs: Costs, ground: Ground, request: UnevenRequest, microbatches: int, cuts: Sequence[int]
+        self,
+        costs: CostTable,
+        cluster_map: ClusterMap,
+        request: UnevenRequest,
+        microbatches: int,
+        cuts: Sequence[int],
     ) -> None:
-        self.costs, self.ground, self.request = costs, ground, request
+        self.costs, self.cluster_map, self.request = costs, cluster_map, request
         self.microbatches, self.cuts = microbatches, cuts
         self.size = ceil(request.batch_size / microbatches)
         self.last_size = request.batch_size - (microbatches - 1) * self.size
-        self.num_devices, self.num_segments = ground.num_devices, costs.num_segments
+        self.num_devices, self.num_segments = cluster_map.num_devices, costs.num_segments
         self._options: dict[tuple[int, int, int, int, StageSite], StageOption | None] = {}
         self._sites: dict[tuple[int, int], StageSite] = {}
 
@@ -466,9 +473,9 @@ class StageTable:
         return self._options[key]
 
     def _site(self, after: int, devices: int) -> StageSite:
-        machine_of, stop = self.ground.machine_of, self.num_devices - after
+        machine_of, stop = self.cluster_map.machine_of, self.num_devices - after
         own = machine_of[stop - devices : stop]
-        machines = [self.ground.cluster.machines[machine] for machine in set(own)]
+        machines = [self.cluster_map.cluster.machines[machine] for machine in set(own)]
         spans = len(machines) > 1
         return StageSite(
             min(machine.speed for machine in machines),
@@ -477,7 +484,7 @@ class StageTable:
             spans or machine_of[stop - devices - 1] != own[0],
             spans or machine_of[stop % self.num_devices] != own[-1],
             max(
-                ceil(number / self.ground.cluster.machines[machine].cards)
+                ceil(number / self.cluster_map.cluster.machines[machine].cards)
                 for machine, number in Counter(own).items()
             ),
         )
@@ -490,9 +497,9 @@ class StageTable:
         except PlanError:  # larger than any measured size
             return None
         request, costs = self.request, self.costs
-        room = Room(sizes, devices, ceil(request.batch_size / devices), shard=False)
+        room = MemoryTerms(sizes, devices, ceil(request.batch_size / devices), shard=False)
         for recompute in (False, True) if request.recompute is None else (request.recompute,):
-            kept = keeps(
+            kept = held_counts(
                 request.start_schedule,
                 stage=0,
                 stages=behind + 1,
@@ -519,7 +526,9 @@ class StageTable:
             + sum(seconds for _, seconds in buckets),
         )
 
-    def _compute_seconds(self, sizes: Sizes, first: int, stop: int, speed: float, recompute: bool) -> float:
+    def _compute_seconds(
+        self, sizes: SegmentSums, first: int, stop: int, speed: float, recompute: bool
+    ) -> float:
         overhead = self.costs.profile.overheads.instruction_seconds
         entry = sizes.entry_seconds[first] / speed + overhead
         whole = (sizes.forward[stop] - sizes.forward[first]) / speed + entry
@@ -528,7 +537,7 @@ class StageTable:
         return (alone + whole if recompute else whole) + backward
 
     def _crossing(
-        self, cut: int, sizes: Sizes, between: bool, card_users: int
+        self, cut: int, sizes: SegmentSums, between: bool, card_users: int
     ) -> tuple[tuple[float, float], float]:
         """Return how long a micro-batch occupies both directions of a cut, and the sum of both latencies."""
         if cut in (0, self.num_segments):
@@ -558,10 +567,15 @@ class StageTable:
 
 
 def cut_uneven(
-    costs: Costs, ground: Ground, stage_map: StageMap, request: UnevenRequest, *, microbatch_size: int
+    costs: CostTable,
+    cluster_map: ClusterMap,
+    stage_map: StageMap,
+    request: UnevenRequest,
+    *,
+    microbatch_size: int,
 ) -> UnevenLayout:
     """Return the fastest cut of a model for a given stage map; raise PlanError if none fits."""
-    profile, devices = costs.profile, range(ground.num_devices)
+    profile, devices = costs.profile, range(cluster_map.num_devices)
     number, depth = costs.num_segments, len(stage_map)
     bounds = [0, *(range(1, number) if request.cuts is None else request.cuts), number]
     if len(bounds) <= depth <= number:
@@ -574,7 +588,7 @@ def cut_uneven(
     def simulated(spans: Spans) -> tuple[float, Plan] | None:
         found = simulate_if_it_fits(
             costs,
-            ground,
+            cluster_map,
             Plan(
                 tuple(StagePlan(*span, ranks) for span, ranks in zip(spans, stage_map, strict=True)),
                 request.batch_size,
@@ -606,7 +620,7 @@ def cut_uneven(
             "(use a smaller micro-batch, more replicas, or more stages)"
         )
     plan = min(found, key=lambda cut: cut[0])[1]
-    forecast, _ = forecast_uneven(costs, ground, plan, devices, shard_optimizer=request.shard_optimizer)
+    forecast, _ = forecast_uneven(costs, cluster_map, plan, devices, shard_optimizer=request.shard_optimizer)
     return UnevenLayout(plan, forecast, tuple(devices))
 
 
@@ -616,7 +630,7 @@ def _move_cuts(
     """Move one cut by one place as long as the step becomes shorter."""
     while True:
         spans = tuple((stage.first, stage.stop) for stage in best[1].stages)
-        moved = [found for way in neighbours(spans, bounds) if (found := simulated(way)) is not None]
+        moved = [found for way in adjacent_cuts(spans, bounds) if (found := simulated(way)) is not None]
         better = min(moved, key=lambda found: found[0], default=best)
         if better[0] >= best[0]:
             return best
