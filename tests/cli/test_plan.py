@@ -360,15 +360,15 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
     """A plan for more devices, another model, another precision or more memory than there is."""
     pinned = planner.plan("plan.json", "--stages", 4)
     play = ["simulate", planner.folder, pinned]
-    assert "the plan has 4 ranks, the cluster 2 devices for them" in planner.refuse(*play, "--devices", 2)
+    assert "the plan has 4 ranks, but only 2 devices are available" in planner.refuse(*play, "--devices", 2)
     assert planner.refuse(*play, "--memory", "8MiB").startswith("the plan does not fit: stage ")
     assert "--seed must be 0 to 2147483647, not -1" in planner.refuse(*play, "--seed", -1)
     planner.keep(profile([segment(1e-3)], [0] * 4, fingerprint="another"))
-    assert "the plan is for the model by hand, the profile of another" in planner.refuse(*play)
+    assert "the plan is for model by hand, but the profile is of another" in planner.refuse(*play)
     planner.keep(profile([segment(1e-3)], [0] * 4, precision="fp32"))
-    assert "the plan runs in bf16, the profile was measured in fp32" in planner.refuse(*play)
+    assert "the plan runs in bf16, but the profile was measured in fp32" in planner.refuse(*play)
     planner.keep(profile([segment(1e-3)], [0] * 3))
-    assert "the plan's stages hold 4 segments, the profile 3" in planner.refuse(*play)
+    assert "the plan has 4 segments, but the profile has 3" in planner.refuse(*play)
     assert "there is no plan" in planner.refuse("simulate", planner.folder, planner.folder / "nowhere.json")
 
 

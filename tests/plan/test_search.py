@@ -317,11 +317,11 @@ def test_a_plan_of_another_model_precision_or_size_is_refused() -> None:
     made, cluster = blocks(4), machines(1, 2)
     plan = search(made, cluster, batch_size=8, depths=[2]).best.plan
     other = profile([segment(1e-3)], [0] * 4, fingerprint="another")
-    with pytest.raises(PlanError, match="the plan is for the model by hand, the profile of another"):
+    with pytest.raises(PlanError, match="the plan is for model by hand, but the profile is of another"):
         forecast_plan(other, cluster, plan)
-    with pytest.raises(PlanError, match="runs in bf16, the profile was measured in fp32"):
+    with pytest.raises(PlanError, match="runs in bf16, but the profile was measured in fp32"):
         forecast_plan(profile([segment(1e-3)], [0] * 4, precision="fp32"), cluster, plan)
-    with pytest.raises(PlanError, match="stages hold 4 segments, the profile 5"):
+    with pytest.raises(PlanError, match="the plan has 4 segments, but the profile has 5"):
         forecast_plan(blocks(5), cluster, plan)
     with pytest.raises(PlanError, match="2 ranks, the cluster 1 devices"):
         forecast_plan(made, machines(1, 1), plan)
@@ -345,7 +345,7 @@ def test_nonsense_is_refused_with_the_way_out(asked: dict[str, object], fault: s
 def test_a_link_that_was_not_measured_is_an_error_and_never_free() -> None:
     """V25"""
     alone = profile([segment(1e-3)], [0] * 4, between=None, reduce_costs=reductions(1e10, between=False))
-    with pytest.raises(PlanError, match="no link of neighbours on two machines: `between` is null"):
+    with pytest.raises(PlanError, match="no link between workers on two machines: `between` is null"):
         search(alone, machines(2, 2), batch_size=8)
     assert search(alone, machines(1, 4), batch_size=8).best
     nothing = profile([segment(1e-3)], [0] * 4, between=None, within=None, reduce_costs=())
