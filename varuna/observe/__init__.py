@@ -1,4 +1,4 @@
-"""What happened and when: recorded, timed, merged, drawn, and written as a trace."""
+"""Records, measures, merges and draws timelines, and writes them as traces."""
 
 from varuna.observe.draw import to_svg, to_text
 from varuna.observe.pace import Pace

@@ -1,7 +1,6 @@
-"""Draws timelines: one lane per rank, time across, as text or as a picture.
+"""Draws timelines as text or SVG: one lane per rank, time from left to right.
 
-Several timelines (what was predicted, what was measured) are drawn one below the other on the same
-time scale, so that a difference is seen without reading a number.
+Several timelines, for example predicted and measured, are drawn below each other on the same time scale.
 """
 
 import math
@@ -22,19 +21,19 @@ _COLOURS = {
     "wait": "#d4d4d4",
 }
 _OTHER = "#b07aa1"
-_WORDS = {
+_NAMES = {
     "F": "forward",
     "R": "recompute",
     "B": "backward",
     "I": "backward, inputs",
     "W": "backward, weights",
 }
-_LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the busy share
-_LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; computing in it; anything else below that
+_LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the bubble
+_LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; its compute bars; the strip below for everything else
 
 
 def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) -> str:
-    """A line per rank; each column is a slice of time and shows what filled most of it."""
+    """Return a line per rank. Each column is a time slice and shows what filled most of it."""
     panels = _panels(timeline)
     seconds = max(panel.seconds for panel in panels.values())
     lines = []
@@ -52,7 +51,7 @@ def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) ->
 
 
 def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
-    """A picture that needs nothing but itself; each bar tells its times when pointed at."""
+    """Return a self-contained SVG. Each bar shows its times as a tooltip."""
     panels = _panels(timeline)
     seconds = max(panel.seconds for panel in panels.values())
     scale = _WIDTH / seconds if seconds else 0.0
@@ -65,8 +64,8 @@ def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
     for name, panel in panels.items():
         if name:
             y += 22
-            words = f"{name}: {duration(panel.seconds)}"
-            body.append(f'<text x="12" y="{y - 7}" class="panel">{escape(words)}</text>')
+            label = f"{name}: {duration(panel.seconds)}"
+            body.append(f'<text x="12" y="{y - 7}" class="panel">{escape(label)}</text>')
         y = _draw_panel(body, panel, y, seconds=seconds, scale=scale)
     width, height = _LABEL + _WIDTH + _SHARE, y + 8
     return "\n".join(
@@ -90,12 +89,12 @@ Lanes = dict[Place, list[Interval]]
 def _panels(timeline: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
     panels = {"": timeline} if isinstance(timeline, Timeline) else timeline
     if not panels:
-        raise ValueError("there is no timeline to draw (expected at least one)")
+        raise ValueError("no timeline to draw (give at least one)")
     return panels
 
 
 def _lanes(timeline: Timeline) -> Lanes:
-    """By stage, then rank: so that a picture reads from the first stage down to the last."""
+    """Return the intervals of each rank, from the first stage to the last."""
     lanes: Lanes = {}
     for interval in sorted(timeline.intervals, key=lambda i: (i.stage, i.rank, i.start_seconds)):
         lanes.setdefault((interval.rank, interval.stage), []).append(interval)
@@ -107,7 +106,7 @@ def _name(place: Place) -> str:
 
 
 def _columns(lane: list[Interval], seconds: float, width: int) -> str:
-    """Computing where it fills at least half of a column, else what else does, else a dot."""
+    """Return a letter per column: compute if it fills at least half, else what else does, else a dot."""
     computing: list[dict[str, float]] = [{} for _ in range(width)]
     beside: list[dict[str, float]] = [{} for _ in range(width)]
     for interval in lane:
@@ -125,7 +124,7 @@ def _columns(lane: list[Interval], seconds: float, width: int) -> str:
 
 
 def _letter(share: dict[str, float]) -> str:
-    half = 0.5 - 1e-9  # a border that falls on a column's middle counts, however it was rounded
+    half = 0.5 - 1e-9  # tolerates rounding at the middle of a column
     return max(share, key=lambda what: share[what])[0] if sum(share.values()) >= half else ""
 
 
@@ -134,10 +133,10 @@ def _draw_legend(body: list[str], panels: Mapping[str, Timeline], y: int) -> int
     known = [what for what in _COLOURS if what in present]
     x = _LABEL
     for what in [*known, *sorted(present - _COLOURS.keys())]:
-        words = _WORDS.get(what, what)
+        label = _NAMES.get(what, what)
         body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS.get(what, _OTHER)}"/>')
-        body.append(f'<text x="{x + 17}" y="{y + 10}">{escape(words)}</text>')
-        x += 17 + 7 * len(words) + 18
+        body.append(f'<text x="{x + 17}" y="{y + 10}">{escape(label)}</text>')
+        x += 17 + 7 * len(label) + 18
     return y + 22
 
 
@@ -169,7 +168,7 @@ def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> N
     width = max(0.3, (interval.stop_seconds - interval.start_seconds) * scale)
     top, height = (y + 2, _BAR) if computes else (y + 2 + _BAR + 1, _STRIP)
     number = "" if interval.microbatch < 0 else str(interval.microbatch)
-    story = (
+    tooltip = (
         f"{interval.what}{number} from {duration(interval.start_seconds)} "
         f"for {duration(interval.stop_seconds - interval.start_seconds)}"
     )
@@ -177,7 +176,7 @@ def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> N
     edge = ' stroke="#fff" stroke-width="0.6"' if width > 3 else ""
     body.append(
         f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}"{edge}>'
-        f"<title>{escape(story)}</title></rect>"
+        f"<title>{escape(tooltip)}</title></rect>"
     )
     if computes and number and width >= 4 + 6 * len(number):
         shade = "number dark" if interval.what in "RI" else "number"
@@ -186,7 +185,7 @@ def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> N
 
 
 def _ticks(seconds: float) -> list[float]:
-    """Round times, ten or so of them, from zero on."""
+    """Return about ten round times, from zero."""
     if not seconds:
         return [0.0]
     step = 10.0 ** math.floor(math.log10(seconds / 8))

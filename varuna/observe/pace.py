@@ -1,8 +1,7 @@
-"""What steps take, at the price of one reading of the clock each; and what that says of a whole job.
+"""Measures step times with one clock reading per step, and summarises them over all ranks.
 
-A step lasts from its beginning to the beginning of the next one, so that the optimizer and the reading
-of data are part of it. What a script does besides now and then (an evaluation, a checkpoint) is left
-out where it is known, and else leaves the median as it is.
+A step lasts from its start to the start of the next one, so it includes the optimizer and data loading. A
+step with an evaluation or a checkpoint after it is left out if that is known; else the median ignores it.
 """
 
 from collections import deque
@@ -16,16 +15,14 @@ from varuna.observe.record import COMPUTE, Entry, Snapshot
 from varuna.types import Forecast, StageTime, StepReport
 
 WARMUPS = 3
-"""Steps at the start that compile, capture and allocate."""
+"""First steps, which compile, capture and allocate."""
 WINDOW = 100
-"""Steps of which the median is taken."""
+"""Steps whose median is reported."""
 KEPT = 9
-"""Steps of which everything is kept, for what happened within them."""
+"""Steps whose intervals are kept."""
 
 
-class Kept(NamedTuple):
-    """A step that is over."""
-
+class MeasuredStep(NamedTuple):
     number: int
     entered: float
     seconds: float
@@ -33,7 +30,7 @@ class Kept(NamedTuple):
 
 
 class RankPace(msgspec.Struct, frozen=True):
-    """What one rank found, for all the others."""
+    """Measurements of one rank, to be sent to all others."""
 
     stage: int
     num_steps: int
@@ -41,8 +38,8 @@ class RankPace(msgspec.Struct, frozen=True):
     compute_seconds: float
     waiting_seconds: float
     reduce_seconds: float
-    kept: dict[int, float]  # the seconds of steps by their number
-    num_entries: int  # of the fullest of them
+    kept: dict[int, float]  # seconds by number of the step
+    num_entries: int  # the most in one of these steps
 
 
 class Pace:
@@ -51,30 +48,30 @@ class Pace:
     def __init__(self) -> None:
         self.num_steps = 0
         self._entered = 0.0
-        self._over: Snapshot | None = None  # of the step before, while nothing came between
+        self._over: Snapshot | None = None  # of the previous step, if nothing came between
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._kept: deque[Kept] = deque(maxlen=KEPT)
+        self._kept: deque[MeasuredStep] = deque(maxlen=KEPT)
 
     def enter(self, now: float) -> None:
-        """A step begins, and with that the one before is over."""
+        """Start a step, which ends the previous one."""
         if self._over is not None and self.num_steps > WARMUPS:
             seconds = now - self._entered
             self._seconds.append(seconds)
-            self._kept.append(Kept(self.num_steps, self._entered, seconds, self._over))
+            self._kept.append(MeasuredStep(self.num_steps, self._entered, seconds, self._over))
         self._entered = now
         self._over = None
 
     def leave(self, recorded: Snapshot) -> None:
-        """The step has done what it records; its optimizer may follow."""
+        """End the recorded part of the step; its optimizer may follow."""
         self.num_steps += 1
         self._over = recorded
 
     def interrupt(self) -> None:
-        """Something comes that no step has: this one's length will not be known."""
+        """Discard the current step's time, because something else runs before the next step."""
         self._over = None
 
     def found(self, stage: int) -> RankPace | None:
-        """None while no step has been measured."""
+        """Return the measurements; None before the first measured step."""
         if not self._kept:
             return None
         steps = [step.snapshot() for step in self._kept]
@@ -96,7 +93,7 @@ class Pace:
         )
 
     def entries(self, number: int) -> list[Entry]:
-        """All of a step, to its end: after what it has recorded comes the optimizer."""
+        """Return all intervals of a kept step; the optimizer fills the time after the recorded ones."""
         step = next(step for step in self._kept if step.number == number)
         entries = step.snapshot()
         recorded = max((entry[3] for entry in entries), default=step.entered)
@@ -104,7 +101,7 @@ class Pace:
 
 
 def summarise(step: int, ranks: Sequence[RankPace], forecast: Forecast | None) -> StepReport:
-    """One report of what all ranks found."""
+    """Return one report of all ranks' measurements."""
     slowest = max(ranks, key=lambda rank: rank.seconds)
     stages: dict[int, list[RankPace]] = {}
     for rank in ranks:
@@ -119,7 +116,7 @@ def summarise(step: int, ranks: Sequence[RankPace], forecast: Forecast | None) -
 
 
 def _stage_time(replicas: Sequence[RankPace], seconds: float) -> StageTime:
-    """The optimizer has what is left: with it comes what the script itself does between two steps."""
+    """Return the mean of the replicas. The rest of the step is the optimizer and the script."""
     compute = fmean(rank.compute_seconds for rank in replicas)
     waiting = fmean(rank.waiting_seconds for rank in replicas)
     reduce = fmean(rank.reduce_seconds for rank in replicas)
@@ -127,7 +124,7 @@ def _stage_time(replicas: Sequence[RankPace], seconds: float) -> StageTime:
 
 
 def typical_step(ranks: Sequence[RankPace]) -> int | None:
-    """The number of that step, kept by all ranks, which was nearest to the usual."""
+    """Return the number of the step, kept by all ranks, that is nearest to the median."""
     usual = max(rank.seconds for rank in ranks)
     common = set.intersection(*(set(rank.kept) for rank in ranks))
     return min(

@@ -1,6 +1,6 @@
-"""The door through which a person sees how far a capture is: a deep model's takes a minute.
+"""Shows the progress of capturing a model, which takes a minute for a deep one.
 
-A bar on a terminal; else a line in the log every few seconds. What is over sooner says nothing.
+On a terminal it is a progress bar; else a log line every few seconds.
 """
 
 import logging
@@ -14,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 log = logging.getLogger("varuna")
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Called with the number of modules; in its context, called with the number that have run."""
-SECONDS_BETWEEN = 5.0
+"""Called with the number of modules; gives a function to call with the number that have run."""
+LOG_SECONDS = 5.0
+"""Interval between two log lines."""
 
 
 def watch(*, speaks: bool, console: Console | None = None) -> Watch | None:
-    """What a `Source` tells how many of its model's modules it has been through; one rank speaks for all."""
+    """Return a progress display for a model's capture; None on ranks that do not show it."""
 
     @contextmanager
     def watching(total: int) -> Iterator[Callable[[int], None]]:
@@ -44,7 +45,7 @@ def _lines(total: int) -> Iterator[Callable[[int], None]]:
 
     def tell(done: int) -> None:
         now = time.monotonic()
-        if now - last[0] >= SECONDS_BETWEEN:
+        if now - last[0] >= LOG_SECONDS:
             last[0] = now
             log.info("capturing the model: %d of %d modules", done, total)
 

@@ -1,8 +1,7 @@
-"""Keeps what happened, and when, at a price that a training step does not feel.
+"""Records what happened and when, at negligible cost for a training step.
 
-A clock value means nothing by itself: each rank records its own clock's, and `merge` moves all of
-them together so that the step starts at zero. Ranks whose clocks differ are brought to one clock
-by whoever calls `add`.
+Each rank records times of its own clock. `merge` shifts all of them so that the step starts at zero.
+`on_one_clock` aligns ranks on several machines.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ Snapshot = Callable[[], list[Entry]]
 
 
 class Recorder:
-    """The intervals of one rank, in the order in which they were added."""
+    """The intervals of one rank, in the order of `add`."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -28,24 +27,24 @@ class Recorder:
         self.entries.append((what, microbatch, start, stop))
 
     def clear(self) -> None:
-        """Begins anew; a snapshot keeps what it is of."""
+        """Start an empty recording; snapshots keep their entries."""
         self.entries = []
 
     def compute_seconds(self) -> float:
-        """Of the step's forwards and backwards, without the waiting in between; asked for after each step."""
-        return computing(self.entries)
+        """Return the time of the step's forwards and backwards, without waiting. Call it after each step."""
+        return computing_seconds(self.entries)
 
     def snapshot(self) -> Snapshot:
-        """What was added so far, to be looked at later, if at all: taking one costs nothing."""
+        """Return a function that gives the entries so far. Taking a snapshot costs nothing."""
         entries, count = self.entries, len(self.entries)
         return lambda: entries[:count]
 
     def timeline(self, rank: int, stage: int) -> Timeline:
-        """What was added, still by this rank's clock; `merge` makes it start at zero."""
+        """Return the entries on this rank's clock; `merge` makes them start at zero."""
         return to_timeline(self.snapshot()(), rank, stage)
 
 
-def computing(entries: Iterable[Entry]) -> float:
+def computing_seconds(entries: Iterable[Entry]) -> float:
     return sum(stop - start for what, _, start, stop in entries if what in COMPUTE)
 
 
@@ -54,9 +53,9 @@ def to_timeline(entries: Iterable[Entry], rank: int, stage: int) -> Timeline:
 
 
 def on_one_clock(timelines: Sequence[Timeline], machines: Sequence[str]) -> list[Timeline]:
-    """Those of ranks on several machines, moved to the clock of the first rank's machine.
+    """Shift the timelines of several machines to the clock of the first rank's machine.
 
-    A step ends for all ranks with the same sum over all of them, so that is when their clocks are set equal.
+    A step ends on all ranks with the same sum over all ranks, so their clocks are aligned at its end.
     """
     ends: dict[str, float] = {}
     for timeline, machine in zip(timelines, machines, strict=True):
@@ -65,12 +64,12 @@ def on_one_clock(timelines: Sequence[Timeline], machines: Sequence[str]) -> list
                 ends[machine] = max(ends.get(machine, float("-inf")), interval.stop_seconds)
     first = next(iter(ends.values()), 0.0)
     return [
-        _later(timeline, first - ends.get(machine, first))
+        _shifted(timeline, first - ends.get(machine, first))
         for timeline, machine in zip(timelines, machines, strict=True)
     ]
 
 
-def _later(timeline: Timeline, seconds: float) -> Timeline:
+def _shifted(timeline: Timeline, seconds: float) -> Timeline:
     if not seconds:
         return timeline
     return Timeline(
@@ -84,18 +83,18 @@ def _later(timeline: Timeline, seconds: float) -> Timeline:
 
 
 def merge(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline of all ranks, by rank and time, in which the earliest start is zero."""
+    """Merge the timelines of all ranks into one, sorted by rank and time, that starts at zero."""
     intervals = [interval for timeline in timelines for interval in timeline.intervals]
     zero = min((interval.start_seconds for interval in intervals), default=0.0)
     intervals.sort(key=attrgetter("rank", "start_seconds"))
-    return _later(Timeline(tuple(intervals)), -zero)
+    return _shifted(Timeline(tuple(intervals)), -zero)
 
 
 def bubble(timeline: Timeline) -> dict[int, float]:
-    """For each stage the share of the step, 0 to 1, in which it did not compute.
+    """Return for each stage the share of the step, 0 to 1, in which it did not compute.
 
-    The step is the whole timeline's, from the first start to the last stop, reductions included.
-    A stage of several replicas counts by their mean.
+    The step lasts from the first start to the last stop of the timeline, reductions included. A stage with
+    several replicas gets their mean.
     """
     start = min((interval.start_seconds for interval in timeline.intervals), default=0.0)
     span = timeline.seconds - start
@@ -108,7 +107,7 @@ def bubble(timeline: Timeline) -> dict[int, float]:
 
 
 def _seconds_covered(intervals: Iterable[Interval]) -> float:
-    """The length of the union: where two intervals overlap, the time counts once."""
+    """Return the length of the union: overlapping time counts once."""
     covered = 0.0
     reached = float("-inf")
     for interval in sorted(intervals, key=attrgetter("start_seconds")):

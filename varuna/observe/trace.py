@@ -1,4 +1,4 @@
-"""Writes timelines in the Chrome trace format, which ui.perfetto.dev opens."""
+"""Writes timelines in the Chrome trace format, which ui.perfetto.dev can open."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from varuna.observe.record import COMPUTE
 from varuna.types import Timeline
 
-# One colour name of the viewer per kind, so that all ranks look alike.
+# Colour names of the viewer, so that all ranks look the same.
 _COLOURS = {
     "F": "thread_state_running",
     "R": "thread_state_runnable",
@@ -19,10 +19,10 @@ _COLOURS = {
 
 
 def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
-    """Trace JSON: a process for each rank, one track for computing and one for each other kind.
+    """Return trace JSON: a process for each rank, with a track for compute and one for each other kind.
 
-    Computing and a reduction may overlap, and a track shows only what nests; hence the tracks.
-    Several timelines by name become so many groups of processes in one trace.
+    A track can only show intervals that nest, but compute and a reduction may overlap. Several named
+    timelines become groups of processes in one trace.
     """
     panels = {"": timeline} if isinstance(timeline, Timeline) else timeline
     events: list[dict[str, object]] = []
@@ -57,9 +57,9 @@ def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
     names: list[dict[str, object]] = []
     for position, place in enumerate(ranked):
         name, stage, rank = place
-        words = f"{name} stage {stage}, rank {rank}".strip()
+        label = f"{name} stage {stage}, rank {rank}".strip()
         pid = processes[place]
-        names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": words}})
+        names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": label}})
         names.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": position}})
     for (pid, track), tid in tracks.items():
         names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": track}})

@@ -1,8 +1,8 @@
-"""Records when a device that runs behind its host has really done something.
+"""Records when a device, which runs behind its host, really executes its work.
 
-The host queues an instruction and goes on; its own clock tells when the queueing was over. A mark queued
-behind the instruction tells when its work was: an instruction takes from the mark before to its own. The
-marks are read when somebody asks, by when they are long past.
+The host queues an instruction and goes on, so its clock only shows when it queued the work. An event queued
+behind the instruction shows when the work was done: an instruction lasts from the previous event to its own.
+The events are read when somebody needs the times, long after they happened.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,47 +10,50 @@ from typing import Any, Protocol
 
 import torch
 
-from varuna.observe.record import Entry, Recorder, Snapshot, computing
+from varuna.observe.record import Entry, Recorder, Snapshot, computing_seconds
 
 
-class Mark(Protocol):
-    """As torch.cuda.Event is one; in milliseconds."""
+class TimingEvent(Protocol):
+    """A torch.cuda.Event, in milliseconds."""
 
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
-class LateRecorder(Recorder):
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+class DeviceRecorder(Recorder):
+    def __init__(self, record_event: Callable[[], TimingEvent]) -> None:
         super().__init__()
-        self._mark = mark
-        self._marks = [mark()]
+        self._record_event = record_event
+        self._events = [record_event()]
         self._step_before: Snapshot = list
 
     def compute_seconds(self) -> float:
-        """Of the step before the last: its marks are past, so that the host need not wait for its device."""
+        """Return the compute time of the step before the last: its events are over, so no wait is needed."""
         before, self._step_before = self._step_before, self.snapshot()
-        return computing(before())
+        return computing_seconds(before())
 
     def clear(self) -> None:
         super().clear()
-        self._marks = [self._mark()]
+        self._events = [self._record_event()]
 
     def add(self, what: str, microbatch: int, start: float, stop: float) -> None:
         super().add(what, microbatch, start, stop)
-        self._marks.append(self._mark())
+        self._events.append(self._record_event())
 
     def snapshot(self) -> Snapshot:
-        entries, marks, count = self.entries, self._marks, len(self.entries)
-        return lambda: by_marks(entries[:count], marks[: count + 1])
+        entries, events, count = self.entries, self._events, len(self.entries)
+        return lambda: _with_device_times(entries[:count], events[: count + 1])
 
 
-def by_marks(entries: Sequence[Entry], marks: Sequence[Mark]) -> list[Entry]:
-    """On the host's clock, for the host has waited for what a step ends with."""
+def _with_device_times(entries: Sequence[Entry], events: Sequence[TimingEvent]) -> list[Entry]:
+    """Return the entries with the device's times, on the host's clock.
+
+    The clocks are aligned at the last entry, because the host waits for the end of a step.
+    """
     if not entries:
         return []
-    marks[-1].synchronize()
-    times = [marks[0].elapsed_time(mark) / 1000 for mark in marks]
+    events[-1].synchronize()
+    times = [events[0].elapsed_time(event) / 1000 for event in events]
     zero = entries[-1][3] - times[-1]
     return [
         (what, microbatch, zero + times[place], zero + times[place + 1])
@@ -62,9 +65,9 @@ def recorder_for(device: torch.device) -> Recorder:
     if device.type != "cuda":
         return Recorder()
 
-    def mark() -> Mark:
+    def record_event() -> TimingEvent:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
-    return LateRecorder(mark)
+    return DeviceRecorder(record_event)

@@ -1,4 +1,4 @@
-"""Facts about the device that this rank computes on, and how it is chosen."""
+"""Name, memory and choice of the device that a rank computes on."""
 
 import os
 import platform
@@ -25,11 +25,11 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(physical, _allowed_bytes() or physical)
+    return min(physical, _container_limit_bytes() or physical)
 
 
-def _allowed_bytes() -> int | None:
-    """What a container may use, where it is told so."""
+def _container_limit_bytes() -> int | None:
+    """Return the memory limit of the container, if it has one."""
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
             text = file.read().strip()
@@ -39,7 +39,7 @@ def _allowed_bytes() -> int | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What can still be taken of a memory in which asking for too much is death, not an error."""
+    """Return the free memory of a CPU, where the kernel kills a process that takes too much; else None."""
     if device.type != "cpu":
         return None
     try:
@@ -56,7 +56,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def find_device(device: int | str | torch.device, local_rank: int, rank: int) -> torch.device:
-    """Where this rank computes; a GPU that is not there is an error, never another one in its place."""
+    """Return the device of this rank. A missing GPU is an error; no other device takes its place."""
     if isinstance(device, int):
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -67,8 +67,8 @@ def find_device(device: int | str | torch.device, local_rank: int, rank: int) ->
         return found
     if not torch.cuda.is_available():
         raise ValueError(
-            f"device={str(device)!r} asks for a GPU, but torch {torch.__version__} sees none here "
-            "(look at nvidia-smi and CUDA_VISIBLE_DEVICES, or pass device='cpu')"
+            f"device={str(device)!r} names a GPU, but torch {torch.__version__} finds none "
+            "(check nvidia-smi and CUDA_VISIBLE_DEVICES, or pass device='cpu')"
         )
     if found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -76,15 +76,15 @@ def find_device(device: int | str | torch.device, local_rank: int, rank: int) ->
 
 
 def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.device:
-    """The one that is named, else the one of this worker's place on its machine."""
+    """Return GPU `index`; if it is negative, the GPU with the worker's local rank."""
     if index >= count:
         raise ValueError(
-            f"rank {rank} is to compute on GPU {index}, but this machine has {count}: 0 to {count - 1}"
+            f"rank {rank} cannot use GPU {index}: this machine has {count}, numbered 0 to {count - 1}"
         )
     if index < 0 and local_rank >= count:
         raise ValueError(
             f"rank {rank} is worker {local_rank} of its machine, which has {count} "
-            f"GPU{'s' if count > 1 else ''}: expected one for each worker (start {count} on it, or say which "
-            "one they share: device='cuda:0')"
+            f"GPU{'s' if count > 1 else ''}: each worker needs one (start {count} workers on it, or name the "
+            "GPU that they share: device='cuda:0')"
         )
     return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)

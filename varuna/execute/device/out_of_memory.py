@@ -1,4 +1,4 @@
-"""What to say when a device has no room left: who takes it, and the nearest layout that would fit."""
+"""Explains an out-of-memory error: the largest users of the memory, and the nearest layout that fits."""
 
 import re
 import traceback
@@ -16,23 +16,23 @@ from varuna.execute.step.stage import Stage
 from varuna.units import memory
 
 USABLE = 0.92
-"""Of a device: the rest goes to fragments and to what libraries take for themselves."""
-ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+"""Share of a device's memory that a layout may use; the rest is for fragments and libraries."""
+REQUESTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What of a plan decides the memory of one of its stages."""
+class StageLayout:
+    """The parts of a plan that determine the memory of one of its stages."""
 
     stages: int
     microbatch_size: int
-    held: Callable[[int], int]  # micro-batches of a size that the schedule lets this stage hold
+    held: Callable[[int], int]  # number of micro-batches of a given size that this stage holds at once
     recompute: bool
 
     @property
     def nearest(self) -> Iterator[tuple[int, bool]]:
-        """Other sizes of micro-batches, each with or without recompute: the least change first."""
+        """Other micro-batch sizes, with or without recompute; the smallest change first."""
         sizes = [self.microbatch_size]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
@@ -45,24 +45,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Remedies:
-    """By what names a user sets another layout."""
+    """The settings with which a user chooses another layout."""
 
     recompute: str
-    microbatches: Callable[[int], str]  # of so many samples
+    microbatches: Callable[[int], str]  # for a given micro-batch size
     stages: Callable[[int], str]
 
 
 @dataclass(frozen=True)
-class Use:
-    """Bytes on a device at the moment when one more was asked for."""
+class MemoryUse:
+    """Bytes on a device at the moment of a failed allocation."""
 
-    steady: Mapping[str, int]  # what stays from step to step, by name
-    activations: int  # of `held` micro-batches and, where it is a forward, the one at work
-    begun: int  # how many these are
-    spare: int  # in torch's cache, in pieces too small
-    elsewhere: int  # other processes on the device, and its own libraries
+    steady: Mapping[str, int]  # kept from step to step, by name
+    activations: int
+    begun: int  # micro-batches that these activations belong to
+    spare: int  # in torch's cache, in blocks that are too small
+    elsewhere: int  # other processes on the device, and its libraries
     capacity: int
-    coming: int = 0  # gradients that the first backward will make
+    coming: int = 0  # gradients that the first backward will allocate
 
     @property
     def consumers(self) -> dict[str, int]:
@@ -71,35 +71,34 @@ class Use:
         return {**self.steady, **others}
 
 
-def explain(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
+def explain(use: MemoryUse, layout: StageLayout, requested: int, remedies: Remedies) -> str:
     largest = sorted(use.consumers.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {memory(num_bytes)}" for name, num_bytes in largest)
     return (
-        f"the device's {memory(use.capacity)} are full: {memory(asked)} more were asked for beside {listed} "
-        f"({propose(use, layout, asked, remedies)})"
+        f"the device's memory of {memory(use.capacity)} is full: could not allocate {memory(requested)} more "
+        f"beside {listed} ({propose(use, layout, requested, remedies)})"
     )
 
 
-def propose(use: Use, layout: Layout, asked: int, remedies: Remedies) -> str:
-    """The least change that fits, as far as what was seen so far tells: activations may yet have grown."""
+def propose(use: MemoryUse, layout: StageLayout, requested: int, remedies: Remedies) -> str:
+    """Return the smallest change that fits. An estimate: activations might have grown further."""
     if use.elsewhere > use.capacity / 2:
-        return "other processes have most of it: give this rank a device of its own, or end them"
+        return "other processes use most of it: give this rank its own device, or end them"
     steady = sum(use.steady.values()) + use.coming
-    room = USABLE * use.capacity - use.elsewhere - steady
-    each = (use.activations + asked) / max(use.begun, 1)
+    available = USABLE * use.capacity - use.elsewhere - steady
+    each = (use.activations + requested) / max(use.begun, 1)
     for size, recompute in layout.nearest:
-        if room > each * size / layout.microbatch_size * (1 if recompute else layout.held(size)):
-            holds_one = f"{remedies.recompute}: this stage then holds one micro-batch whole"
-            smaller = f"micro-batches of {size}: {remedies.microbatches(size)}"
+        if available > each * size / layout.microbatch_size * (1 if recompute else layout.held(size)):
             if size == layout.microbatch_size:
-                return f"try {holds_one}"
-            return f"try {smaller}" + ("" if recompute == layout.recompute else f", and {remedies.recompute}")
+                return f"try {remedies.recompute}: this stage then holds one complete micro-batch"
+            smaller = f"try micro-batches of {size}: {remedies.microbatches(size)}"
+            return smaller + ("" if recompute == layout.recompute else f", and {remedies.recompute}")
     needed = steady + each / layout.microbatch_size
     stages = max(layout.stages + 1, ceil(layout.stages * needed / (USABLE * use.capacity)))
     return f"try {remedies.stages(stages)}"
 
 
-def explained(
+def describe_out_of_memory(
     error: torch.OutOfMemoryError,
     *,
     device: torch.device,
@@ -107,11 +106,13 @@ def explained(
     buffers: Iterable[Tensor],
     optimizer: torch.optim.Optimizer | None,
     stage: Stage,
-    layout: Layout,
+    layout: StageLayout,
     remedies: Remedies,
 ) -> OutOfDeviceMemory:
-    """The error that tells who has the memory; what the failed step has of it is free by then, for the error
-    of torch, and the model, may live on, in cycles too."""
+    """Return an error that names the users of the memory, and free the memory of the failed step.
+
+    Torch's error, the model and reference cycles may live on, so the step's memory is freed here.
+    """
     weights = list(parameters)
     steady = {
         "parameters": _bytes(weights, device) + _bytes(buffers, device),
@@ -121,7 +122,7 @@ def explained(
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     allowed = min(1.0, torch.cuda.get_per_process_memory_fraction(device)) * total
-    use = Use(
+    use = MemoryUse(
         steady,
         activations=max(0, allocated - sum(steady.values())),
         begun=len(stage.held) + 1,
@@ -130,26 +131,28 @@ def explained(
         capacity=int(allowed),
         coming=_bytes((p for p in weights if p.requires_grad and p.grad is None), device),
     )
-    found = ASKED.search(str(error))
-    asked = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
+    found = REQUESTED.search(str(error))
+    requested = 0 if found is None else int(float(found[1]) * UNITS[found[2]])
     stage.clear()
     traceback.clear_frames(error.__traceback__)
-    return OutOfDeviceMemory(explain(use, layout, asked, remedies))
+    return OutOfDeviceMemory(explain(use, layout, requested, remedies))
 
 
 @contextmanager
-def telling(tell: Callable[[torch.OutOfMemoryError], Exception | None]) -> Iterator[None]:
-    """Where a device has no room, raises what is told of it; None: nothing is known but torch's own error."""
+def replace_out_of_memory(
+    describe: Callable[[torch.OutOfMemoryError], Exception | None],
+) -> Iterator[None]:
+    """Replace torch's out-of-memory error in this block by `describe(error)`; None keeps it."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        told = tell(error)
-        if told is None:
+        described = describe(error)
+        if described is None:
             raise
         try:
-            raise told from error
+            raise described from error
         finally:
-            del told  # else it holds itself by this frame, and with it what the callers have
+            del described  # else this frame keeps the error, and with it the callers' tensors, alive
 
 
 def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:

@@ -1,15 +1,15 @@
-"""Runs one step of one stage: asks the cursor what comes next, does it, and sends what it made.
+"""Runs one step of one stage: takes the next instruction from the cursor, runs it, and sends the result.
 
-    cursor.next(arrived) ──► forward / recompute / backward ──► link to a neighbour
+    cursor.next(arrived) ──► forward / recompute / backward ──► link to an adjacent stage
             ▲                                                        │
             └────────────── arrivals wake the engine ◄───────────────┘
 
-The engine knows nothing of models or optimizers: a job says which program runs on which inputs.
+The engine does not know models or optimizers: a job names the program and its inputs.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NoReturn, Protocol
 
 import torch
@@ -18,17 +18,17 @@ from torch import Tensor
 from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.device.event_times import recorder_for
-from varuna.execute.device.reading import Reading, runs_ahead
+from varuna.execute.device.host_copy import HostCopy, runs_ahead
 from varuna.execute.step.scatter import MicroBatch
-from varuna.execute.step.stage import Program, Stage
+from varuna.execute.step.stage import Stage, StageProgram
 from varuna.schedule import Cursor
 from varuna.types import Instruction, Op, TensorSpec, Work
 
 EVALUATION_WINDOW = 4
-"""Micro-batches that may be under way between two stages in an evaluation: enough to overlap, bounded."""
+"""In an evaluation, a stage runs at most this many micro-batches ahead of the next stage."""
 
 Keep = Literal["graph", "inputs", "nothing"]
-"""What a stage holds of a forward: all that its backward needs, or what the forward was given, or nothing."""
+"""What a stage keeps of a forward: all that the backward needs, only the inputs, or nothing."""
 
 VERBS: dict[Op, str] = {
     "F": "forward",
@@ -39,8 +39,8 @@ VERBS: dict[Op, str] = {
 }
 
 
-class Neighbour(Protocol):
-    """The stage before or after this one: a link to one of its ranks, or a crowd of them."""
+class AdjacentStage(Protocol):
+    """Connection to the previous or next stage: a link to one rank, or to several."""
 
     @property
     def peer(self) -> int: ...
@@ -53,12 +53,28 @@ class Neighbour(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
-    """A micro-batch with the program that runs it."""
+class MicroBatchJob:
+    """A micro-batch and the program that runs it."""
 
     microbatch: MicroBatch
-    program: Program
+    program: StageProgram
     work: Work
+
+
+@dataclass
+class TrainingStep:
+    """A training step in progress."""
+
+    jobs: Sequence[MicroBatchJob]
+    recomputed: frozenset[int]
+    last_backward: tuple[Op, int]
+    seed_gradients: Sequence[float]  # gradient of each micro-batch's loss
+    announce: Callable[[float], None]
+    before_last_backward: Callable[[], Callable[[], None]]
+    activations: int = 0  # taken so far
+    gradients: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    seeds: dict[float, Tensor] = field(default_factory=dict)  # micro-batches of equal weight share one
 
 
 class Engine:
@@ -68,12 +84,12 @@ class Engine:
         *,
         index: int,
         stages: int,
-        upstream: Neighbour | None,
-        downstream: Neighbour | None,
+        upstream: AdjacentStage | None,
+        downstream: AdjacentStage | None,
         waiter: Waiter | None,
         device: torch.device,
-        poll: Callable[[], None] = lambda: None,
-        delay: Callable[[Op, int], float] | None = None,
+        poll: Callable[[], None] = lambda: None,  # reads what has arrived
+        delay: Callable[[Op, int], float] | None = None,  # extra seconds: simulates slow machines
     ) -> None:
         self.stage = stage
         self.index = index
@@ -82,16 +98,14 @@ class Engine:
         self.downstream = downstream
         self.waiter = waiter
         self.device = device
-        self.poll = poll  # takes in what has arrived
-        self.delay = (
-            delay  # seconds of extra time for an instruction: slow machines, for tests and benchmarks
-        )
+        self.poll = poll
+        self.delay = delay
         self.recorder = recorder_for(device)
-        self.where = ""  # what is being done, in words, for errors
+        self.where = ""  # the current operation, for errors
 
     def train(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[MicroBatchJob],
         *,
         row: Sequence[Instruction],
         limit: int,
@@ -100,96 +114,110 @@ class Engine:
         announce: Callable[[float], None],
         before_last_backward: Callable[[], Callable[[], None]],
     ) -> None:
-        """Runs the row. `announce` is told the sum of weight × loss as soon as all losses are known and none
-        of the neighbours waits; `before_last_backward` returns what to call after it.
+        """Run the instructions of the row.
 
-        A device that runs ahead knows its losses later than the host its next instruction: there the last
-        backward is queued first.
+        `announce` gets the sum of weight × loss as soon as all losses are known and no adjacent stage waits.
+        `before_last_backward` is called before the last backward, and what it returns after it.
         """
         cursor = Cursor(row, stage=self.index, stages=self.stages, limit=limit, opportunistic=opportunistic)
-        recomputed = {i.microbatch for i in row if i.op == "R"}
         last_op: Op = "W" if any(i.op == "W" for i in row) else "B"
-        last = (last_op, max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1))
-        activations = gradients = 0  # taken so far
-        losses: list[Tensor] = []
-        seeds: dict[float, Tensor] = {}  # micro-batches of one weight share theirs
+        last_number = max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1)
+        step = TrainingStep(
+            jobs,
+            frozenset(i.microbatch for i in row if i.op == "R"),
+            (last_op, last_number),
+            seed_gradients,
+            announce,
+            before_last_backward,
+        )
         self.recorder.clear()
         self.stage.clear()
-
         while not cursor.finished:
             self.poll()
-            arrived_activations = activations + (self.upstream.ready if self.upstream else 0)
-            arrived_gradients = gradients + (self.downstream.ready if self.downstream else 0)
-            instruction = cursor.next(arrived_activations, arrived_gradients)
+            activations = self.upstream.ready if self.upstream else 0
+            gradients = self.downstream.ready if self.downstream else 0
+            instruction = cursor.next(step.activations + activations, step.gradients + gradients)
             if instruction is None:
-                self._wait_for(cursor, arrived_activations - activations, arrived_gradients - gradients)
+                self._wait_for(cursor, activations, gradients)
                 continue
-
             op, number = instruction.op, instruction.microbatch
-            job = jobs[number]
             started = self._start(op, number)
             if op == "F":
-                received = self._take(self.upstream, job.program.received)
-                activations += 1
-                outputs = self.stage.forward(
-                    number,
-                    job.program,
-                    received,
-                    job.microbatch.inputs,
-                    job.work,
-                    keep_graph=number not in recomputed,
-                )
-                if self.downstream is not None:
-                    self._send(self.downstream, outputs)
-                else:
-                    losses.append(outputs[0])
+                self._run_forward(step, number)
             elif op == "R":
                 self.stage.recompute(number)
             else:
-                losses_are_there = op != "W" and number == len(jobs) - 1
-                reading = Reading(torch.stack(losses)) if losses and losses_are_there else None
-                if losses_are_there and not runs_ahead(self.device):
-                    announce(self._weighted_sum(reading, jobs))
-                stop = before_last_backward() if (op, number) == last else None
-                if op == "W":
-                    self.stage.backward_weights(number)
-                else:
-                    if self.downstream is None:
-                        incoming = [self._seed(seed_gradients[number], losses[number], seeds)]
-                    else:
-                        needed = [spec for spec in job.program.sent if spec.needs_grad]
-                        incoming = self._take(self.downstream, needed)
-                    gradients += 1
-                    whole = op == "B"
-                    run = self.stage.backward if whole else self.stage.backward_inputs
-                    outgoing = run(number, incoming)
-                    if self.upstream is not None:
-                        self._send(self.upstream, outgoing)
-                if stop is not None:
-                    stop()
-                if losses_are_there and runs_ahead(self.device):
-                    announce(self._weighted_sum(reading, jobs))
+                self._run_backward(step, op, number)
             self.recorder.add(op, number, started, time.perf_counter())
 
-    def evaluate(self, jobs: Sequence[Job]) -> float:
-        """Forwards alone; the sum of weight × loss on the last stage, else 0."""
+    def _run_forward(self, step: TrainingStep, number: int) -> None:
+        job = step.jobs[number]
+        received = self._take(self.upstream, job.program.received)
+        step.activations += 1
+        keep_graph = number not in step.recomputed
+        outputs = self.stage.forward(
+            number, job.program, received, job.microbatch.inputs, job.work, keep_graph=keep_graph
+        )
+        if self.downstream is not None:
+            self._send(self.downstream, outputs)
+        else:
+            step.losses.append(outputs[0])
+
+    def _run_backward(self, step: TrainingStep, op: Op, number: int) -> None:
+        """Run B, I or W. With the last B or I all losses are known and are announced.
+
+        On a device that runs ahead of its host, the backward is queued first: the losses are known later.
+        """
+        losses_known = op != "W" and number == len(step.jobs) - 1
+        losses = HostCopy(torch.stack(step.losses)) if step.losses and losses_known else None
+        if losses_known and not runs_ahead(self.device):
+            step.announce(self._weighted_sum(losses, step.jobs))
+        stop = step.before_last_backward() if (op, number) == step.last_backward else None
+        if op == "W":
+            self.stage.backward_weights(number)
+        else:
+            if self.downstream is None:
+                incoming = [self._seed(step, number)]
+            else:
+                needed = [spec for spec in step.jobs[number].program.sent if spec.needs_grad]
+                incoming = self._take(self.downstream, needed)
+            step.gradients += 1
+            run = self.stage.backward if op == "B" else self.stage.backward_inputs
+            outgoing = run(number, incoming)
+            if self.upstream is not None:
+                self._send(self.upstream, outgoing)
+        if stop is not None:
+            stop()
+        if losses_known and runs_ahead(self.device):
+            step.announce(self._weighted_sum(losses, step.jobs))
+
+    def _seed(self, step: TrainingStep, number: int) -> Tensor:
+        """Return the gradient of the loss of a micro-batch."""
+        value = step.seed_gradients[number]
+        if value not in step.seeds:
+            step.seeds[value] = torch.full((), value, dtype=step.losses[number].dtype, device=self.device)
+        return step.seeds[value]
+
+    def evaluate(self, jobs: Sequence[MicroBatchJob]) -> float:
+        """Run forwards only. Return the sum of weight × loss on the last stage, else 0."""
         losses = [outputs[0] for outputs in self.forwards(jobs, keep="nothing")]
-        return self._weighted_sum(Reading(torch.stack(losses)) if losses else None, jobs)
+        return self._weighted_sum(HostCopy(torch.stack(losses)) if losses else None, jobs)
 
     # ------------------------------------------------------------ a step in two halves
 
-    def forwards(self, jobs: Sequence[Job], *, keep: Keep) -> list[list[Tensor]]:
-        """All forwards; what each gives on the last stage. What is kept for the backwards, the stage holds.
+    def forwards(self, jobs: Sequence[MicroBatchJob], *, keep: Keep) -> list[list[Tensor]]:
+        """Run all forwards and return the outputs on the last stage.
 
-        Where nothing is kept, the stage after acknowledges each micro-batch, so that a fast stage cannot
-        flood a slow one.
+        If nothing is kept, the next stage acknowledges each micro-batch, so that a fast stage cannot flood
+        a slow one.
         """
         results: list[list[Tensor]] = []
         acknowledged = 0
+        acknowledges = keep == "nothing" and self.downstream is not None
         self.recorder.clear()
         self.stage.clear()
         for number, job in enumerate(jobs):
-            while self._is_waited_for(keep) and number - acknowledged >= EVALUATION_WINDOW:
+            while acknowledges and number - acknowledged >= EVALUATION_WINDOW:
                 self._take(self.downstream, ())
                 acknowledged += 1
             started = self._start("F", number)
@@ -208,23 +236,20 @@ class Engine:
             else:
                 results.append(outputs)
             self.recorder.add("F", number, started, time.perf_counter())
-        while self._is_waited_for(keep) and acknowledged < len(jobs):
+        while acknowledges and acknowledged < len(jobs):
             self._take(self.downstream, ())
             acknowledged += 1
         return results
 
-    def _is_waited_for(self, keep: Keep) -> bool:
-        return keep == "nothing" and self.downstream is not None
-
     def backwards(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[MicroBatchJob],
         gradients: Sequence[Sequence[Tensor | None]],  # of each micro-batch's results, on the last stage
         *,
-        again: bool,  # whether these forwards will have another backward
-        before_last: Callable[[], Callable[[], None]],  # returns what to call after it
+        again: bool,  # these forwards will have another backward
+        before_last: Callable[[], Callable[[], None]],  # returns what to call after the last backward
     ) -> None:
-        """All backwards, of forwards that the stage holds; run again first where only inputs were kept."""
+        """Run all backwards of the held forwards. Recompute first if only inputs were kept."""
         last = max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1)
         for number, job in enumerate(jobs):
             if not self.stage.held[number].edges:
@@ -244,76 +269,70 @@ class Engine:
                 stop()
             self.recorder.add("B", number, started, time.perf_counter())
 
-    # ------------------------------------------------------------ what is sent, what arrives
+    # ------------------------------------------------------------ messages
 
-    def _send(self, neighbour: Neighbour, tensors: Sequence[Tensor]) -> None:
+    def _send(self, target: AdjacentStage, tensors: Sequence[Tensor]) -> None:
         try:
-            neighbour.send(tensors)
+            target.send(tensors)
         except PeerLost as error:
-            self._find_cause(error)
+            self._raise_cause(error)
 
-    def _take_from(self, neighbour: Neighbour) -> list[Tensor]:
+    def _take_from(self, source: AdjacentStage) -> list[Tensor]:
         try:
-            return neighbour.take()
+            return source.take()
         except PeerLost as error:
-            self._find_cause(error)
+            self._raise_cause(error)
 
-    def _find_cause(self, error: PeerLost) -> NoReturn:
-        """A neighbour that has failed says so on the board, and then ends."""
-        assert self.waiter is not None, "a pipeline of one stage has nobody to lose"
+    def _raise_cause(self, error: PeerLost) -> NoReturn:
+        """Raise the error that the lost rank posted before it ended, if it did."""
+        assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
         self.waiter.raise_cause(error)
 
-    def _take(self, neighbour: Neighbour | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
-        if neighbour is None:
+    def _take(self, source: AdjacentStage | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
+        if source is None:
             return []
-        if neighbour.ready == 0:
+        if source.ready == 0:
             assert self.waiter is not None
-            peer = neighbour
+            peer = source
             self.waiter.until(
-                lambda: peer.ready > 0 or peer.over, lambda: f"{self.where}: a message of rank {peer.peer}"
+                lambda: peer.ready > 0 or peer.over, lambda: f"{self.where}: a message from rank {peer.peer}"
             )
-        tensors = self._take_from(neighbour)
-        check_arrival(tensors, expected, neighbour.peer)
+        tensors = self._take_from(source)
+        check_arrival(tensors, expected, source.peer)
         return tensors
 
     def _wait_for(self, cursor: Cursor, activations: int, gradients: int) -> None:
-        """Until one more activation or gradient is there than when the cursor was asked."""
-        assert self.waiter is not None, "a pipeline of one stage has nobody to wait for"
+        """Wait until one more activation or gradient is ready than these."""
+        assert self.waiter is not None, "a pipeline of one stage has nothing to wait for"
         started = time.perf_counter()
         upstream, downstream = self.upstream, self.downstream
 
-        def something_new() -> bool:
+        def has_arrived() -> bool:
             return (upstream is not None and (upstream.ready > activations or upstream.over)) or (
                 downstream is not None and (downstream.ready > gradients or downstream.over)
             )
 
-        def in_words() -> str:
+        def description() -> str:
             kind, number = cursor.waiting_for()
             peer = upstream if kind == "activation" else downstream
             return f"{kind} {number} of rank {peer.peer if peer else '?'}"
 
-        self.waiter.until(something_new, in_words)
+        self.waiter.until(has_arrived, description)
         for peer, known in ((upstream, activations), (downstream, gradients)):
             if peer is not None and peer.over and peer.ready <= known:
-                self._take_from(peer)  # raises: it has ended, though more was expected of it
+                self._take_from(peer)  # raises: the peer has ended too early
         self.recorder.add("wait", -1, started, time.perf_counter())
 
     def _start(self, op: Op, number: int) -> float:
-        """Says what is done, for errors; returns when it began. A context manager would cost more than it."""
+        """Note the current operation for errors and return the time. Cheaper than a context manager."""
         self.where = f"stage {self.index}, micro-batch {number}, {VERBS[op]}"
         started = time.perf_counter()
         if self.delay is not None:
             time.sleep(self.delay(op, number))
         return started
 
-    def _seed(self, value: float, loss: Tensor, made: dict[float, Tensor]) -> Tensor:
-        """The gradient that a loss starts its backward with."""
-        if value not in made:
-            made[value] = torch.full((), value, dtype=loss.dtype, device=self.device)
-        return made[value]
-
-    def _weighted_sum(self, losses: Reading | None, jobs: Sequence[Job]) -> float:
-        """In double precision, and with a single wait for the device; 0 where the stage has no loss."""
+    def _weighted_sum(self, losses: HostCopy | None, jobs: Sequence[MicroBatchJob]) -> float:
+        """Return the sum in double precision, with one wait for the device; 0 if the stage has no loss."""
         if losses is None:
             return 0.0
         values = losses.numbers(self.waiter)
@@ -321,7 +340,7 @@ class Engine:
 
 
 def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], rank: int) -> None:
-    """A neighbour that sends something else than the plan says is an error, never garbage."""
+    """Raise if an adjacent stage sends other tensors than the plan expects."""
     for tensor, spec in zip(tensors, expected, strict=False):
         if str(tensor.dtype)[6:] != spec.dtype or tensor.dim() != len(spec.dims):
             raise VarunaError(
@@ -330,6 +349,6 @@ def check_arrival(tensors: Sequence[Tensor], expected: Sequence[TensorSpec], ran
             )
     if len(tensors) != len(expected):
         raise VarunaError(
-            f"rank {rank} sent {len(tensors)} tensors where this stage expects {len(expected)}: "
+            f"rank {rank} sent {len(tensors)} tensors, this stage expects {len(expected)}: "
             f"{', '.join(map(str, expected))} (do both run the same model?)"
         )

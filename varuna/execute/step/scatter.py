@@ -9,7 +9,7 @@ from torch import Tensor
 from varuna.execute.step.spans import Runs, size
 
 WeightFunction = Callable[[Mapping[str, object]], float]
-"""How much a micro-batch counts in the loss: its samples, or the user's own measure (tokens, say)."""
+"""Weight of a micro-batch in the loss: its samples, or the user's own measure, for example tokens."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class MicroBatch:
     size: int
     weight: float
     inputs: Mapping[str, object]
-    runs: Runs = ()  # where its samples do not follow each other: all of them, within this replica's batch
+    runs: Runs = ()  # all its samples within this replica's batch, unless they are contiguous
 
     @property
     def spans(self) -> Runs:
-        """All its samples, within this replica's batch."""
+        """All its samples within this replica's batch."""
         return self.runs or (((self.first_sample, self.first_sample + self.size),) if self.size else ())
 
 
@@ -30,21 +30,23 @@ def scatter(
     inputs: Mapping[str, object],
     *,
     num_samples: int,
-    dims: Mapping[str, int],  # of the batched inputs: the dimension along which the samples lie
+    dims: Mapping[str, int],  # batch dimension of each batched input
     microbatch_size: int,
     device: torch.device,
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches' inputs on the device, where they are weighed as they came: on the host, mostly,
-    where a look at them stops nobody."""
+    """Return the micro-batches, with their inputs on the device.
+
+    `weigh` sees the original inputs, which are mostly on the host: reading them does not stop the device.
+    """
     firsts = range(0, num_samples, microbatch_size)
     parts = _cut(move_inputs(inputs, device), dims, microbatch_size, len(firsts))
-    seen = parts if weigh is None else _cut(inputs, dims, microbatch_size, len(firsts))
+    originals = parts if weigh is None else _cut(inputs, dims, microbatch_size, len(firsts))
     microbatches = []
-    for first, part, as_it_came in zip(firsts, parts, seen, strict=True):
+    for first, part, original in zip(firsts, parts, originals, strict=True):
         size = min(microbatch_size, num_samples - first)
-        weight = float(size) if weigh is None else _weight(weigh, as_it_came)
-        if weight:  # what counts for nothing need not be computed (and may have no finite loss)
+        weight = float(size) if weigh is None else _weight(weigh, original)
+        if weight:  # weight 0 need not be computed, and its loss may not be finite
             microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
 
@@ -57,7 +59,7 @@ def scatter_runs(
     device: torch.device,
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
-    """The same for chosen samples; micro-batches without any stay, so that all ranks count alike."""
+    """Return micro-batches of the given samples. Empty ones stay, so that all ranks have equally many."""
     moved = move_inputs(inputs, device)
     found = []
     for runs in microbatches:
@@ -79,18 +81,18 @@ def _choose(inputs: Mapping[str, object], dims: Mapping[str, int], runs: Runs) -
 
 
 def samples_of(value: Tensor, runs: Runs, dim: int, *, each: int = 1) -> Tensor:
-    """The samples of one micro-batch; `each` is how much of the dimension is one sample's."""
+    """Return the samples of one micro-batch; one sample has length `each` along the dimension."""
     return join([value.narrow(dim, first * each, (stop - first) * each) for first, stop in runs], dim)
 
 
 def put_in_order(values: Sequence[Tensor], runs: Sequence[Runs], dim: int, *, each: int = 1) -> Tensor:
-    """The other way round: what micro-batches of such samples gave, by sample."""
+    """Join the outputs of micro-batches in the order of samples; the inverse of `samples_of`."""
     found: list[tuple[int, Tensor]] = []
     for value, spans in zip(values, runs, strict=True):
         lengths = [(stop - first) * each for first, stop in spans]
         parts = (value,) if len(spans) == 1 else torch.split(value, lengths, dim)
         found += [(first, part) for (first, _), part in zip(spans, parts, strict=True)]
-    return join([part for _, part in sorted(found, key=lambda each: each[0])], dim)
+    return join([part for _, part in sorted(found, key=lambda pair: pair[0])], dim)
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -98,7 +100,7 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
-    """The same micro-batch with inputs of its own to which gradients go back."""
+    """Return the micro-batch with these inputs as leaves that collect a gradient."""
     leaves = {name: microbatch.inputs[name] for name in names if name in microbatch.inputs}
     own = {
         name: value.detach().requires_grad_() for name, value in leaves.items() if isinstance(value, Tensor)
@@ -109,13 +111,13 @@ def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
 def _cut(
     inputs: Mapping[str, object], dims: Mapping[str, int], size: int, count: int
 ) -> list[dict[str, object]]:
-    pieces = {
+    parts = {
         name: torch.split(value, size, dims[name])
         for name, value in inputs.items()
         if name in dims and isinstance(value, Tensor)
     }
     return [
-        {name: pieces[name][index] if name in pieces else value for name, value in inputs.items()}
+        {name: parts[name][index] if name in parts else value for name, value in inputs.items()}
         for index in range(count)
     ]
 
@@ -123,7 +125,7 @@ def _cut(
 def _weight(weigh: WeightFunction, part: Mapping[str, object]) -> float:
     weight = float(weigh(part))
     if not 0 <= weight < float("inf"):
-        raise ValueError(f"the weight of a micro-batch must be zero or more, but loss_weight gave {weight}")
+        raise ValueError(f"loss_weight must return a finite number, zero or more, not {weight}")
     return weight
 
 

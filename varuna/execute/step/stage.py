@@ -1,9 +1,9 @@
-"""One pipeline stage of one process: runs a micro-batch forward, again, and backward.
+"""One pipeline stage in one process: runs micro-batches forward, again, and backward.
 
-Between its forward and its backward a micro-batch is *held*: with its autograd graph, or, where the
-stage recomputes, with nothing but what the forward was given. Randomness follows from the work
-(step and samples), so a recomputed forward needs no saved generator state; buffers that a forward
-changes (BatchNorm's) are kept as they were before it, and the second run changes that copy alone.
+Between its forward and its backward, a micro-batch is *held*: with its autograd graph; or, if the stage
+recomputes, with only the inputs of the forward. Random numbers depend on the step and the samples, so a
+recomputed forward needs no saved generator state. Buffers that a forward changes (BatchNorm's) are copied
+before it, and the second run changes only the copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from varuna.execute.step.split import Pending, backward_inputs, backward_weights
+from varuna.execute.step.split import PendingWeights, backward_inputs, backward_weights
 from varuna.types import TensorSpec, Work
 
 
-class Program(Protocol):
-    """What a stage computes, as capture carves it: a function of tensors."""
+class StageProgram(Protocol):
+    """The computation of a stage: a function of tensors."""
 
     @property
-    def state(self) -> tuple[str, ...]: ...
+    def state(self) -> tuple[str, ...]: ...  # names of parameters and buffers
     @property
     def received(self) -> tuple[TensorSpec, ...]: ...
     @property
@@ -30,18 +30,18 @@ class Program(Protocol):
     @property
     def mutated(self) -> tuple[str, ...]: ...
     @property
-    def repeats(self) -> bool: ...  # whether it does the same operations whatever the values and the work
+    def repeats(self) -> bool: ...  # runs the same operations for all values and all work
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
-class Idle:
-    """The program of a micro-batch of which a rank has no samples, or none that count in the loss."""
+class IdleProgram:
+    """Program of a micro-batch for which a rank has no samples, or none with a weight in the loss."""
 
     received: tuple[TensorSpec, ...]
-    loss_on: torch.device | None  # where the last stage tells its loss; None: this is another stage
+    loss_on: torch.device | None  # on the last stage: the device of its zero loss
     state: tuple[str, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
     mutated: tuple[str, ...] = ()
@@ -53,46 +53,46 @@ class Idle:
         return () if self.loss_on is None else (torch.zeros((), device=self.loss_on),)
 
 
-class State(Protocol):
-    """The parameters and buffers of this stage by name."""
+class StageTensors(Protocol):
+    """Parameters and buffers of this stage by name."""
 
     def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass
-class Held:
+class HeldMicroBatch:
     """A micro-batch between its forward and its backward."""
 
-    program: Program
+    program: StageProgram
     received: list[Tensor]
     inputs: Mapping[str, object]
     work: Work
-    # Of the outputs with gradient; none where the forward has still to be run again.
+    # Of the outputs that get a gradient; empty until the forward has run with a graph.
     edges: list[GradientEdge | None] = field(default_factory=list)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # as before the forward, where it recomputes
-    pending: Pending | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # values before the forward, if it recomputes
+    pending: PendingWeights | None = None
 
 
 class Stage:
-    def __init__(self, state: State, *, split_backward: bool = True) -> None:
+    def __init__(self, state: StageTensors, *, split_backward: bool = True) -> None:
         self.state = state
-        self.split_backward = split_backward  # False: part I does all (a compiled program cannot be split)
-        self.held: dict[int, Held] = {}
+        self.split_backward = split_backward  # False: `backward_inputs` does all (a compiled program)
+        self.held: dict[int, HeldMicroBatch] = {}
         self.most_held = 0
-        self._tensors_of: dict[int, list[Tensor]] = {}  # by program, for one step: the state's tensors stay
+        self._tensors_of: dict[int, list[Tensor]] = {}  # by program; tensors do not change within a step
 
     def forward(
         self,
         microbatch: int,
-        program: Program,
+        program: StageProgram,
         received: list[Tensor],
         inputs: Mapping[str, object],
         work: Work,
         *,
         keep_graph: bool = True,
     ) -> list[Tensor]:
-        """The outputs, detached: what is sent on, or the loss. `keep_graph=False`: R comes before B."""
-        held = Held(program, received, inputs, work)
+        """Return the detached outputs: what is sent, or the loss. `keep_graph=False`: recompute later."""
+        held = HeldMicroBatch(program, received, inputs, work)
         if keep_graph:
             outputs = self._run_with_graph(held)
         else:
@@ -104,7 +104,7 @@ class Stage:
         return [output.detach() for output in outputs]
 
     def evaluate(
-        self, program: Program, received: list[Tensor], inputs: Mapping[str, object], work: Work
+        self, program: StageProgram, received: list[Tensor], inputs: Mapping[str, object], work: Work
     ) -> list[Tensor]:
         with torch.no_grad():
             return list(program(self._tensors(program), received, inputs, work))
@@ -112,42 +112,42 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         self._run_with_graph(self.held[microbatch])
 
-    def take_held(self) -> dict[int, Held]:
-        """What is held, handed over to whoever will ask for its backward."""
+    def take_held(self) -> dict[int, HeldMicroBatch]:
+        """Return all held micro-batches and hold none, so that the caller can run their backwards later."""
         held, self.held = self.held, {}
         return held
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], *, again: bool = False
     ) -> list[Tensor]:
-        """Adds to the weights' gradients; returns those of the received tensors that need one.
+        """Add to the weights' gradients and return those of the received tensors.
 
-        `again`: there will be another backward of the same forward.
+        `again`: the same forward will have another backward.
         """
         held = self.held[microbatch] if again else self.held.pop(microbatch)
-        roots, flowing = join(held.edges, gradients)
+        roots, flowing = pair_gradients(held.edges, gradients)
         if roots:
             torch.autograd.backward(roots, flowing, retain_graph=again)
         leaves = leaves_of(held)
-        found = gradients_of([leaf.grad for leaf in leaves], leaves)
+        found = or_zeros([leaf.grad for leaf in leaves], leaves)
         for leaf in leaves if again else ():
             leaf.grad = None
         return found
 
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Part I of the backward; the micro-batch stays held until part W."""
+        """Run the first part of the backward. The micro-batch stays held until `backward_weights`."""
         held = self.held[microbatch]
         leaves = leaves_of(held)
-        roots, flowing = join(held.edges, gradients)
+        roots, flowing = pair_gradients(held.edges, gradients)
         found: list[Tensor | None] = [None] * len(leaves)
-        held.pending = Pending(())
+        held.pending = PendingWeights(())
         if roots and leaves and self.split_backward:
             found, held.pending = backward_inputs(roots, flowing, leaves)
         elif roots:
             torch.autograd.backward(roots, flowing)
             found = [leaf.grad for leaf in leaves]
         held.edges = []
-        return gradients_of(found, leaves)
+        return or_zeros(found, leaves)
 
     def backward_weights(self, microbatch: int) -> None:
         held = self.held.pop(microbatch)
@@ -159,13 +159,13 @@ class Stage:
         self.most_held = 0
         self._tensors_of.clear()
 
-    def _tensors(self, program: Program) -> list[Tensor]:
+    def _tensors(self, program: StageProgram) -> list[Tensor]:
         found = self._tensors_of.get(id(program))
         if found is None:
             found = self._tensors_of[id(program)] = [self.state.tensor(name) for name in program.state]
         return found
 
-    def _run_with_graph(self, held: Held) -> list[Tensor]:
+    def _run_with_graph(self, held: HeldMicroBatch) -> list[Tensor]:
         for spec, tensor in zip(held.program.received, held.received, strict=True):
             if spec.needs_grad:
                 tensor.requires_grad_(True)
@@ -175,28 +175,29 @@ class Stage:
                 named = zip(held.program.state, state, strict=True)
                 state = [held.buffers.get(name, tensor) for name, tensor in named]
             outputs = list(held.program(state, held.received, held.inputs, held.work))
-        # An edge, unlike the tensor, does not keep the output's own memory alive.
+        # Unlike the tensor, an edge does not keep the output's memory alive.
         held.edges = [
             get_gradient_edge(output) if output.requires_grad else None
-            for output in given_gradients(held.program, outputs)
+            for output in outputs_with_gradient(held.program, outputs)
         ]
         return outputs
 
 
-def given_gradients(program: Program, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those that the stage after sends one for; all of the last stage's, the loss or what the model gives."""
+def outputs_with_gradient(program: StageProgram, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs for which the next stage sends a gradient; on the last stage, all outputs."""
     wanted = [spec.needs_grad for spec in program.sent] or [True] * len(outputs)
     return [output for output, is_wanted in zip(outputs, wanted, strict=True) if is_wanted]
 
 
-def leaves_of(held: Held) -> list[Tensor]:
+def leaves_of(held: HeldMicroBatch) -> list[Tensor]:
+    """Return the received tensors that need a gradient."""
     return [t for spec, t in zip(held.program.received, held.received, strict=True) if spec.needs_grad]
 
 
-def join(
+def pair_gradients(
     edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Pairs outputs with their gradients, leaving out outputs that turned out to need none, or got none."""
+    """Pair outputs with their gradients. Leave out outputs that need no gradient or got none."""
     roots, flowing = [], []
     for edge, gradient in zip(edges, gradients, strict=True):
         if edge is not None and gradient is not None:
@@ -205,7 +206,7 @@ def join(
     return roots, flowing
 
 
-def gradients_of(found: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+def or_zeros(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
     return [
-        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)
+        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(gradients, leaves, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The loss scale: none in fp32 and bf16, static or dynamic in fp16; one value on all ranks.
+"""Loss scale: none in fp32 and bf16, static or dynamic in fp16; equal on all ranks.
 
-Every rank sees the same overflow (it travels with the step's last reduction), so every rank's
-scale moves alike without a message of its own.
+Every rank sees the same overflow, because it comes from the step's last reduction. So the scales stay equal
+without a message of their own.
 """
 
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from varuna.types import PrecisionName
 
 
 class LossScale:
-    """The harmless case: the loss is not scaled."""
+    """No scaling."""
 
     value: float = 1.0
     checks_overflow: bool = False
 
     def update(self, *, overflow: bool) -> None:
-        """Called once a step, with the same answer on all ranks."""
+        """Call it once per step, with the same value on all ranks."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Takes over what `state_dict` gave, on this layout or another."""
+        """Restore the result of `state_dict`, also on another layout."""
 
 
 class StaticLossScale(LossScale):

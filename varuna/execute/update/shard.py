@@ -1,8 +1,8 @@
-"""The optimizer's state spread over the replicas (ZeRO stage 1), for any torch optimizer.
+"""Shards the optimizer's state over the replicas (ZeRO stage 1), for any torch optimizer.
 
-Each replica's optimizer keeps only the parameters that it owns, so only their state is ever made;
-after its step the owners send the new values to the others. Gradients are whole on all replicas, so
-the updates are those of the unsharded optimizer.
+Each replica's optimizer keeps only the parameters that it owns, so only their state is created. After its
+step, the owners send the new values to the others. Gradients are complete on all replicas, so the updates are
+those of the unsharded optimizer.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna.types import spread_by_size
-
-SHARE_BYTES = 25 << 20
-"""Of the values that are sent as one."""
+from varuna.types import BUCKET_BYTES, spread_by_size
 
 
 def shard_optimizer(
     optimizer: torch.optim.Optimizer, *, replica: int, group: dist.ProcessGroup
 ) -> dict[Tensor, int]:
-    """Leaves each replica its own parameters in the optimizer's groups; returns the owner of each."""
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad begins with some
+    """Leave each replica its own parameters in the optimizer's groups. Return the owner of each."""
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad starts with some
         raise ValueError(
-            "the optimizer has state already (register it with set_optimizer before its first step)"
+            "the optimizer already has state (register it with set_optimizer before its first step)"
         )
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     sizes = [p.numel() * p.element_size() for p in parameters]
@@ -43,8 +40,8 @@ def shard_optimizer(
 
 
 def share_values(owned: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
-    """Gives everyone the values of each owner: together, for a message costs more than a tensor's bytes."""
+    """Broadcast each owner's values to all replicas, in few large messages."""
     for owner, theirs in enumerate(owned):
         if theirs:
             values = [tensor.detach() for tensor in theirs]
-            dist._broadcast_coalesced(group, values, SHARE_BYTES, owner)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(group, values, BUCKET_BYTES, owner)  # type: ignore[attr-defined]

@@ -1,21 +1,18 @@
-"""Numbers that a device has computed, brought to the host without stopping the device.
+"""Copies numbers from a device to the host without stopping the device.
 
-The copy is queued behind the work that makes them, and more work behind the copy; the host waits for that
-one copy alone, as late as it can. A plain `.item()` would let the device run dry.
+The copy is queued behind the work that computes the numbers, and more work behind the copy. The host waits
+for this one copy only, as late as possible. A plain `.item()` would leave the device without work.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class WaitsForDevice(Protocol):
-    def for_device(self, done: Callable[[], bool]) -> None: ...
+from varuna.execute.comm.wait import Waiter
 
 
-class Reading:
+class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
         self._copied: Any = None  # an event
@@ -25,8 +22,8 @@ class Reading:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
-    def numbers(self, waiter: WaitsForDevice | None) -> list[float]:
-        """`waiter` where waiting may be in vain: the device itself may wait for another process."""
+    def numbers(self, waiter: Waiter | None) -> list[float]:
+        """Return the numbers. Give a `waiter` if the device may itself wait for another process."""
         if self._copied is not None:
             if waiter is None:
                 self._copied.synchronize()
@@ -37,5 +34,5 @@ class Reading:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether a call returns before its work is done, so that more can be queued behind it."""
+    """Return True if a call returns before its work is done, so that the host can queue more."""
     return device.type == "cuda"
