@@ -13,7 +13,7 @@ from pyrannc.calls import agree, look_at, sample_of
 from pyrannc.configuration import read_configuration
 from varuna.capture import Source
 from varuna.capture.model.call_convention import StructuredCall
-from varuna.observe.progress_bar import watch
+from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, read_plan
@@ -67,7 +67,7 @@ def dry_run(
     # A torch without CUDA knows no tensors there, not even such as have no values.
     kind = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
     source = Source(
-        model, precision=precision, device_type=kind, partition=partition, watch=watch(speaks=True)
+        model, precision=precision, device_type=kind, partition=partition, watch=capture_progress(shown=True)
     )
     inputs, batch = sample_of(agreed.draft, agreed.dims, dict(agreed.shared), 2)
     ordered = {name: inputs[name] for name in calling.names}

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,11 +31,11 @@ from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
-from varuna.execute.step.same_data import Hashes, given_alike, hash_batch
+from varuna.execute.step.same_data import SampleHashes, find_equal_replicas, hash_batch
 from varuna.execute.update.shard import shard_optimizer as shard
 from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
-from varuna.observe.progress_bar import watch
+from varuna.observe.progress_bar import capture_progress
 from varuna.observe.record import on_one_clock
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan
@@ -122,7 +122,6 @@ class RaNNCModule(nn.Module):
         self._callings: list[StructuredCall] = []
         self._ways: dict[int, Way] = {}
         self._programs: dict[object, SpanProgram] = {}
-        self._number = 0  # of the call that is being run
         self._pipeline: Pipeline | None = None
         self._pinned: PinnedPlan | None = None
         self._owners: dict[str, int] = {}
@@ -140,7 +139,7 @@ class RaNNCModule(nn.Module):
                     self._deploy(number, leaves, counts)
             assert self._pipeline is not None
             way = self._way(number)
-            pipeline, self._number = self._pipeline, number
+            pipeline = self._pipeline
             pipeline.must_agree_on_overflow |= way.agreed.draft.precision == "fp16"
 
             def run() -> tuple[list[Tensor], Passing]:
@@ -217,8 +216,8 @@ class RaNNCModule(nn.Module):
             number, counts = int(speaking[0][0]), [int(theirs[1]) for theirs in speaking]
         return number, leaves, counts + [0] * (len(words) - len(counts))
 
-    def _tell_of_equal_batches(self, given: Sequence[Hashes]) -> None:
-        alike = given_alike(given)
+    def _tell_of_equal_batches(self, given: Sequence[SampleHashes]) -> None:
+        alike = find_equal_replicas(given)
         if alike is not None and self._session.rank == 0:
             log.warning(
                 "ranks %d and %d have called the model with the same samples, so each counts twice (give "
@@ -267,6 +266,7 @@ class RaNNCModule(nn.Module):
                 tuple(map(classify, captured.results)),
                 captured.disordered,
                 captured.structure,
+                partial(self._program, number),
                 [inputs for _, inputs in told],
                 untouched,
             )
@@ -296,7 +296,7 @@ class RaNNCModule(nn.Module):
             precision=self._agreed[number].draft.precision,
             device_type=self.device.type,
             partition=partition,
-            watch=watch(speaks=session.rank == 0),
+            watch=capture_progress(shown=session.rank == 0),
         )
         captured = self._capture(number, training=True)
         self._agree_on_model(captured)
@@ -330,7 +330,7 @@ class RaNNCModule(nn.Module):
             session,
             captured,
             self._state,
-            self._program,
+            partial(self._program, number),
             device=self.device,
             seed=seed,
             timeout_seconds=self._timeout_seconds,
@@ -348,7 +348,7 @@ class RaNNCModule(nn.Module):
             if self._shards_optimizer and session.replicas is not None:
                 owners = shard(self._optimizer, replica=session.replica, group=session.replicas)
                 reducer = trainer.reducer
-                reducer.own_share = frozenset(
+                reducer.owned = frozenset(
                     p for p in reducer.parameters if owners.get(p, 0) == session.replica
                 )
             if self._shards_optimizer:  # all ranks ask alike, also those of a stage with one replica
@@ -453,10 +453,9 @@ class RaNNCModule(nn.Module):
             tensor.copy_(value)
 
     def _program(
-        self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
+        self, number: int, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
     ) -> SpanProgram:
         """The program of this stage for micro-batches of a size, captured when first met."""
-        number = self._number
         key = number, size == 1
         if key not in self._programs:
             assert self._pipeline is not None

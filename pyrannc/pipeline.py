@@ -22,10 +22,10 @@ from varuna.errors import CaptureError, some
 from varuna.execute.comm.exchange import SampleTransfer, redistribute
 from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.execute.comm.session import Session
-from varuna.execute.step.division import Division, divide_alike, divide_batch
+from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
 from varuna.execute.step.scatter import MicroBatch, join, put_in_order, samples_of
 from varuna.execute.step.spans import Span, even_spans, spans
-from varuna.execute.step.trainer import Flight, Trainer
+from varuna.execute.step.trainer import ForwardedBatch, Programs, Trainer
 from varuna.types import TensorSpec, spread_evenly
 
 Reduction = Literal["mean", "sum"]
@@ -92,6 +92,7 @@ class Way:
     results: tuple[Result, ...]
     disordered: Sequence[str]  # of the results those that cannot be put together from parts, in words
     structure: OutputStructure
+    programs: Programs
     needs: Sequence[frozenset[str]]  # of each rank: the inputs that its stage reads
     # This rank's parameters that get no gradient where only these of the results get one.
     untouched: Callable[[tuple[bool, ...]], Sequence[Tensor]]
@@ -107,7 +108,7 @@ class Passing:
     taken: tuple[Span, ...]  # by each rank, as a replica of its stage
     stays: bool  # each rank computes what it was given, from first to last
     division: Division
-    flight: Flight | None = None
+    flight: ForwardedBatch | None = None
 
     @property
     def total(self) -> int:
@@ -150,6 +151,7 @@ class Pipeline:
         agreed = form.agreed
         flight = self.trainer.forwards(
             self._hand_out(passing, leaves),
+            programs=form.programs,
             division=passing.division,
             dims=agreed.dims,
             training=agreed.draft.training,
@@ -202,7 +204,7 @@ class Pipeline:
             return divide_batch(shares, stage=session.stage, replica=session.replica, microbatch_size=length)
         own = [taken[rank] for rank in session.stage_map[session.stage]]
         lengths = [self.microbatch_size(stop - first) for first, stop in own]
-        return divide_alike(own, replica=session.replica, microbatch_sizes=lengths)
+        return divide_equal_widths(own, replica=session.replica, microbatch_sizes=lengths)
 
     def microbatch_size(self, num_samples: int) -> int:
         if self.pipeline_num:
@@ -245,7 +247,7 @@ class Pipeline:
             held, wanted, lambda first, stop: tensor.detach().narrow(dim, first, stop - first), leaf.form
         )
 
-    def _hand_back(self, passing: Passing, flight: Flight) -> list[Tensor]:
+    def _hand_back(self, passing: Passing, flight: ForwardedBatch) -> list[Tensor]:
         """The results of the samples that this rank wants; what has no batch, of all samples."""
         results = passing.form.results
         cargoes = []
@@ -272,7 +274,7 @@ class Pipeline:
             wanted = dict.fromkeys(wanted, WHOLE)
         return SampleTransfer(held, wanted, rows, result.form)
 
-    def _put_together(self, result: Result, number: int, flight: Flight, total: int) -> Tensor | None:
+    def _put_together(self, result: Result, number: int, flight: ForwardedBatch, total: int) -> Tensor | None:
         jobs = [job.microbatch for job in flight.jobs if job.microbatch.size]
         parts = [outputs[number] for outputs in flight.results if outputs]
         if not parts:
@@ -343,7 +345,7 @@ class Pipeline:
     def allreduce(self) -> None:
         """Sums what delayed backwards have left over the replicas."""
         if not self.reduced:
-            self.trainer.reducer.settle()
+            self.trainer.reducer.reduce_gradients()
             self._leave_untouched()
             self.reduced = True
             if self.must_agree_on_overflow:
@@ -360,7 +362,7 @@ class Pipeline:
         if self.reduced and not delays:
             reducer.begin()
         elif self.reduced:
-            reducer.share_out()
+            reducer.divide_gradients()
 
     def _compare(
         self, passing: Passing, gradients: Sequence[Tensor | None]
@@ -451,7 +453,7 @@ class Pipeline:
 
         return SampleTransfer(dict(enumerate(passing.given)), self._lasts(passing), rows, result.form)
 
-    def _gradients_of_inputs(self, passing: Passing, flight: Flight) -> dict[str, Tensor]:
+    def _gradients_of_inputs(self, passing: Passing, flight: ForwardedBatch) -> dict[str, Tensor]:
         """Each stage that reads an input has a part of its gradient; who gave the input sums them."""
         agreed = passing.form.agreed
         names = set(self._wanting_gradients(passing))
@@ -475,7 +477,7 @@ class Pipeline:
             found[leaf.name] = whole / weight if stop > first else whole
         return found
 
-    def _cargo_of_gradient(self, leaf: Leaf, passing: Passing, flight: Flight) -> SampleTransfer:
+    def _cargo_of_gradient(self, leaf: Leaf, passing: Passing, flight: ForwardedBatch) -> SampleTransfer:
         """The gradient of an input, from who reads it to who was given it."""
         dim = passing.form.agreed.dims[leaf.name]
         microbatches = [job.microbatch for job in flight.jobs if job.microbatch.size]

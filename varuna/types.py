@@ -238,6 +238,11 @@ Seconds = Annotated[float, Meta(ge=0, le=DAY)]
 
 PROFILE_VERSION = 1
 
+FIRST_BUCKET_BYTES = 1 << 20
+"""Size of the first bucket of gradients; small, so that the first all-reduce starts early."""
+BUCKET_BYTES = 25 << 20
+"""Size of the other buckets."""
+
 
 class Duration(msgspec.Struct, frozen=True, array_like=True):
     """A measured time: the median of several runs, and the standard deviation of one run.

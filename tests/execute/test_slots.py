@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.execute.card import CPU, Card, exchange_by_card, installed
+from tests.execute.fake_gpu import CPU, Card, exchange_by_card, installed
 from tests.pool import Pool
 from varuna.execute.comm import slots
 

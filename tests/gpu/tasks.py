@@ -18,7 +18,7 @@ from tests.tasks import logged, make_inputs, stage_map
 from tests.toys import make_model
 from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
-from varuna.execute.comm.frames import to_contiguous
+from varuna.execute.comm.frames import meta_of, to_contiguous
 from varuna.execute.comm.groups import reduce_backend
 from varuna.execute.comm.lanes import GroupLane, LaneSender, make_lane_receiver, make_nccl_group
 from varuna.execute.update.reduce import Reducer
@@ -229,10 +229,10 @@ def send_by_nccl(count: int) -> list[list[list[float]]]:
         sent = [torch.full((3, 2), float(number), device=device).t(), torch.ones(0, device=device)]
         with nothing_waits_for_the_device():
             outlet.put([to_contiguous(tensor) for tensor in sent])
-            inlet.expect([(torch.float32, (2, 3), 24), (torch.float32, (0,), 0)])
+            inlet.expect([meta_of(torch.float32, (2, 3)), meta_of(torch.float32, (0,))])
             arrived = inlet.tensors()
-            outlet.let_go()
-            inlet.take_back()
+            outlet.release_sent()
+            inlet.take_freed()
         found.append([list(tensor.shape) for tensor in arrived])
     outlet.finish(60)
     return found

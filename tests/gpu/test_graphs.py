@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.execute.tape import train_replayed
+from tests.execute.recorded_calls import train_replayed
 from tests.gpu.tasks import count_tokens, run_unrecordable, step_without_waiting
 from tests.pool import Pool
 from tests.tasks import compare, train, train_plainly

@@ -117,6 +117,6 @@ def run_out_of_memory(**options: Any) -> str:
 def test_out_of_memory_names_consumers_and_a_setting_that_fits(pool: Pool) -> None:
     """R17: and it fits."""
     (error,) = pool.run(run_out_of_memory, 1, checkpointing=False)
-    assert error.startswith("OutOfDeviceMemory: the device's 1.4 GiB are full: ")
+    assert error.startswith("OutOfDeviceMemory: the device's memory of 1.4 GiB is full: ")
     assert "activations of 3 micro-batches" in error and "try checkpointing=True" in error
     assert pool.run(run_out_of_memory, 1, checkpointing=True) == [""]

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source
-from varuna.observe import progress_bar as capturing
+from varuna.observe.progress_bar import capture_progress
 from varuna.plan.search.search import search
 from varuna.profile.estimate import Speed, assumed_link, estimate_profile
 from varuna.types import Cluster, Machine
 
 
-def capture(watch: capturing.Watch | None) -> None:
+def capture(watch: progress_bar.CaptureProgress | None) -> None:
     inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(0))
     Source(make_model("GPT"), watch=watch).capture(inputs, training=True)
 
@@ -26,7 +26,7 @@ def capture(watch: capturing.Watch | None) -> None:
 def test_a_capture_is_a_bar_on_a_terminal() -> None:
     """R12"""
     seen = io.StringIO()
-    capture(capturing.watch(speaks=True, console=Console(file=seen, force_terminal=True)))
+    capture(capture_progress(shown=True, console=Console(file=seen, force_terminal=True)))
     assert "capturing the model" in seen.getvalue()
 
 
@@ -34,15 +34,15 @@ def test_a_capture_is_lines_in_the_log_elsewhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R12: how many of how many modules; other ranks are silent."""
-    monkeypatch.setattr(capturing, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(progress_bar, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "varuna")
-    watch = capturing.watch(speaks=True, console=Console(file=io.StringIO()))
+    watch = capture_progress(shown=True, console=Console(file=io.StringIO()))
     capture(watch)
     found = [re.search(r"(\d+) of (\d+) modules", line) for line in caplog.messages]
     numbers = [(int(match[1]), int(match[2])) for match in found if match]
     assert len(numbers) > 5 and numbers == sorted(numbers)
     assert all(done <= total for done, total in numbers)
-    assert capturing.watch(speaks=False) is None
+    assert capture_progress(shown=False) is None
 
 
 def test_a_model_on_meta_is_planned_as_one_with_values() -> None:

@@ -5,8 +5,6 @@ import pytest
 
 from tests.plan.profiles import ADAM, GB, MB, link, profile, reductions, segment
 from varuna.errors import PlanError
-from varuna.execute.update import reduce
-from varuna.plan.cost import costs as costs_module
 from varuna.plan.cost.costs import CostTable, with_network
 from varuna.types import Duration, LinkCost, MessageCost, Overheads, ReduceCost, TieCost
 
@@ -91,11 +89,6 @@ def test_larger_messages_never_take_less_by_extrapolation() -> None:
     )
     costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=falling))
     assert costs.reduce_seconds(2, GB, between=False) == pytest.approx(1e-3)
-
-
-def test_buckets_are_those_of_the_engine() -> None:
-    assert costs_module.FIRST_BUCKET_BYTES == reduce.FIRST_BUCKET_BYTES
-    assert costs_module.BUCKET_BYTES == reduce.BUCKET_BYTES
 
 
 def test_buckets_fill_from_the_last_segment_on() -> None:

@@ -451,7 +451,7 @@ def test_one_rank_of_several_does_not_train_alone(monkeypatch: pytest.MonkeyPatc
 def test_stages_that_are_given_different_samples_are_refused(pool: Pool) -> None:
     """V7: loaders that shuffle each by itself would pair one sample's features with another's label."""
     for message in pool.run(shuffled_apart, 2):
-        assert "sample 0 of the batch is not the same on stages 0 and 1" in message
+        assert "sample 0 of the batch differs between stages 0 and 1" in message
 
 
 def shuffled_apart() -> str:

@@ -29,7 +29,11 @@ _NAMES = {
     "W": "backward, weights",
 }
 _LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the bubble
-_LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; its compute bars; the strip below for everything else
+_LANE, _BAR, _STRIP = (
+    28,
+    17,
+    5,
+)  # down, in pixels: a lane; its compute bars; the strip below for the rest
 
 
 def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) -> str:

@@ -13,22 +13,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 log = logging.getLogger("varuna")
 
-Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+CaptureProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Called with the number of modules; gives a function to call with the number that have run."""
 LOG_SECONDS = 5.0
 """Interval between two log lines."""
 
 
-def watch(*, speaks: bool, console: Console | None = None) -> Watch | None:
+def capture_progress(*, shown: bool, console: Console | None = None) -> CaptureProgress | None:
     """Return a progress display for a model's capture; None on ranks that do not show it."""
 
     @contextmanager
-    def watching(total: int) -> Iterator[Callable[[int], None]]:
-        place = console or Console(stderr=True)
-        with _bar(place, total) if place.is_terminal else _lines(total) as tell:
-            yield tell
+    def show(total: int) -> Iterator[Callable[[int], None]]:
+        target = console or Console(stderr=True)
+        with _bar(target, total) if target.is_terminal else _lines(total) as report:
+            yield report
 
-    return watching if speaks else None
+    return show if shown else None
 
 
 @contextmanager
@@ -43,10 +43,10 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
 def _lines(total: int) -> Iterator[Callable[[int], None]]:
     last = [time.monotonic()]
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         now = time.monotonic()
         if now - last[0] >= LOG_SECONDS:
             last[0] = now
             log.info("capturing the model: %d of %d modules", done, total)
 
-    yield tell
+    yield report

@@ -7,7 +7,7 @@ from torch import nn
 
 from varuna.capture import Captured, Source
 from varuna.measure.draft import ProfileSubject
-from varuna.observe.progress_bar import watch
+from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cost.calibrate import calibrate
 from varuna.plan.cost.costs import assumed_link
 from varuna.plan.cost.estimate import Speed, estimate
@@ -52,7 +52,7 @@ def estimate_profile(
         shared_weights=shared_weights,
         precision=precision,
         partition=partition,
-        watch=watch(speaks=True),
+        watch=capture_progress(shown=True),
     )
     batches = ProfileBatches(get_batch, source)
     return estimate_captured(

@@ -23,7 +23,7 @@ from varuna.measure.links import MESSAGE_BYTES
 from varuna.measure.optimizer import NO_OPTIMIZER, MakeOptimizer
 from varuna.measure.reductions import measure_reductions
 from varuna.measure.stopwatch import Effort, stopwatch_for
-from varuna.observe.progress_bar import watch
+from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.profile.description import GetBatch, ProfileBatches, describe
 from varuna.profile.draft_file import DraftFile, open_draft
@@ -95,7 +95,7 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
             partition=partition,
-            watch=watch(speaks=self._ranks.rank == 0),
+            watch=capture_progress(shown=self._ranks.rank == 0),
         )
         self._make_optimizer: MakeOptimizer | None = None
 

@@ -14,8 +14,7 @@ from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.execute.comm.session import single_rank_session
 from varuna.execute.step.engine import Engine
 from varuna.execute.step.scatter import move_inputs
-from varuna.execute.step.stage import Program as Runnable
-from varuna.execute.step.stage import Stage
+from varuna.execute.step.stage import Stage, StageProgram
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.reduce import Reducer
@@ -32,7 +31,7 @@ class StageSegment:
     def __init__(
         self,
         stage: Stage,
-        program: Runnable,
+        program: StageProgram,
         inputs: Mapping[str, object],
         relayed: Sequence[bool],
         num_results: int = 1,  # of a last segment, which sends nothing

@@ -7,12 +7,12 @@ import torch
 from varuna.capture import Captured, StageState
 from varuna.execute.comm.groups import have_equal_widths, stages_of_ties
 from varuna.execute.comm.session import Session, make_tie_groups
-from varuna.execute.step.cuda_graphs import GraphedStage, tapes_on
+from varuna.execute.step.cuda_graphs import GraphedStage, make_recorders
 from varuna.execute.step.engine import Engine
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.step.stage import Stage
 from varuna.execute.step.trainer import Programs, Trainer
-from varuna.execute.update.reduce import Reducer, Tie
+from varuna.execute.update.reduce import Reducer, TiedParameter
 from varuna.types import Op, Plan
 
 
@@ -30,12 +30,12 @@ def assemble(
     cuda_graphs: bool = False,
     weigh: WeightFunction | None = None,
     delay: Callable[[Op, int], float] | None = None,
-    asks: Callable[[], bool] = lambda: False,
+    has_request: Callable[[], bool] = lambda: False,
     first_run_patience: float = 1.0,
 ) -> Trainer:
     own = plan.stages[session.stage]
-    tapes = tapes_on(device) if cuda_graphs else None
-    graphed = None if tapes is None else GraphedStage(state, tapes, device)
+    recorders = make_recorders(device) if cuda_graphs else None
+    graphed = None if recorders is None else GraphedStage(state, recorders, device)
     engine = Engine(
         graphed or Stage(state, split_backward=split_backward),
         index=session.stage,
@@ -65,7 +65,7 @@ def assemble(
         counts_norm=session.replica == 0,
         waiter=session.waiter,
         ties=[
-            Tie(
+            TiedParameter(
                 state.tensor(name),
                 groups[stages],
                 counts_here=session.stage == stages[0],
@@ -76,9 +76,9 @@ def assemble(
             for name, stages in ties.items()
             if session.stage in stages and state.tensor(name).requires_grad
         ],
-        watches=not program.leaves,
-        asks=asks,
-        placed=graphed.places if graphed is not None else frozenset(),
+        overlaps=not program.leaves,
+        has_request=has_request,
+        fixed_gradients=graphed.gradients if graphed is not None else frozenset(),
     )
     return Trainer(
         plan=plan,

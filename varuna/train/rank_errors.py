@@ -8,7 +8,12 @@ import torch
 from varuna.capture import StageState
 from varuna.errors import OutOfDeviceMemory
 from varuna.execute.comm.session import Session
-from varuna.execute.device.out_of_memory import Layout, Remedies, explained, telling
+from varuna.execute.device.out_of_memory import (
+    Remedies,
+    StageLayout,
+    describe_out_of_memory,
+    replace_out_of_memory,
+)
 from varuna.execute.step.trainer import Trainer
 
 
@@ -27,7 +32,7 @@ def report_errors(
     `explain_memory` replaces an out-of-memory error of the device; None keeps the original error.
     """
     try:
-        with telling(explain_memory):
+        with replace_out_of_memory(explain_memory):
             yield
     except Exception as error:
         current = trainer()
@@ -52,13 +57,13 @@ def explain_out_of_memory(
     """
     plan = trainer.plan
     recompute = plan.stages[trainer.session.stage].recompute
-    return explained(
+    return describe_out_of_memory(
         error,
         device=trainer.engine.device,
         parameters=state.parameters(),
         buffers=state.buffers(),
         optimizer=optimizer,
         stage=trainer.engine.stage,
-        layout=Layout(plan.depth, microbatch_size, held_microbatches, recompute),
+        layout=StageLayout(plan.depth, microbatch_size, held_microbatches, recompute),
         remedies=remedies,
     )

@@ -29,7 +29,7 @@ from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import shard_optimizer as shard
 from varuna.morph.run.progress_page import ProgressWriter, open_progress
-from varuna.observe.progress_bar import watch
+from varuna.observe.progress_bar import capture_progress
 from varuna.observe.record import merge, on_one_clock
 from varuna.plan.cut.blocks import partition
 from varuna.schedule import held
@@ -195,7 +195,7 @@ class Varuna(nn.Module):
                 precision=precision,
                 device_type=self.device.type,
                 partition=partition,
-                watch=watch(speaks=rank == min(map(min, stage_map))),
+                watch=capture_progress(shown=rank == min(map(min, stage_map))),
             )
             captured = self._source.capture(inputs, training=True)
             refuse_detached(captured, model)
@@ -258,7 +258,7 @@ class Varuna(nn.Module):
                 cuda_graphs=cuda_graphs,
                 weigh=loss_weight,
                 delay=compute_delay,
-                asks=self._asks,
+                has_request=self._asks,
                 first_run_patience=COMPILING_PATIENCE if self._compiles else 1.0,
             )
             self._checkpoints = Checkpoints(
@@ -638,8 +638,8 @@ class Varuna(nn.Module):
     def _see_to_requests(self) -> None:
         """What any rank has been asked for (SIGUSR1, a checkpoint on demand), on all ranks at this step."""
         usr1.hold()
-        if self._trainer.reducer.attention:
-            self._trainer.reducer.attention = False
+        if self._trainer.reducer.request_seen:
+            self._trainer.reducer.request_seen = False
             self._trainer.engine.where = f"stage {self.stage}, what was asked for between two steps"
             self._progress.on_demand(True)
             sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

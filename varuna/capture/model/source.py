@@ -20,7 +20,7 @@ from varuna.capture.trace.opaque_module import is_opaque, opaque
 from varuna.capture.trace.refusals import DataDependentError
 from varuna.capture.trace.trace import Trace, trace
 from varuna.errors import CaptureError
-from varuna.observe.progress_bar import Watch
+from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import Partition, PrecisionName
 
 log = logging.getLogger("varuna")
@@ -38,7 +38,7 @@ class Source:
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
         partition: Partition | None = None,
-        watch: Watch | None = None,
+        watch: CaptureProgress | None = None,
     ) -> None:
         """`partition` cuts a model that has no CutPoints; without it, such a model is one segment.
 

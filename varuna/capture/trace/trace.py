@@ -31,7 +31,7 @@ from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
 from varuna.capture.trace.recorder import TraceRecorder, recording
 from varuna.capture.trace.refusals import explained_failures, model_line, refused_gradient_call
-from varuna.observe.progress_bar import Watch
+from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import PrecisionName
 
 log = logging.getLogger("varuna")
@@ -60,7 +60,7 @@ def trace(
     precision: PrecisionName,
     device: torch.device,
     convention: CallConvention,
-    watch: Watch | None = None,
+    watch: CaptureProgress | None = None,
 ) -> Trace:
     """Trace a model on `meta`. A batch of one sample is a fixed size: torch.export fixes sizes 0 and 1.
 
@@ -85,7 +85,7 @@ def _trace(
     precision: PrecisionName,
     device: torch.device,
     convention: CallConvention,
-    watch: Watch | None,
+    watch: CaptureProgress | None,
     reuse: bool,
 ) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

@@ -104,7 +104,9 @@ class Recording:
     ) -> None:
         self._run = run
         own = {name: v.clone() if isinstance(v, Tensor) else v for name, v in inputs.items()}
-        self._held = HeldMicroBatch(known.program, [tensor.detach().clone() for tensor in received], own, work)
+        self._held = HeldMicroBatch(
+            known.program, [tensor.detach().clone() for tensor in received], own, work
+        )
         self._flowing = [
             None if like is None else torch.empty_like(like, device=device) for like in known.flowing
         ]

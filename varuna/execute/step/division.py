@@ -53,9 +53,7 @@ def divide_batch(given: SamplesByStage, *, stage: int, replica: int, microbatch_
     )
 
 
-def divide_equal_widths(
-    shares: Sequence[Span], *, replica: int, microbatch_sizes: Sequence[int]
-) -> Division:
+def divide_equal_widths(shares: Sequence[Span], *, replica: int, microbatch_sizes: Sequence[int]) -> Division:
     """Divide a batch if all stages have equally many replicas.
 
     `shares` and `microbatch_sizes` are by replica.

@@ -48,7 +48,9 @@ def backward_inputs(
         torch.autograd.backward(roots, gradients)
         return [leaf.grad for leaf in leaves], PendingWeights(())
     forks = [fork for fork in found if not isinstance(fork.node, BackwardCFunction)]
-    at_once = [weight for fork in found if isinstance(fork.node, BackwardCFunction) for weight in fork.weights]
+    at_once = [
+        weight for fork in found if isinstance(fork.node, BackwardCFunction) for weight in fork.weights
+    ]
     hooks = [fork.node.register_prehook(fork.saved.append) for fork in forks]
     made = torch.autograd.grad(roots, [*leaves, *at_once], gradients, retain_graph=True, allow_unused=True)
     for hook in hooks:

@@ -27,7 +27,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = C
 
     def step(self: torch.optim.Optimizer, closure: Any = None) -> None:
         if closure is not None:
-            raise ValueError("an optimizer with its state on the host takes no closure (call step() without one)")
+            raise ValueError("an optimizer with state on the host takes no closure (call step() without)")
         everything = self.param_groups
         for chunk in chunks(everything, chunk_bytes):
             with _only(self, everything, chunk):

@@ -231,9 +231,9 @@ class Reducer:
                     bucket.parameters[number].grad = None
 
     def _reduce_ties(self) -> None:
-        """Give each stage that holds a tied parameter the same sum, bit for bit, so that copies stay equal."""
+        """Give each stage that holds a tied parameter the same sum, bit for bit: copies stay equal."""
         works = []
-        counted: list[tuple[Tensor, Tensor]] = []  # parameters that may lack a gradient; how many ranks have it
+        counted: list[tuple[Tensor, Tensor]] = []  # and how many ranks have a gradient
         for tie in self.ties:
             if tie.may_lack:
                 here = float(tie.parameter.grad is not None)

@@ -13,11 +13,18 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.types import Duration, LinkCost, MessageCost, Profile, ReduceCost, SegmentCost, SizeCost
+from varuna.types import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Duration,
+    LinkCost,
+    MessageCost,
+    Profile,
+    ReduceCost,
+    SegmentCost,
+    SizeCost,
+)
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-"""Must equal the constants of `varuna.execute.update.reduce`; a test compares them."""
 BUCKET_RUNS = 2
 """Full buckets are simulated in this many groups. The last bucket ends at the same time as with all."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from varuna.execute.device.event_times import LateRecorder
+from varuna.execute.device.event_times import DeviceRecorder
 
 
 class Device:
@@ -32,7 +32,7 @@ class Moment:
 def test_work_takes_as_long_as_the_device_works_on_it() -> None:
     """B4: two forwards are queued at once, then the host waits for a neighbour, then for the device."""
     device = Device()
-    recorder = LateRecorder(device.mark)
+    recorder = DeviceRecorder(device.mark)
     recorder.clear()
     for number in (0, 1):
         device.queue(2.0)
@@ -53,13 +53,13 @@ def test_work_takes_as_long_as_the_device_works_on_it() -> None:
 
 
 def test_nothing_recorded_is_nothing() -> None:
-    assert LateRecorder(Device().mark).snapshot()() == []
+    assert DeviceRecorder(Device().mark).snapshot()() == []
 
 
 def test_compute_seconds_are_those_of_the_step_before_for_which_nobody_waits() -> None:
     """V44: what the host took to queue a step is no measure of its machine."""
     device = Device()
-    recorder = LateRecorder(device.mark)
+    recorder = DeviceRecorder(device.mark)
     found = []
     for seconds in (1.0, 2.0, 3.0):
         recorder.clear()

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.execute.tape import tapes, train_replayed
+from tests.execute.recorded_calls import recorders, train_replayed
 from tests.pool import Pool
 from tests.tasks import compare, logged, train_plainly
 from varuna import Varuna
-from varuna.execute.step.cuda_graphs import MOST_FORMS, GraphedStage, Recording
+from varuna.execute.step.cuda_graphs import MAX_FORMS, GraphedStage, Recording
 from varuna.schedule import NAMES
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -117,7 +117,7 @@ def both(
     expected = [plain_step(), plain_step()]
     between(plain)
     expected += [plain_step(), plain_step()]
-    with tapes() as made:
+    with recorders() as made:
         wrapped, step = make(Little(), graphs=True, **inputs)
         found = [step(), step()]
         between(wrapped)
@@ -156,12 +156,12 @@ def test_hooks_of_weights_are_called() -> None:
 
     with logged() as told:
         assert both(hook)[1] == 1  # before it was there
-    assert told == ["micro-batches run without CUDA graphs, for their weights have hooks"]
+    assert told == ["micro-batches run without CUDA graphs: their weights have hooks"]
 
 
 def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
     x = torch.ones(8, 4, dtype=torch.float64)
-    with tapes() as made:
+    with recorders() as made:
         wrapped, _ = make(Little(), graphs=True, power=2)
         found = [wrapped.step({"x": x, "power": power})[0] for power in (2, 3, 2, 3)]
     assert found[:2] == found[2:] and found[0] != found[1] and len(made) == 2
@@ -173,18 +173,18 @@ def test_recordings_of_the_forms_used_last_are_kept() -> None:
     batches = [torch.full((4, length, 4), 0.1 * length, dtype=torch.float64) for length in lengths]
     found = {}
     for graphs in (False, True):
-        with tapes() as made:
+        with recorders() as made:
             wrapped, _ = make(Little(), graphs=graphs)
             found[graphs] = [wrapped.step({"x": x})[0] for x in batches]
     stage = wrapped._trainer.engine.stage
-    assert isinstance(stage, GraphedStage) and len(stage._free) == MOST_FORMS
+    assert isinstance(stage, GraphedStage) and len(stage._free) == MAX_FORMS
     assert found[True] == found[False]
     assert len(made) == 10 + 1  # those of lengths 1 and 2 were gone
 
 
 def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """V21: what was under way is free for the next one."""
-    with tapes() as made:
+    with recorders() as made:
         _, step = make(Little(), graphs=True)
         before = step()
         with monkeypatch.context() as patched:
@@ -198,7 +198,7 @@ def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gradients_that_are_not_cleared_add_up() -> None:
     """V14: though every step's lie at the same place."""
-    with tapes():
+    with recorders():
         wrapped, step = make(Little(), graphs=True)
         _, once = step()
         x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -214,7 +214,7 @@ def test_gradients_that_are_not_cleared_add_up() -> None:
 
 def test_a_stage_that_recomputes_runs_as_ever_and_says_so(pool: Pool) -> None:
     (told, num_recorded), (told_last, num_recorded_last) = pool.run(recompute_replayed, 2)
-    assert told == ["micro-batches run without CUDA graphs, for they are recomputed"] and not num_recorded
+    assert told == ["micro-batches run without CUDA graphs: they are recomputed"] and not num_recorded
     assert not told_last and num_recorded_last  # whose backward follows its forward at once
 
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) 
     def refuse(function: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with tapes(refuse):
+    with recorders(refuse):
         _, step = make(Little(), graphs=True)
         found = [step() for _ in range(3)]
     _, plain_step = make(Little(), graphs=False)
@@ -242,9 +242,9 @@ class Drawing(Little):
 
 
 def test_a_stage_that_draws_runs_as_ever_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with tapes() as made:
+    with recorders() as made:
         _, step = make(Drawing(), graphs=True)
         found = [step() for _ in range(3)]
     _, plain_step = make(Drawing(), graphs=False)
     assert [loss for loss, _ in found] == [plain_step()[0] for _ in range(3)]
-    assert not made and caplog.text.count("without CUDA graphs, for they draw random numbers") == 1
+    assert not made and caplog.text.count("without CUDA graphs: they draw random numbers") == 1

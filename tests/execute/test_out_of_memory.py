@@ -20,7 +20,7 @@ from varuna import Varuna
 from varuna.errors import OutOfDeviceMemory
 from varuna.execute.comm.groups import reduce_backend
 from varuna.execute.device.facts import choose_gpu, find_device
-from varuna.execute.device.out_of_memory import USABLE, Layout, Use, explain, propose
+from varuna.execute.device.out_of_memory import USABLE, MemoryUse, StageLayout, explain, propose
 from varuna.train.varuna import REMEDIES
 
 GIB = 1 << 30
@@ -35,31 +35,40 @@ class Mean(nn.Module):
         return torch.sin(self.linear(x)).sin().mean()
 
 
-def use(*, activations: int, begun: int = 1, state: int = 4) -> Use:
+def use(*, activations: int, begun: int = 1, state: int = 4) -> MemoryUse:
     steady = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer state": state * GIB}
-    return Use(steady, activations * GIB, begun, spare=GIB // 8, elsewhere=0, capacity=24 * GIB)
+    return MemoryUse(steady, activations * GIB, begun, spare=GIB // 8, elsewhere=0, capacity=24 * GIB)
 
 
 def test_the_three_largest_consumers_are_named() -> None:
     said = explain(
-        use(activations=15), Layout(2, 8, held=lambda _: 1, recompute=False), asked=2 * GIB, remedies=REMEDIES
+        use(activations=15),
+        StageLayout(2, 8, held=lambda _: 1, recompute=False),
+        requested=2 * GIB,
+        remedies=REMEDIES,
     )
-    assert said.startswith("the device's 24 GiB are full: 2 GiB more were asked for beside ")
+    assert said.startswith("the device's memory of 24 GiB is full: could not allocate 2 GiB more beside ")
     assert "activations of 1 micro-batch 15 GiB, optimizer state 4 GiB, parameters 2 GiB" in said
 
 
 @pytest.mark.parametrize(
     ("found", "layout", "proposal"),
     [
-        (use(activations=15, begun=3), Layout(2, 8, held=lambda _: 4, recompute=False), "recompute=True"),
-        (use(activations=15), Layout(2, 8, held=lambda _: 1, recompute=False), "chunk_size=4"),
-        (use(activations=15, begun=3), Layout(2, 8, held=lambda _: 8, recompute=True), "chunk_size=4"),
-        (use(activations=2, state=18), Layout(2, 8, held=lambda _: 1, recompute=False), "3 stages"),
-        (use(activations=15), Layout(1, 1, held=lambda _: 1, recompute=False), "2 stages"),
+        (
+            use(activations=15, begun=3),
+            StageLayout(2, 8, held=lambda _: 4, recompute=False),
+            "recompute=True",
+        ),
+        (use(activations=15), StageLayout(2, 8, held=lambda _: 1, recompute=False), "chunk_size=4"),
+        (use(activations=15, begun=3), StageLayout(2, 8, held=lambda _: 8, recompute=True), "chunk_size=4"),
+        (use(activations=2, state=18), StageLayout(2, 8, held=lambda _: 1, recompute=False), "3 stages"),
+        (use(activations=15), StageLayout(1, 1, held=lambda _: 1, recompute=False), "2 stages"),
     ],
 )
-def test_the_nearest_layout_that_fits_is_proposed(found: Use, layout: Layout, proposal: str) -> None:
-    assert proposal in propose(found, layout, asked=GIB, remedies=REMEDIES)
+def test_the_nearest_layout_that_fits_is_proposed(
+    found: MemoryUse, layout: StageLayout, proposal: str
+) -> None:
+    assert proposal in propose(found, layout, requested=GIB, remedies=REMEDIES)
 
 
 @given(
@@ -73,7 +82,9 @@ def test_a_proposed_micro_batch_fits_what_was_seen(
     activations: int, begun: int, microbatch: int, held: int, recompute: bool
 ) -> None:
     found = use(activations=activations, begun=begun)
-    said = propose(found, Layout(2, microbatch, lambda _: held, recompute), asked=0, remedies=REMEDIES)
+    said = propose(
+        found, StageLayout(2, microbatch, lambda _: held, recompute), requested=0, remedies=REMEDIES
+    )
     proposed = re.search(r"chunk_size=(\d+)", said)
     if proposed is not None:
         size, recompute = int(proposed[1]), recompute or "recompute=True" in said
@@ -83,16 +94,16 @@ def test_a_proposed_micro_batch_fits_what_was_seen(
 
 
 def test_gradients_that_will_come_are_counted() -> None:
-    layout = Layout(2, 8, held=lambda _: 1, recompute=False)
+    layout = StageLayout(2, 8, held=lambda _: 1, recompute=False)
     first = dataclasses.replace(use(activations=23), steady={"parameters": 6 * GIB})
-    assert "chunk_size=4" in propose(first, layout, asked=GIB, remedies=REMEDIES)
+    assert "chunk_size=4" in propose(first, layout, requested=GIB, remedies=REMEDIES)
     first = dataclasses.replace(first, coming=6 * GIB)
-    assert "chunk_size=2" in propose(first, layout, asked=GIB, remedies=REMEDIES)
+    assert "chunk_size=2" in propose(first, layout, requested=GIB, remedies=REMEDIES)
 
 
 def test_smaller_micro_batches_are_no_way_out_where_all_are_held() -> None:
-    all_of_32 = Layout(1, 8, lambda size: 32 // size, recompute=False)
-    said = propose(use(activations=30), all_of_32, asked=GIB, remedies=REMEDIES)
+    all_of_32 = StageLayout(1, 8, lambda size: 32 // size, recompute=False)
+    said = propose(use(activations=30), all_of_32, requested=GIB, remedies=REMEDIES)
     assert said == "try micro-batches of 2: chunk_size=2, and recompute=True"
 
 
@@ -109,7 +120,7 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:
 def test_a_gpu_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device(-1, -1, 0) == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"device='cuda:0' asks for a GPU, but torch .* sees none here"):
+    with pytest.raises(ValueError, match=r"device='cuda:0' names a GPU, but torch .* finds none"):
         find_device("cuda:0", -1, 0)
 
 

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 import varuna.train.assemble
 from tests.tasks import train
-from varuna.execute.step.cuda_graphs import Tape
+from varuna.execute.step.cuda_graphs import Record
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(function: Callable[[], None]) -> Callable[[], None]:
-    recorder = Recorder()
+    recorder = CallRecorder()
     with recorder:
         function()
     recorder.undo()
@@ -60,28 +60,28 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def tapes(tape: Tape | None = record) -> Iterator[list[Tape]]:
-    """Within, any device has such tapes, or its own; those that were asked for."""
-    made: list[Tape] = []
-    before = varuna.train.assemble.tapes_on
+def recorders(recorder: Record | None = record) -> Iterator[list[Record]]:
+    """Give every device such recorders, or its own, inside the block. Yields those that were made."""
+    made: list[Record] = []
+    before = varuna.train.assemble.make_recorders
 
-    def tapes_on(device: torch.device) -> Callable[[], Tape]:
+    def make_recorders(device: torch.device) -> Callable[[], Record]:
         own = before(device)
 
-        def new_tape() -> Tape:
-            made.append(tape or own())  # type: ignore[misc]
+        def make_recorder() -> Record:
+            made.append(recorder or own())  # type: ignore[misc]
             return made[-1]
 
-        return new_tape
+        return make_recorder
 
-    varuna.train.assemble.tapes_on = tapes_on
+    varuna.train.assemble.make_recorders = make_recorders
     try:
         yield made
     finally:
-        varuna.train.assemble.tapes_on = before
+        varuna.train.assemble.make_recorders = before
 
 
 def train_replayed(*args: Any, device: str = "cpu", **options: Any) -> tuple[dict[str, Any], int]:
-    """Trains with recordings: by a GPU's own, or the tapes above; how many were made."""
-    with tapes(record if device == "cpu" else None) as made:
+    """Train with CUDA graphs on a GPU, else with the recorders above; return how many were made."""
+    with recorders(record if device == "cpu" else None) as made:
         return train(*args, cuda_graphs=True, device=device, **options), len(made)
