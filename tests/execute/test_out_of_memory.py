@@ -111,7 +111,7 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:
     assert choose_gpu(-1, 3, 11, count=4) == torch.device("cuda", 3)
     assert choose_gpu(1, 3, 11, count=4) == torch.device("cuda", 1)
     assert choose_gpu(-1, -1, 5, count=4) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="rank 2 is to compute on GPU 4, but this machine has 4: 0 to 3"):
+    with pytest.raises(ValueError, match="rank 2 cannot use GPU 4: this machine has 4, numbered 0 to 3"):
         choose_gpu(4, 0, 2, count=4)
     with pytest.raises(ValueError, match=r"worker 1 of its machine, which has 1 GPU: .*start 1 on it"):
         choose_gpu(-1, 1, 1, count=1)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.toys import make_inputs, make_model
 from varuna.capture import Source
+from varuna.observe import progress_bar
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.search.search import search
 from varuna.profile.estimate import Speed, assumed_link, estimate_profile

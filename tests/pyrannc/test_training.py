@@ -141,8 +141,8 @@ def test_out_of_memory_is_told_with_a_setting_of_ours(
     """R17: who has the device's memory, and what to set instead."""
     (said,) = pool.run(run_out_of_memory, 1, stages, pipeline_num)
     assert said.startswith(
-        "OutOfDeviceMemory: the device's memory of 16 GiB is full: could not allocate 2 GiB more beside activations of "
-        "1 micro-batch 14 GiB, fragments 1 GiB, other processes 1 GiB"
+        "OutOfDeviceMemory: the device's memory of 16 GiB is full: could not allocate 2 GiB more beside "
+        "activations of 1 micro-batch 14 GiB, fragments 1 GiB, other processes 1 GiB"
     )
     assert said.endswith(f"(try {way_out})")
 

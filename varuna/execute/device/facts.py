@@ -84,7 +84,7 @@ def choose_gpu(index: int, local_rank: int, rank: int, *, count: int) -> torch.d
     if index < 0 and local_rank >= count:
         raise ValueError(
             f"rank {rank} is worker {local_rank} of its machine, which has {count} "
-            f"GPU{'s' if count > 1 else ''}: each worker needs one (start {count} workers on it, or name the "
+            f"GPU{'s' if count > 1 else ''}: each worker needs one (start {count} on it, or name the "
             "GPU that they share: device='cuda:0')"
         )
     return torch.device("cuda", index if index >= 0 else local_rank if local_rank >= 0 else rank % count)
