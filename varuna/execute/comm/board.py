@@ -83,29 +83,28 @@ class StatusBoard:
         self.world = world
         self.describe = describe
         self.timeout_seconds = timeout_seconds
-        self._client: Store = cast(Any, store).clone()  # torch's declarations lack `clone`
-        self._connection = StoreConnection(store)
-        self._requests = StoreThread(self._client, self._connection)
-        self._watcher: BoardWatcher | None = None
+        self._client = StoreClient(store)
         self._acknowledged = False
+        self._stop_watching = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def post_error(self, error: BaseException, where: str) -> None:
         """Publish an error. The first error of all ranks stays, because later ones follow from it."""
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
         own = codec.encode(PostedError(self.rank, where, type(error).__name__, str(error), text))
         with contextlib.suppress(StoreUnavailable):
-            posted = self._requests.run(lambda store: store.compare_set("error", "", own))
+            posted = self._client.run(lambda store: store.compare_set("error", "", own))
             # A rank that fails too has seen the first error: the first rank need not wait for it.
-            self._acknowledge(codec.decode(posted, PostedError, "the board"), self._requests.run)
+            self._acknowledge(codec.decode(posted, PostedError, "the board"), self._client.run)
 
     def read_error(self, wait_seconds: float = 0) -> WorkerError | None:
         """Return the error of another rank, if one is posted within `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         try:
             while True:
-                posted = self._requests.run(_read_posted)
+                posted = self._client.run(_read_posted)
                 if posted is not None:
-                    self._acknowledge(posted, self._requests.run)
+                    self._acknowledge(posted, self._client.run)
                     return None if posted.rank == self.rank else self._to_exception(posted)
                 if time.monotonic() >= deadline:
                     return None
@@ -124,7 +123,7 @@ class StatusBoard:
     def find_hanging_rank(self) -> PeerHangs:
         """Return an error that names the rank that does not progress. Call it after a timeout."""
         try:
-            statuses, alive = self._requests.run(self._observe, seconds=STORE_SECONDS + BEAT_SECONDS)
+            statuses, alive = self._client.run(self._observe, seconds=STORE_SECONDS + BEAT_SECONDS)
         except StoreUnavailable as error:
             return PeerHangs(
                 f"{self.describe(STORE_HOST)}, which hosts the store, hangs or is gone: {error} "
@@ -133,30 +132,49 @@ class StatusBoard:
         return PeerHangs(self._diagnose(statuses, alive))
 
     def watch(self, on_error: Callable[[WorkerError], None]) -> None:
-        """Start a thread that calls `on_error` once when another rank posts an error."""
+        """Start a thread that calls `on_error` once when another rank posts an error.
+
+        The thread also shows that this process runs.
+        """
         assert self._watcher is None, "a board has one watcher"
-        self._watcher = BoardWatcher(self, self._client, self._connection, on_error)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(on_error,), name="varuna-watch", daemon=True
+        )
+        self._watcher.start()
 
     def wait_until_seen(self, seconds: float = 3.0) -> None:
         """Wait after `post_error` until all ranks have read it: the store may end with this rank."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(StoreUnavailable):
             while time.monotonic() < deadline:
-                if self._requests.run(self._count_informed) >= self.world - 1:
+                if self._client.run(self._count_informed) >= self.world - 1:
                     return
                 time.sleep(0.02)
 
     def close(self) -> None:
+        self._stop_watching.set()
         if self._watcher is not None:
-            self._watcher.stop()
-        self._requests.close()
-        self._connection.close()
+            self._watcher.join(timeout=STORE_SECONDS)  # it stays blocked if the store's host is stopped
+        self._client.close()
+
+    def _watch(self, on_error: Callable[[WorkerError], None]) -> None:
+        store, reported = self._client.store, False
+        with contextlib.suppress(RuntimeError):  # the store ended between the check and the request
+            while not self._stop_watching.is_set() and self._client.alive():
+                store.add(f"beat/{self.rank}", 1)
+                posted = None if reported else _read_posted(store)
+                if posted is not None:
+                    reported = True
+                    if posted.rank != self.rank:
+                        on_error(self._to_exception(posted))
+                        self._acknowledge(posted, lambda request: request(store))
+                self._stop_watching.wait(POLL_SECONDS)
 
     # ------------------------------------------------------------ requests to the store
 
     def _set_status(self, status: RankStatus) -> None:
         with contextlib.suppress(StoreUnavailable):
-            self._requests.run(lambda store: store.set(f"status/{self.rank}", codec.encode(status)))
+            self._client.run(lambda store: store.set(f"status/{self.rank}", codec.encode(status)))
 
     def _acknowledge(self, posted: PostedError, run: Callable[[Callable[[Store], int]], int]) -> None:
         if posted.rank != self.rank and not self._acknowledged:
@@ -227,52 +245,37 @@ class StatusBoard:
         return " and ".join(self.describe(rank) for rank in ranks)
 
 
-class BoardWatcher:
-    """Background thread that reads the board and shows that this process runs."""
+class StoreClient:
+    """A client of the store that sends requests from a thread of its own, so that the caller can time out.
 
-    def __init__(
-        self,
-        board: StatusBoard,
-        store: Store,
-        connection: "StoreConnection",
-        on_error: Callable[[WorkerError], None],
-    ) -> None:
-        self._board = board
-        self._store = store
-        self._connection = connection
-        self._on_error = on_error
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="varuna-watch", daemon=True)
-        self._thread.start()
+    A bare connection to the store's server shows whether the server lives. It is checked before each request:
+    a request to a dead server makes torch print a page of C++ frames.
+    """
 
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=STORE_SECONDS)  # stays blocked if the store's host is stopped
-
-    def _run(self) -> None:
-        reported = False
-        with contextlib.suppress(RuntimeError):  # the store ended between the check and the request
-            while not self._stop.is_set() and self._connection.alive():
-                self._store.add(f"beat/{self._board.rank}", 1)
-                posted = None if reported else _read_posted(self._store)
-                if posted is not None:
-                    reported = True
-                    if posted.rank != self._board.rank:
-                        self._on_error(self._board._to_exception(posted))
-                        self._board._acknowledge(posted, lambda request: request(self._store))
-                self._stop.wait(POLL_SECONDS)
-
-
-class StoreThread:
-    """Sends requests to the store from a thread of its own, so that the caller can time out."""
-
-    def __init__(self, store: Store, connection: "StoreConnection") -> None:
-        self._store = store
-        self._connection = connection
+    def __init__(self, store: Store) -> None:
+        self.store: Store = cast(Any, store).clone()  # torch's declarations lack `clone`
+        self._socket: socket.socket | None = None
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            with contextlib.suppress(OSError):
+                self._socket = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
+                self._socket.setblocking(False)
         self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._tasks = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="varuna-board", daemon=True)
         self._thread.start()
+
+    def alive(self) -> bool:
+        """Return False if the server has ended; True if that is unknown."""
+        if self._socket is None:
+            return True
+        try:
+            return self._socket.recv(1) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def run(self, request: Callable[[Store], T], seconds: float = STORE_SECONDS) -> T:
         answer: Future[T] = Future()
@@ -286,6 +289,8 @@ class StoreThread:
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join(timeout=STORE_SECONDS)
+        if self._socket is not None:
+            self._socket.close()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -293,44 +298,13 @@ class StoreThread:
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
-                if not self._connection.alive():
+                if not self.alive():
                     raise StoreUnavailable("the store is gone")
-                answer.set_result(request(self._store))
+                answer.set_result(request(self.store))
             except (dist.DistError, OSError) as error:
                 answer.set_exception(StoreUnavailable(str(error)))
             except BaseException as error:  # the caller gets it
                 answer.set_exception(error)
-
-
-class StoreConnection:
-    """A bare connection to the store's server, which closes when the server ends.
-
-    It is checked before each request: a request to a dead server makes torch print a page of C++ frames.
-    """
-
-    def __init__(self, store: Store) -> None:
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self._socket: socket.socket | None = None
-        if isinstance(store, TCPStore):
-            with contextlib.suppress(OSError):
-                self._socket = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
-                self._socket.setblocking(False)
-
-    def alive(self) -> bool:
-        """Return False if the server has ended; True if that is unknown."""
-        if self._socket is None:
-            return True
-        try:
-            return self._socket.recv(1) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
 
 
 def _read_posted(store: Store) -> PostedError | None:

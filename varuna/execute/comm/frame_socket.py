@@ -59,7 +59,7 @@ class FrameSocket:
         self.peer = peer
         self.name = name
         self.device = device
-        self.received = self.received_bytes = 0
+        self.received = 0
         self.ended = False  # the peer said goodbye
         self.lost: str | None = None  # why the peer is gone without a goodbye
         self.bulky = False  # has carried a large message
@@ -191,7 +191,7 @@ class FrameSocket:
         available = self._stop - self._start
         if self.ended or available < HEADER.size:
             return False
-        magic, kind, num_tensors, num_described, num_bytes, tag = HEADER.unpack_from(
+        magic, kind, num_tensors, num_described, num_bytes, number = HEADER.unpack_from(
             self._scratch, self._start
         )
         if magic != MAGIC or kind > BY_LANE:
@@ -208,32 +208,29 @@ class FrameSocket:
         descriptor = bytes(self._scratch[self._start : self._start + num_described])
         self._start += num_described
         if kind == DATA:
-            return self._begin_payload(tag, num_tensors, descriptor, num_bytes)
+            return self._begin_payload(num_tensors, descriptor, num_bytes)
         if kind == BYE:
             self.ended = True
             return False
         if kind == IN_SLOT:
             (slot,) = struct.unpack_from("<I", descriptor)
-            metas = parse_descriptor(descriptor[4:], num_tensors)
-            self._deliver(IncomingFrame(tag, [], sum(meta.num_bytes for meta in metas), slot, metas=metas))
+            self._deliver(IncomingFrame([], slot, metas=parse_descriptor(descriptor[4:], num_tensors)))
         elif kind == BY_LANE:
-            metas = parse_descriptor(descriptor, num_tensors)
-            total = sum(meta.num_bytes for meta in metas)
-            frame = IncomingFrame(tag, [], total, by_lane=True, metas=metas)
+            frame = IncomingFrame([], by_lane=True, metas=parse_descriptor(descriptor, num_tensors))
             self._announced.append(frame)
             self._deliver(frame)
         else:
-            self._control.append(ControlFrame(kind, tag, descriptor))
+            self._control.append(ControlFrame(kind, number, descriptor))
         return True
 
-    def _begin_payload(self, tag: int, num_tensors: int, descriptor: bytes, num_bytes: int) -> bool:
+    def _begin_payload(self, num_tensors: int, descriptor: bytes, num_bytes: int) -> bool:
         """Allocate the tensors of a frame and copy what is in the scratch. Return True if it is complete."""
         metas = parse_descriptor(descriptor, num_tensors)
         if sum(meta.num_bytes for meta in metas) != num_bytes:
             raise InvalidFrame(f"the tensors do not have the {num_bytes} bytes of the header")
         pinned = self.device.type == "cuda"
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, pin_memory=pinned) for meta in metas]
-        frame = IncomingFrame(tag, tensors, num_bytes)
+        frame = IncomingFrame(tensors)
         self._missing = [memory_of(tensor) for tensor in tensors if tensor.numel()]
         self.bulky = self.bulky or num_bytes >= BULK_BYTES
         while self._missing and self._start < self._stop:
@@ -250,6 +247,5 @@ class FrameSocket:
 
     def _deliver(self, frame: IncomingFrame) -> None:
         self._inbox.append(frame)
-        self.received_bytes += frame.num_bytes
         self.received += 1
         self._partial = None

@@ -2,7 +2,7 @@
 
 A frame describes its content, so a mismatch is an error and never wrong data:
 
-    header      magic, kind, number of tensors, descriptor bytes, payload bytes, tag
+    header      magic, kind, number of tensors, descriptor bytes, payload bytes, number
     descriptor  for each tensor: dtype code, number of dimensions, sizes
     payload     the elements of each tensor, one after the other; empty if they travel another way
 """
@@ -55,9 +55,7 @@ class OutgoingFrame(NamedTuple):
 
 
 class IncomingFrame(NamedTuple):
-    tag: int
     tensors: list[Tensor]
-    num_bytes: int
     slot: int = -1  # number of the slot that holds the tensors, if one does
     by_lane: bool = False
     metas: tuple[TensorMeta, ...] = ()  # of tensors in a slot or on a lane
@@ -67,7 +65,7 @@ class ControlFrame(NamedTuple):
     """A message about slots. The computing thread handles it, because it owns the device."""
 
     kind: int
-    tag: int  # requested bytes, number of a slot, or count of slots
+    number: int  # of requested bytes, of a slot, or of returned slots
     text: bytes
 
 

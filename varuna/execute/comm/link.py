@@ -62,7 +62,7 @@ class PeerLink(FrameSocket):
         on_backlog: Callable[["PeerLink"], None],
     ) -> None:
         super().__init__(link, peer, name, device=device, on_backlog=on_backlog)
-        self.sent = self.sent_bytes = 0
+        self.sent = 0
         self._delay = delay
         can_share = device.type == "cuda" and link.family == socket.AF_UNIX
         self._slots_in = SlotReceiver(device) if can_share else None
@@ -90,33 +90,31 @@ class PeerLink(FrameSocket):
         over = "a Unix socket" if self.socket.family == socket.AF_UNIX else "TCP"
         return f"pinned host memory over {over}" if self.device.type == "cuda" else over
 
-    def send(self, tensors: Sequence[Tensor], *, tag: int = 0) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> None:
         """Queue a message and return. The tensors must not change until it has arrived."""
         if self.over:
             raise self.error()
         self.process_control()
         if self._lane_out is not None and tensors:
-            self._send_by_lane(self._lane_out, tensors, tag)
+            self._send_by_lane(self._lane_out, tensors)
             return
-        if tensors and self._send_in_slot(tensors, tag):
+        if tensors and self._send_in_slot(tensors):
             return
         ready = [to_host(tensor) for tensor in tensors]
         descriptor = describe(ready)
         payload = [memory_of(tensor) for tensor in ready if tensor.numel()]
-        num_bytes = sum(map(len, payload))
-        header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), num_bytes, tag)
-        release = self._count_sent(num_bytes)
-        self._enqueue(OutgoingFrame([memoryview(header + descriptor), *payload], ready, release))
+        header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), sum(map(len, payload)), 0)
+        frame = OutgoingFrame([memoryview(header + descriptor), *payload], ready, self._release_time())
+        self._enqueue(frame)
 
-    def _send_by_lane(self, lane: LaneSender, tensors: Sequence[Tensor], tag: int) -> None:
+    def _send_by_lane(self, lane: LaneSender, tensors: Sequence[Tensor]) -> None:
         ready = [to_contiguous(tensor.detach()) for tensor in tensors]
         descriptor = describe(ready)
-        header = HEADER.pack(MAGIC, BY_LANE, len(ready), len(descriptor), 0, tag)
-        release = self._count_sent(sum(tensor.nbytes for tensor in ready))
-        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], release))
+        header = HEADER.pack(MAGIC, BY_LANE, len(ready), len(descriptor), 0, 0)
+        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], self._release_time()))
         lane.put(ready)
 
-    def _send_in_slot(self, tensors: Sequence[Tensor], tag: int) -> bool:
+    def _send_in_slot(self, tensors: Sequence[Tensor]) -> bool:
         """Send in a slot if one is free and return True; else request one for the next time."""
         slots = self._slots_out
         if slots is None or slots.unreachable or any(tensor.device != self.device for tensor in tensors):
@@ -129,20 +127,17 @@ class PeerLink(FrameSocket):
             self._send_control(REQUEST_SLOT, message_bytes(sizes), device_uuid(self.device).encode())
             return False
         descriptor = struct.pack("<I", slot) + describe(tensors)
-        header = HEADER.pack(MAGIC, IN_SLOT, len(tensors), len(descriptor), 0, tag)
-        release = self._count_sent(sum(sizes))
-        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], release))
+        header = HEADER.pack(MAGIC, IN_SLOT, len(tensors), len(descriptor), 0, 0)
+        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], self._release_time()))
         return True
 
-    def _count_sent(self, num_bytes: int) -> float:
+    def _release_time(self) -> float:
         """Count one more message and return when it may be sent."""
-        release = 0.0 if self._delay is None else time.monotonic() + self._delay(self.sent)
         self.sent += 1
-        self.sent_bytes += num_bytes
-        return release
+        return 0.0 if self._delay is None else time.monotonic() + self._delay(self.sent - 1)
 
-    def _send_control(self, kind: int, tag: int, text: bytes = b"") -> None:
-        header = HEADER.pack(MAGIC, kind, 0, len(text), 0, tag)
+    def _send_control(self, kind: int, number: int, text: bytes = b"") -> None:
+        header = HEADER.pack(MAGIC, kind, 0, len(text), 0, number)
         self._enqueue(OutgoingFrame([memoryview(header + text)], [], 0.0))
 
     def process_control(self) -> None:
@@ -157,9 +152,9 @@ class PeerLink(FrameSocket):
             return
         slots_out.release_copied()
         while self._control:
-            kind, tag, text = self._control.popleft()
+            kind, number, text = self._control.popleft()
             if kind == REQUEST_SLOT:
-                offer = slots_in.offer(tag, text.decode())
+                offer = slots_in.offer(number, text.decode())
                 if offer is not None:
                     self._send_control(OFFER_SLOT, 0, offer)
             elif kind == OFFER_SLOT:
@@ -167,14 +162,14 @@ class PeerLink(FrameSocket):
                 if acceptance is not None:
                     self._send_control(ACCEPT_SLOT, *acceptance)
             elif kind == ACCEPT_SLOT:
-                slots_in.accepted(tag, text)
+                slots_in.accepted(number, text)
             else:
-                slots_out.returned(struct.unpack(f"<{tag}I", text))
+                slots_out.returned(struct.unpack(f"<{number}I", text))
         numbers = slots_in.take_freed()
         if numbers:
             self._send_control(RETURN_SLOTS, len(numbers), struct.pack(f"<{len(numbers)}I", *numbers))
 
-    def take(self, *, tag: int = 0) -> list[Tensor]:
+    def take(self) -> list[Tensor]:
         """Return the oldest message that has arrived."""
         if not self.ready:
             if self.over:
@@ -183,11 +178,6 @@ class PeerLink(FrameSocket):
         message = self._inbox.popleft()
         if self._slots_in is not None:
             self._num_filled -= 1
-        if message.tag != tag:
-            raise RuntimeError(
-                f"expected message {tag} from {self.name}, found message {message.tag} "
-                "(both ranks must run the same plan and schedule)"
-            )
         self.process_control()  # the acceptance of a slot comes before the first message in it
         if message.slot >= 0:
             assert self._slots_in is not None
@@ -227,5 +217,5 @@ class PeerLink(FrameSocket):
         if self._lane_out is not None and not self.over:
             self._lane_out.finish(LANE_SECONDS)
         if not self.over:
-            header = HEADER.pack(MAGIC, BYE, 0, 0, 0, self.sent)
+            header = HEADER.pack(MAGIC, BYE, 0, 0, 0, 0)
             self._enqueue(OutgoingFrame([memoryview(header)], [], 0.0))

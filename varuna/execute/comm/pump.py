@@ -120,10 +120,6 @@ class PeerNetwork:
         self._wakes += 1
         self._wakeup.set()
 
-    @property
-    def lost(self) -> list[int]:
-        return [peer for peer, link in self.links.items() if link.lost is not None]
-
     def close(self) -> None:
         """Deliver pending messages, say goodbye, and close all files and threads."""
         if self._closed:

@@ -10,12 +10,14 @@ The engine does not know models or optimizers: a job names the program and its i
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from varuna.errors import PeerLost, VarunaError
+from varuna.execute.comm.link import PeerLink
+from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.device.event_times import recorder_for
 from varuna.execute.device.host_copy import HostCopy, runs_ahead
@@ -28,7 +30,10 @@ EVALUATION_WINDOW = 4
 """In an evaluation, a stage runs at most this many micro-batches ahead of the next stage."""
 
 Keep = Literal["graph", "inputs", "nothing"]
-"""What a stage keeps of a forward: all that the backward needs, only the inputs, or nothing."""
+"""A stage keeps of a forward: all that the backward needs, only the inputs, or nothing."""
+
+AdjacentStage = PeerLink | StageLinks
+"""Connection to the previous or next stage."""
 
 VERBS: dict[Op, str] = {
     "F": "forward",
@@ -37,19 +42,6 @@ VERBS: dict[Op, str] = {
     "I": "backward of the inputs",
     "W": "backward of the weights",
 }
-
-
-class AdjacentStage(Protocol):
-    """Connection to the previous or next stage: a link to one rank, or to several."""
-
-    @property
-    def peer(self) -> int: ...
-    @property
-    def ready(self) -> int: ...
-    @property
-    def over(self) -> bool: ...
-    def send(self, tensors: Sequence[Tensor]) -> None: ...
-    def take(self) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -151,17 +143,27 @@ class Engine:
             self.recorder.add(op, number, started, time.perf_counter())
 
     def _run_forward(self, step: TrainingStep, number: int) -> None:
-        job = step.jobs[number]
-        received = self._take(self.upstream, job.program.received)
         step.activations += 1
-        keep_graph = number not in step.recomputed
-        outputs = self.stage.forward(
-            number, job.program, received, job.microbatch.inputs, job.work, keep_graph=keep_graph
-        )
+        keep: Keep = "inputs" if number in step.recomputed else "graph"
+        outputs = self._forward(number, step.jobs[number], keep)
+        if self.downstream is None:
+            step.losses.append(outputs[0])
+
+    def _forward(self, number: int, job: MicroBatchJob, keep: Keep) -> list[Tensor]:
+        """Run one forward, send its outputs to the next stage, and return them."""
+        received = self._take(self.upstream, job.program.received)
+        inputs = job.microbatch.inputs
+        if keep == "nothing":
+            if self.upstream is not None:
+                self._send(self.upstream, [])  # acknowledges the micro-batch
+            outputs = self.stage.evaluate(job.program, received, inputs, job.work)
+        else:
+            outputs = self.stage.forward(
+                number, job.program, received, inputs, job.work, keep_graph=keep == "graph"
+            )
         if self.downstream is not None:
             self._send(self.downstream, outputs)
-        else:
-            step.losses.append(outputs[0])
+        return outputs
 
     def _run_backward(self, step: TrainingStep, op: Op, number: int) -> None:
         """Run B, I or W. With the last B or I all losses are known and are announced.
@@ -221,19 +223,8 @@ class Engine:
                 self._take(self.downstream, ())
                 acknowledged += 1
             started = self._start("F", number)
-            received = self._take(self.upstream, job.program.received)
-            inputs = job.microbatch.inputs
-            if keep == "nothing":
-                if self.upstream is not None:
-                    self._send(self.upstream, [])
-                outputs = self.stage.evaluate(job.program, received, inputs, job.work)
-            else:
-                outputs = self.stage.forward(
-                    number, job.program, received, inputs, job.work, keep_graph=keep == "graph"
-                )
-            if self.downstream is not None:
-                self._send(self.downstream, outputs)
-            else:
+            outputs = self._forward(number, job, keep)
+            if self.downstream is None:
                 results.append(outputs)
             self.recorder.add("F", number, started, time.perf_counter())
         while acknowledges and acknowledged < len(jobs):
