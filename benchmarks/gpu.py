@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tests.pool import Pool
 from varuna import Varuna, cut_after
-from varuna.execute.comm.pump import connect
+from varuna.execute.comm.network import connect
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.profile.profiler import Profiler
 from varuna.types import Cluster, Machine, format_stage_map

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna.execute.comm import link, slots
-from varuna.execute.comm.pump import connect
+from varuna.execute.comm.network import connect
 
 CPU = torch.device("cpu")
 USUAL_SECONDS, LONG_SECONDS = 5e-5, 2e-2

@@ -27,7 +27,7 @@ from varuna.execute.comm import address, pump
 from varuna.execute.comm.address import RankAddress
 from varuna.execute.comm.frames import DTYPES
 from varuna.execute.comm.link import Delay, PeerLink
-from varuna.execute.comm.pump import PeerNetwork, connect
+from varuna.execute.comm.network import PeerNetwork, connect
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Proces
 
 from varuna.capture import Source
 from varuna.execute.comm.link import PeerLink
-from varuna.execute.comm.pump import PeerNetwork, connect
+from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.update.shard import share_values
 from varuna.measure.links import LINK_EFFORT, measure_link
 from varuna.measure.reductions import group_sizes, measure_reductions

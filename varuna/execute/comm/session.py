@@ -25,7 +25,7 @@ from varuna.execute.comm.groups import (
 )
 from varuna.execute.comm.lanes import open_lanes
 from varuna.execute.comm.link import PeerLink
-from varuna.execute.comm.pump import PeerNetwork, connect
+from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.step.division import linked_ranks

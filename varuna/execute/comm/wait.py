@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
-from varuna.execute.comm.pump import PeerNetwork
+from varuna.execute.comm.network import PeerNetwork
 
 CAUSE_SECONDS = 2.0
 """After a broken connection, wait this long for the failed rank to post its error."""
