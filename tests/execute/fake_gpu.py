@@ -1,8 +1,8 @@
-"""A GPU made of threads, so that memory shared between two processes can be proved without one.
+"""A GPU simulated with threads, to test memory that two processes share.
 
-It keeps CUDA's promises and no more: what is put on a stream happens later, in order; an event is done when
-its stream gets there; a wait holds a stream up until the event's last record is done; events and memory are
-seen by other processes. Everything takes a random time.
+It guarantees what CUDA guarantees and no more: work on a stream runs later, in order; an event is done when
+its stream reaches it; a wait blocks a stream until the event's last record is done; other processes see
+events and memory. Everything takes a random time.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from varuna.execute.comm.network import connect
 
 CPU = torch.device("cpu")
 USUAL_SECONDS, LONG_SECONDS = 5e-5, 2e-2
-"""What the device takes, at most; and what some computations do, which everything else runs ahead of."""
+"""Maximum duration of usual work, and duration of some long computations."""
 
 
 class Stream:
@@ -60,7 +60,7 @@ class Stream:
 
 
 class Event:
-    """How often it was recorded, and which of these its stream has reached, in a file that both map."""
+    """The number of records and the last one that its stream has reached, in a file that both map."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +100,7 @@ class Event:
 
 
 class Card:
-    """As much of `torch.cuda` as slots need."""
+    """The part of `torch.cuda` that slots use."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.home = home
@@ -142,7 +142,7 @@ class Card:
 
 
 class Target:
-    """Where a copy goes to, later."""
+    """Target of a copy that runs later."""
 
     def __init__(self, card: Card, tensor: Tensor) -> None:
         self._card, self._tensor = card, tensor
@@ -170,7 +170,7 @@ def map_file(_: object, path: str, num_bytes: int) -> Tensor:
 
 @contextlib.contextmanager
 def installed(card: Card, *, uuid: str) -> Iterator[None]:
-    """For the time being slots take the card for CUDA, of which this process has the GPU of that name."""
+    """Replace CUDA by the card inside the block; this process has the GPU with this UUID."""
     real_view = slots.RemoteSlot.view
     with contextlib.ExitStack() as stack:
         for place, name, new in (
@@ -190,7 +190,7 @@ def installed(card: Card, *, uuid: str) -> Iterator[None]:
 
 
 def exchange_by_card(home: str, seed: int, count: int, same_card: bool) -> tuple[int, list[str]]:
-    """Both ranks send to each other; how many messages came by slots, and what was wrong with any."""
+    """Exchange messages; return how many came in slots, and descriptions of wrong ones."""
     rank = dist.get_rank()
     card = Card(Path(home), 2 * seed + rank)
     chance = random.Random(2 * seed + rank)
@@ -203,7 +203,7 @@ def exchange_by_card(home: str, seed: int, count: int, same_card: bool) -> tuple
         return everyone
 
     def check(number: int, address: int, num_bytes: int) -> None:
-        """On the device, when the host has long let go of the message."""
+        """Check on the device, after the host has released the message."""
         found = set(ctypes.string_at(address, num_bytes))
         if found != {number % 251}:
             wrong.append(f"message {number} holds {found}")

@@ -1,6 +1,6 @@
-"""A CUDA graph made of operations on the CPU: recorded without effect, replayed on the very same memory.
+"""A CUDA graph simulated with CPU operations: recorded without effect, replayed on the same memory.
 
-So what is read anew by the host, or lies elsewhere at the next micro-batch, is as wrong here as it is there.
+Values that the host reads again, or tensors that move between micro-batches, fail here as they do on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class CallRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in tree_leaves((args, kwargs)):  # whatever it says of itself: BatchNorm tells no one
+        for tensor in tree_leaves((args, kwargs)):  # all: BatchNorm does not declare what it changes
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))

@@ -1,4 +1,4 @@
-"""What the board promises: an error has a name on every rank, and so has whoever hangs."""
+"""The status board: every rank can name the rank that failed or hangs."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ def describe(rank: int) -> str:
 
 @contextlib.contextmanager
 def boards(world: int, store: Store | None = None) -> Iterator[list[StatusBoard]]:
-    """All ranks of a small world in this process."""
+    """Yield the boards of all ranks, in this process."""
     store = PrefixStore("board", store or HashStore())
     made = [StatusBoard(store, rank, world, describe, timeout_seconds=7) for rank in range(world)]
     del store
@@ -56,7 +56,7 @@ def test_an_error_reaches_the_others_with_its_place_and_traceback() -> None:
             "ArithmeticError: the loss is no number"
         )
         assert "in broken_model" in str(error)
-        assert theirs.read_error() is None  # one's own is no news
+        assert theirs.read_error() is None  # its own error
 
 
 def test_the_first_error_wins() -> None:
@@ -71,33 +71,33 @@ def test_no_error_is_none() -> None:
         assert mine.read_error() is None
 
 
-def test_a_lost_peer_stays_the_culprit_when_another_rank_reports_it() -> None:
-    """B7: whoever noticed is not to blame."""
+def test_a_lost_peer_is_named_also_if_another_rank_reports_it() -> None:
+    """B7: the rank that noticed it is not to blame."""
     with boards(3) as (first, _, third):
         first.post_error(PeerLost("rank 1 is lost"), "forward")
         error = third.read_error()
         assert type(error) is PeerLost and str(error).startswith("rank 1 is lost")
 
 
-def test_the_watcher_tells_of_an_error_once_and_lingering_sees_it_told() -> None:
+def test_the_watcher_reports_an_error_once_and_the_sender_waits_until_it_is_seen() -> None:
     """V33"""
-    told: list[WorkerError] = []
-    heard = threading.Event()
+    reported: list[WorkerError] = []
+    seen = threading.Event()
 
-    def hear(error: WorkerError) -> None:
-        told.append(error)
-        heard.set()
+    def see(error: WorkerError) -> None:
+        reported.append(error)
+        seen.set()
 
     with boards(2) as (mine, theirs):
-        mine.watch(hear)
-        theirs.watch(hear)  # which is not told of its own
+        mine.watch(see)
+        theirs.watch(see)  # does not get its own error
         post_failure(theirs, "backward")
         theirs.wait_until_seen(PATIENCE)
-        assert heard.wait(PATIENCE)
-    assert len(told) == 1 and "backward" in str(told[0])
+        assert seen.wait(PATIENCE)
+    assert len(reported) == 1 and "backward" in str(reported[0])
 
 
-def test_the_culprit_is_the_rank_that_neither_waits_nor_has_finished() -> None:
+def test_the_hanging_rank_is_the_one_that_neither_waits_nor_has_finished() -> None:
     """V33, B7"""
     with boards(4) as (first, second, third, fourth):
         second.set_waiting("rank 2's activation 3")
@@ -110,13 +110,13 @@ def test_the_culprit_is_the_rank_that_neither_waits_nor_has_finished() -> None:
     assert "rank 3 (stage 3, replica 0) has finished" in str(hang)
 
 
-def test_ranks_that_wait_for_one_another_are_told_so() -> None:
+def test_ranks_that_all_wait_are_reported() -> None:
     with boards(2) as (first, second):
         second.set_waiting("rank 0's gradient 1")
         assert str(first.find_hanging_rank()).startswith("no rank progresses")
 
 
-def test_closing_leaves_no_thread_behind_and_a_dead_store_makes_no_noise(
+def test_closing_leaves_no_thread_behind_and_a_dead_store_prints_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = threading.active_count()
@@ -139,7 +139,7 @@ def test_closing_leaves_no_thread_behind_and_a_dead_store_makes_no_noise(
 
 
 def live_as_host(orders: Connection) -> None:
-    """Rank 0, which hosts a store, and rank 1, a guest of the test's: whichever the test asks for."""
+    """Run rank 0 with its own store (port 0), or rank 1 with the store at this port."""
     port = orders.recv()
     rank = 0 if port == 0 else 1
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -161,10 +161,10 @@ def peer() -> Iterator[tuple[BaseProcess, Connection]]:
     process.join()
 
 
-def test_a_stopped_process_is_named_though_its_last_word_was_that_it_waits(
+def test_a_stopped_process_is_named_although_its_status_is_waiting(
     peer: tuple[BaseProcess, Connection],
 ) -> None:
-    """V33, B7: SIGSTOP leaves connections open and an old note standing."""
+    """V33, B7: SIGSTOP leaves connections open and an old status on the board."""
     process, orders = peer
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     orders.send(store.port)
@@ -181,7 +181,7 @@ def test_a_stopped_process_is_named_though_its_last_word_was_that_it_waits(
 
 
 def test_a_stopped_host_of_the_store_is_named(peer: tuple[BaseProcess, Connection]) -> None:
-    """V33, B7: not even the board answers then."""
+    """V33, B7: the board does not answer either."""
     process, orders = peer
     orders.send(0)
     store = TCPStore("127.0.0.1", orders.recv(), is_master=False)

@@ -1,4 +1,4 @@
-"""Stages that are recorded and replayed train as ever; here by a tape of the CPU's operations."""
+"""Recorded stages train like unrecorded ones; tested with a recorder of CPU operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 def test_replayed_stages_train_as_one_process(
     pool: Pool, name: str, depth: int, width: int, chunk: int
 ) -> None:
-    """V14: ties, skips, inputs that are no tensors, a last micro-batch that is smaller."""
+    """V14: ties, skips, inputs that are not tensors, a smaller last micro-batch."""
     expected = train_plainly(name, batch=8, dtype=torch.float64)
     options = {"batch": 8, "chunk": chunk, "recompute": False, "dtype": torch.float64}
     for found, num_recorded in pool.run(train_replayed, depth * width, name, depth, width, **options):
@@ -34,7 +34,7 @@ def test_replayed_stages_train_as_one_process(
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_replayed_under_every_schedule(pool: Pool, schedule: str) -> None:
-    """V19: as many recordings as micro-batches are held, and no more."""
+    """V19: at most as many recordings as held micro-batches."""
     options = {"schedule": schedule, "batch": 12, "chunk": 1, "recompute": False, "dtype": torch.float64}
     expected = train_plainly("GPT", batch=12, dtype=torch.float64)
     for found, num_recorded in pool.run(train_replayed, 4, "GPT", 2, 2, **options):
@@ -44,7 +44,7 @@ def test_replayed_under_every_schedule(pool: Pool, schedule: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_buffers_that_a_replayed_forward_changes(pool: Pool, depth: int) -> None:
-    """V12: recording one changes none."""
+    """V12: recording changes no buffer."""
     expected = train_plainly("Conv", batch=8, chunk=2, dtype=torch.float64)
     options = {"batch": 8, "chunk": 2, "recompute": False, "dtype": torch.float64}
     for found, num_recorded in pool.run(train_replayed, depth, "Conv", depth, 1, **options):
@@ -66,7 +66,7 @@ def test_buffers_that_a_replayed_forward_changes(pool: Pool, depth: int) -> None
 def test_any_layout_replayed_is_the_same_training(
     pool: Pool, layout: tuple[int, int], batches: list[int], chunk: int, recompute: bool, **options: Any
 ) -> None:
-    """V2, V10: batches of other sizes in between, gradients of several steps added up."""
+    """V2, V10: batches of other sizes in between, and accumulated gradients."""
     depth, width = layout
     plain = {key: value for key, value in options.items() if key != "schedule"}
     plain |= {"batch": max(batches), "batches": batches, "steps": 4, "dtype": torch.float64}
@@ -76,7 +76,7 @@ def test_any_layout_replayed_is_the_same_training(
         compare(found, expected, **F64)
 
 
-# ---------------------------------------------------------------- what a recording does not know
+# ---------------------------------------------------------------- changes between recordings
 
 
 class Little(nn.Module):
@@ -112,7 +112,7 @@ def make(model: nn.Module, *, graphs: bool, **inputs: object) -> tuple[Varuna, S
 def both(
     between: Callable[[Varuna], object], **inputs: object
 ) -> tuple[list[tuple[float, list[Tensor | None]]], int]:
-    """Steps before and after something is done to the model, recorded; they equal those that are not."""
+    """Run steps before and after a change of the model, recorded and not; both must be equal."""
     plain, plain_step = make(Little(), graphs=False, **inputs)
     expected = [plain_step(), plain_step()]
     between(plain)
@@ -136,7 +136,7 @@ def test_one_recording_serves_all_micro_batches() -> None:
     assert both(lambda model: None)[1] == 1
 
 
-def test_weights_that_have_moved_are_recorded_anew() -> None:
+def test_weights_that_have_moved_are_recorded_again() -> None:
     def move(model: Varuna) -> None:
         for parameter in model.parameters():
             parameter.data = parameter.data * 0.5
@@ -154,12 +154,12 @@ def test_hooks_of_weights_are_called() -> None:
     def hook(model: Varuna) -> None:
         next(model.parameters()).register_hook(lambda gradient: gradient * 3)
 
-    with logged() as told:
+    with logged() as warnings:
         assert both(hook)[1] == 1  # before it was there
-    assert told == ["micro-batches run without CUDA graphs: their weights have hooks"]
+    assert warnings == ["micro-batches run without CUDA graphs: their weights have hooks"]
 
 
-def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
+def test_an_input_that_is_not_a_tensor_is_part_of_the_form() -> None:
     x = torch.ones(8, 4, dtype=torch.float64)
     with recorders() as made:
         wrapped, _ = make(Little(), graphs=True, power=2)
@@ -167,8 +167,8 @@ def test_an_input_that_is_no_tensor_is_part_of_the_form() -> None:
     assert found[:2] == found[2:] and found[0] != found[1] and len(made) == 2
 
 
-def test_recordings_of_the_forms_used_last_are_kept() -> None:
-    """V21: or sequences of ever new lengths would fill the device."""
+def test_recordings_of_the_most_recent_forms_are_kept() -> None:
+    """V21: else sequences of ever new lengths would fill the device."""
     lengths = [*range(1, 11), 10, 9, 3, 1]
     batches = [torch.full((4, length, 4), 0.1 * length, dtype=torch.float64) for length in lengths]
     found = {}
@@ -183,7 +183,7 @@ def test_recordings_of_the_forms_used_last_are_kept() -> None:
 
 
 def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """V21: what was under way is free for the next one."""
+    """V21: its recordings are free for the next step."""
     with recorders() as made:
         _, step = make(Little(), graphs=True)
         before = step()
@@ -197,7 +197,7 @@ def test_a_step_that_fails_loses_no_recording(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gradients_that_are_not_cleared_add_up() -> None:
-    """V14: though every step's lie at the same place."""
+    """V14: although every step writes to the same address."""
     with recorders():
         wrapped, step = make(Little(), graphs=True)
         _, once = step()
@@ -212,19 +212,19 @@ def test_gradients_that_are_not_cleared_add_up() -> None:
         torch.testing.assert_close(whole, first + second, **F64)  # type: ignore[arg-type]
 
 
-def test_a_stage_that_recomputes_runs_as_ever_and_says_so(pool: Pool) -> None:
-    (told, num_recorded), (told_last, num_recorded_last) = pool.run(recompute_replayed, 2)
-    assert told == ["micro-batches run without CUDA graphs: they are recomputed"] and not num_recorded
-    assert not told_last and num_recorded_last  # whose backward follows its forward at once
+def test_a_stage_that_recomputes_runs_unrecorded_and_logs_it(pool: Pool) -> None:
+    (warnings, num_recorded), (warnings_last, num_recorded_last) = pool.run(recompute_replayed, 2)
+    assert warnings == ["micro-batches run without CUDA graphs: they are recomputed"] and not num_recorded
+    assert not warnings_last and num_recorded_last  # its backward follows its forward at once
 
 
 def recompute_replayed() -> tuple[list[str], int]:
-    with logged() as told:
+    with logged() as warnings:
         _, num_recorded = train_replayed("Plain", 2, 1, batch=4, chunk=2, recompute=True)
-    return told, num_recorded
+    return warnings, num_recorded
 
 
-def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_recorded_runs_unrecorded(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(function: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -241,7 +241,7 @@ class Drawing(Little):
         return super().forward(nn.functional.dropout(x, 0.5), power)
 
 
-def test_a_stage_that_draws_runs_as_ever_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_that_draws_runs_unrecorded_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     with recorders() as made:
         _, step = make(Drawing(), graphs=True)
         found = [step() for _ in range(3)]

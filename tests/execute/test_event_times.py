@@ -1,4 +1,4 @@
-"""What a device does is told by marks that travel with its work, not by when the host has queued it."""
+"""Device times come from events in its queue, not from the time at which the host queued the work."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from varuna.execute.device.event_times import DeviceRecorder
 
 
 class Device:
-    """Works off its queue; a mark is reached when all that was queued before is done."""
+    """Works off its queue; an event happens when everything queued before it is done."""
 
     def __init__(self) -> None:
         self.host = self.done = 10.0
@@ -30,7 +30,7 @@ class Moment:
 
 
 def test_work_takes_as_long_as_the_device_works_on_it() -> None:
-    """B4: two forwards are queued at once, then the host waits for a neighbour, then for the device."""
+    """B4: two forwards are queued at once, then the host waits for an adjacent stage, then for the device."""
     device = Device()
     recorder = DeviceRecorder(device.mark)
     recorder.clear()
@@ -56,8 +56,8 @@ def test_nothing_recorded_is_nothing() -> None:
     assert DeviceRecorder(Device().mark).snapshot()() == []
 
 
-def test_compute_seconds_are_those_of_the_step_before_for_which_nobody_waits() -> None:
-    """V44: what the host took to queue a step is no measure of its machine."""
+def test_compute_seconds_are_of_the_previous_step_and_need_no_wait() -> None:
+    """V44: the time to queue a step does not measure the machine."""
     device = Device()
     recorder = DeviceRecorder(device.mark)
     found = []

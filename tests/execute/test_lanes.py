@@ -1,4 +1,4 @@
-"""What goes by lane: NCCL pairs calls by their order alone, so every call of either end is checked."""
+"""Messages over lanes: NCCL matches calls by their order only, so every call of both ends is checked."""
 
 import socket
 from collections import deque
@@ -17,7 +17,7 @@ from varuna.execute.comm.link import PeerLink
 
 
 class Half:
-    """Of a broadcast; complete when the other end has made its call too."""
+    """One call of a broadcast; complete when the other end has made its call too."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -31,7 +31,7 @@ class Half:
 
 
 class Pairing:
-    """A backend as strict as NCCL: the first call of one end is for the first of the other."""
+    """A backend as strict as NCCL: the first call of one end matches the first of the other."""
 
     def __init__(self) -> None:
         self.halves: dict[bool, deque[Half]] = {True: deque(), False: deque()}
@@ -76,7 +76,7 @@ messages = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(shapes, dtypes),
 
 @settings(max_examples=25, deadline=None)
 @given(messages)
-def test_every_call_of_one_end_meets_its_own_of_the_other(sent: list[Any]) -> None:
+def test_every_call_of_one_end_matches_a_call_of_the_other(sent: list[Any]) -> None:
     """V21: in both directions, however they interleave; empty tensors and messages make no call."""
     ones, others = linked_pair()
     with ones, others:
@@ -97,7 +97,7 @@ def test_every_call_of_one_end_meets_its_own_of_the_other(sent: list[Any]) -> No
             assert not any(lane.halves.values())
 
 
-def test_a_view_goes_by_lane_as_what_it_shows() -> None:
+def test_a_view_is_sent_over_a_lane_with_its_values() -> None:
     ones, others = linked_pair()
     with ones, others:
         (one,), (other,) = ones.links.values(), others.links.values()
@@ -108,7 +108,7 @@ def test_a_view_goes_by_lane_as_what_it_shows() -> None:
 
 
 def test_a_peer_that_is_lost_leaves_no_call_behind() -> None:
-    """V21: its half would never come, and the device would wait for good."""
+    """V21: its call would never come, and the device would wait forever."""
     ones, others = linked_pair()
     with ones, others:
         (one,), (other,) = ones.links.values(), others.links.values()
@@ -138,7 +138,7 @@ def seat(machine: str, gpu: str | None, *in_reach: str) -> RankDevice:
         (seat("a", None), seat("b", "0"), False, "host"),
     ],
 )
-def test_the_channel_follows_from_where_two_ranks_are(
+def test_the_channel_depends_on_the_devices_of_both_ranks(
     one: RankDevice, other: RankDevice, nccl: bool, chosen: str
 ) -> None:
     """V21: and both ends choose the same."""

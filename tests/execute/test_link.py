@@ -1,4 +1,4 @@
-"""What the links between stages promise: order, bits, no deadlock, and a peer's end seen at once."""
+"""Links between ranks: order, exact bits, no deadlock, and a peer's end is noticed at once."""
 
 import contextlib
 import multiprocessing
@@ -37,16 +37,16 @@ BIG = 64 << 20
 def in_pairs(
     work: Callable[[int, Callable[[object], list[object]]], PeerNetwork],
 ) -> tuple[PeerNetwork, PeerNetwork]:
-    """Runs two ranks in two threads, with an exchange between them."""
+    """Run two ranks in two threads, with an exchange between them."""
     barrier = threading.Barrier(2)
-    told: list[object] = [None, None]
+    given: list[object] = [None, None]
     made: dict[int, PeerNetwork] = {}
 
     def run(rank: int) -> None:
         def exchange(own: object) -> list[object]:
-            told[rank] = own
+            given[rank] = own
             barrier.wait(PATIENCE)
-            return list(told)
+            return list(given)
 
         made[rank] = work(rank, exchange)
 
@@ -112,7 +112,7 @@ def test_every_message_arrives_in_order_and_bit_for_bit(
         ]
 
 
-def test_lazily_conjugated_values_are_sent_as_they_read(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
+def test_lazily_conjugated_values_are_sent_resolved(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     pair[0].links[1].send([value.conj(), value.conj().imag])
     conjugated, negated = await_message(pair[1], pair[1].links[0])
@@ -131,7 +131,7 @@ def test_a_sparse_tensor_is_refused_before_anything_is_sent(pair: tuple[PeerNetw
     assert pair[0].links[1].sent == before
 
 
-def test_counters_tell_messages_and_bytes() -> None:
+def test_messages_are_counted() -> None:
     with linked_pair()[0] as first, pytest.raises(LookupError, match="no message"):
         first.links[1].send([torch.zeros(3), torch.zeros(2, dtype=torch.bool)])
         assert first.links[1].sent == 1
@@ -146,7 +146,7 @@ def test_any_thread_ends_a_wait(pair: tuple[PeerNetwork, PeerNetwork]) -> None:
     assert not pair[0].wait(0)
 
 
-def test_what_the_pump_took_in_meanwhile_ends_the_next_wait() -> None:
+def test_a_message_that_the_pump_read_ends_the_next_wait() -> None:
     """A big message may be read in the background: the wait that follows must not miss it."""
     first, second = linked_pair()
     with first, second:
@@ -177,7 +177,7 @@ def test_a_delayed_message_does_not_hold_up_its_sender(monkeypatch: pytest.Monke
         assert first.links[1].unsent and not second.wait(0)
 
 
-def test_an_orderly_end_is_told_from_a_loss() -> None:
+def test_an_orderly_end_is_not_a_loss() -> None:
     first, second = linked_pair()
     first.links[1].send([torch.ones(1)])
     first.close()
@@ -190,7 +190,7 @@ def test_an_orderly_end_is_told_from_a_loss() -> None:
     second.close()
 
 
-def test_what_a_peer_sent_before_it_died_still_counts() -> None:
+def test_messages_of_a_peer_that_died_still_arrive() -> None:
     first, second = linked_pair()
     with first, second:
         first.links[1].send([torch.ones(1)])
@@ -202,7 +202,7 @@ def test_what_a_peer_sent_before_it_died_still_counts() -> None:
 
 
 @pytest.mark.parametrize("last_words", [b"", b"GET / HTTP/1.1\r\nHost: varuna.example\r\n\r\n"])
-def test_a_peer_that_vanishes_or_talks_nonsense_is_lost(last_words: bytes) -> None:
+def test_a_peer_that_vanishes_or_sends_garbage_is_lost(last_words: bytes) -> None:
     first, second = linked_pair()
     with first, second:
         first.links[1].socket.sendall(last_words)
@@ -226,7 +226,7 @@ def test_closing_leaves_no_file_and_no_thread_behind() -> None:
 
 
 class SharedCard:
-    """Both ends of slots on a GPU that two processes share, without a GPU: `filled` says what is done."""
+    """Both ends of the slots of a shared GPU, without a GPU: `filled` holds the numbers of filled slots."""
 
     shares_gpu, unreachable, num_slots = True, False, 1
 
@@ -252,7 +252,7 @@ class SharedCard:
 
 
 def test_a_message_counts_as_arrived_when_a_shared_card_has_filled_it() -> None:
-    """In order: a later one that is there waits for its turn. No bell rings, and the waiter sees it."""
+    """In order: a later filled message waits for its turn. Nothing wakes the waiter, and it still sees it."""
     first, second = linked_pair()
     card: Any = SharedCard()
     out, into = first.links[1], second.links[0]
@@ -274,9 +274,9 @@ def test_a_message_counts_as_arrived_when_a_shared_card_has_filled_it() -> None:
     second.close()
 
 
-@pytest.mark.parametrize("looks", range(8))
-def test_a_message_that_is_filled_between_two_looks_is_not_missed(looks: int) -> None:
-    """Whichever look of one `wait` finds it filled: none may take it for known, and sleep on."""
+@pytest.mark.parametrize("polls", range(8))
+def test_a_message_that_is_filled_between_two_polls_is_not_missed(polls: int) -> None:
+    """Whichever poll of one `wait` finds it filled, the wait must end."""
     first, second = linked_pair()
     card: Any = SharedCard()
     out, into = first.links[1], second.links[0]
@@ -285,7 +285,7 @@ def test_a_message_that_is_filled_between_two_looks_is_not_missed(looks: int) ->
     while not into.num_unfilled:
         second.poll()
     assert not second.wait(0)
-    left = iter(range(looks))
+    left = iter(range(polls))
     card.is_filled = lambda number: next(left, None) is None
     waiter = threading.Thread(target=second.wait, args=(10 * PATIENCE,), daemon=True)
     waiter.start()
@@ -306,8 +306,8 @@ def test_a_forked_child_does_not_keep_the_connections_open() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_strangers_are_refused_and_the_peer_still_gets_in() -> None:
-    """V46's spirit on the data links: who does not know the secret is not let in."""
+def test_strangers_are_refused_and_the_peer_still_connects() -> None:
+    """As V46, on the data links: a caller without the secret is refused."""
     strangers: list[socket.socket] = []
 
     def work(rank: int, exchange: Callable[[object], list[object]]) -> PeerNetwork:
@@ -333,7 +333,7 @@ def test_strangers_are_refused_and_the_peer_still_gets_in() -> None:
         stranger.close()
 
 
-def test_a_peer_that_never_comes_is_named() -> None:
+def test_a_peer_that_never_connects_is_named() -> None:
     """B7"""
 
     def exchange(own: object) -> list[object]:
@@ -345,8 +345,8 @@ def test_a_peer_that_never_comes_is_named() -> None:
         connect(1, {0: "rank 0"}, exchange, timeout_seconds=0.05)
 
 
-def test_an_address_that_only_another_machine_knows_is_told_as_such() -> None:
-    """B7: where nothing says by which address machines reach each other."""
+def test_a_loopback_address_of_another_machine_is_explained() -> None:
+    """B7: if nothing sets the address of the first machine."""
     own, peer = (RankAddress(rank, f"machine {rank}", "127.0.0.1", 1, "", "") for rank in range(2))
     with pytest.raises(PeerLost, match=r"rank 0 cannot reach rank 1.*set MASTER_ADDR on all ranks"):
         address._dial(own, peer, time.monotonic() + PATIENCE)
@@ -384,7 +384,7 @@ def two_processes() -> Iterator[tuple[PeerNetwork, BaseProcess, Connection]]:
 
 
 def test_two_processes_swap_big_messages_and_a_killed_one_is_seen_at_once() -> None:
-    """V33: no deadlock when both send more than the kernel holds; a kill ends the wait by itself."""
+    """V33: no deadlock when both send more than the kernel holds; a kill ends the wait."""
     with two_processes() as (network, peer, orders):
         for _ in range(2):
             orders.send("swap")
@@ -399,7 +399,7 @@ def test_two_processes_swap_big_messages_and_a_killed_one_is_seen_at_once() -> N
 
 
 def test_a_script_that_ends_without_closing_still_says_goodbye() -> None:
-    """V34: the end of a job is no loss."""
+    """V34: the end of a job is not a loss."""
     script = """
 from torch.distributed import TCPStore
 from tests.execute.test_link import connect, store_exchange

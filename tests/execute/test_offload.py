@@ -1,4 +1,4 @@
-"""An optimizer that is lent its state for a few parameters at a time makes the same updates."""
+"""An optimizer with its state on the host makes the same updates."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,7 +43,7 @@ def train(make: Make, *, keeps: bool) -> tuple[list[nn.Parameter], torch.optim.O
         lambda groups: torch.optim.RMSprop(groups, lr=0.1),
     ],
 )
-def test_updates_are_the_same_to_the_bit_and_hooks_run_once_a_step(make: Make) -> None:
+def test_updates_are_equal_bit_for_bit_and_hooks_run_once_per_step(make: Make) -> None:
     kept, optimizer, hooks = train(make, keeps=True)
     usual, other, _ = train(make, keeps=False)
     assert all(map(torch.equal, kept, usual))
@@ -52,7 +52,7 @@ def test_updates_are_the_same_to_the_bit_and_hooks_run_once_a_step(make: Make) -
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
 
 
-def test_parameters_come_in_runs_of_so_many_bytes() -> None:
+def test_parameters_come_in_chunks_of_limited_size() -> None:
     def sizes(found: Iterable[list[Tensor]]) -> list[list[int]]:
         return [[p.nbytes for p in run] for run in found]
 

@@ -1,4 +1,4 @@
-"""What is said of a device that is full, and what is proposed."""
+"""Errors about full and missing devices, and the proposed layouts."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ def test_a_proposed_micro_batch_fits_what_was_seen(
         assert sum(found.steady.values()) + each * (1 if recompute else held) < USABLE * found.capacity
 
 
-def test_gradients_that_will_come_are_counted() -> None:
+def test_gradients_of_the_first_backward_are_counted() -> None:
     layout = StageLayout(2, 8, held=lambda _: 1, recompute=False)
     first = dataclasses.replace(use(activations=23), steady={"parameters": 6 * GIB})
     assert "chunk_size=4" in propose(first, layout, requested=GIB, remedies=REMEDIES)
@@ -101,13 +101,13 @@ def test_gradients_that_will_come_are_counted() -> None:
     assert "chunk_size=2" in propose(first, layout, requested=GIB, remedies=REMEDIES)
 
 
-def test_smaller_micro_batches_are_no_way_out_where_all_are_held() -> None:
+def test_smaller_micro_batches_do_not_help_if_all_are_held() -> None:
     all_of_32 = StageLayout(1, 8, lambda size: 32 // size, recompute=False)
     said = propose(use(activations=30), all_of_32, requested=GIB, remedies=REMEDIES)
     assert said == "try micro-batches of 2: chunk_size=2, and recompute=True"
 
 
-def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:
+def test_a_missing_gpu_is_an_error_before_anything_starts() -> None:
     assert choose_gpu(-1, 3, 11, count=4) == torch.device("cuda", 3)
     assert choose_gpu(1, 3, 11, count=4) == torch.device("cuda", 1)
     assert choose_gpu(-1, -1, 5, count=4) == torch.device("cuda", 1)
@@ -117,21 +117,21 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts() -> None:
         choose_gpu(-1, 1, 1, count=1)
 
 
-def test_a_gpu_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_on_a_machine_without_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device(-1, -1, 0) == torch.device("cpu")
     with pytest.raises(ValueError, match=r"device='cuda:0' names a GPU, but torch .* finds none"):
         find_device("cuda:0", -1, 0)
 
 
-def test_gradients_are_reduced_by_nccl_where_each_rank_has_its_own_gpu() -> None:
+def test_nccl_reduces_gradients_if_each_rank_has_its_own_gpu() -> None:
     assert reduce_backend(["a", "b"]) == "cpu:gloo,cuda:nccl"
     assert reduce_backend(["a", "b", "a"]) == "gloo"
     assert reduce_backend([None, None]) == "gloo"
 
 
 class ThirdIsTooMuch(TorchDispatchMode):
-    """Keeps track of what `sin` makes, and has no room for the mean of the third micro-batch."""
+    """Tracks the results of `sin`, and runs out of memory at the mean of the third micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,10 +149,10 @@ class ThirdIsTooMuch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("door", ["Varuna", "RaNNCModule"])
-def test_what_a_failed_step_held_is_free_while_its_error_and_its_model_live_on(
+def test_the_memory_of_a_failed_step_is_free_while_its_error_and_model_live(
     monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
-    """And the error no longer than whoever caught it: the next layout is tried in the same process."""
+    """And the error lives no longer than its handler: a script may try the next layout."""
     of_cuda: dict[str, Any] = {
         "mem_get_info": (0, 16 * GIB),
         "memory_allocated": 14 * GIB,

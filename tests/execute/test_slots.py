@@ -1,4 +1,4 @@
-"""Slots of device memory: what can be said of them without a device."""
+"""Slots of shared GPU memory, tested without a GPU."""
 
 import threading
 from pathlib import Path
@@ -11,8 +11,8 @@ from varuna.execute.comm import slots
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_slot_goes_back_with_word_of_what_the_device_has_still_to_do(tmp_path: Path, idle: bool) -> None:
-    """An idle device has nothing to do any more: on a card that is shared, a record would cost a turn."""
+def test_a_slot_is_returned_with_an_event_if_the_device_is_busy(tmp_path: Path, idle: bool) -> None:
+    """An idle device needs no event: on a shared GPU a record would cost a turn."""
     card, computed = Card(tmp_path, seed=0), threading.Event()
     with installed(card, uuid="0"):
         receiver = slots.SlotReceiver(CPU)
@@ -31,9 +31,9 @@ def test_a_slot_goes_back_with_word_of_what_the_device_has_still_to_do(tmp_path:
 
 @pytest.mark.parametrize("same_card", [True, False])
 @pytest.mark.parametrize("seed", range(2))
-def test_messages_in_slots_arrive_whole_and_none_is_slept_through(
+def test_messages_in_slots_arrive_complete_and_none_is_missed(
     pool: Pool, tmp_path: Path, seed: int, same_card: bool
 ) -> None:
-    """V21: whichever of hosts and devices is ahead; on one card, and on two."""
+    """V21: whichever host or device is ahead; on one GPU and on two."""
     for by_slot, wrong in pool.run(exchange_by_card, 2, str(tmp_path), seed, 200, same_card):
         assert wrong == [] and by_slot > 50

@@ -1,4 +1,4 @@
-"""Every sample goes where it is wanted, once and in order, whatever the shares on both sides."""
+"""Every sample reaches its target once and in order, for any shares on both sides."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, int], ...]]]:
-    """A batch, and several sides that each hold it in shares of any size, empty ones too."""
+    """Draw a batch and several sides that split it in any sizes, also empty ones."""
     num_samples = draw(st.integers(0, 30))
     sides = []
     for _ in range(draw(st.integers(1, 4))):
@@ -23,13 +23,13 @@ def listed(runs):
     return [sample for first, stop in runs for sample in range(first, stop)]
 
 
-def test_the_second_of_three_has_samples_for_both_of_two():
+def test_the_second_of_three_sends_samples_to_both_of_two():
     three, two = even_spans(12, parts=3), even_spans(12, parts=2)
     assert slice_for_peers(((0, 12),), three[1], two) == (PeerSlice(0, 0, 2), PeerSlice(1, 2, 4))
     assert slice_for_peers(((0, 12),), two[0], three) == (PeerSlice(0, 0, 4), PeerSlice(1, 4, 6))
 
 
-def test_equal_shares_have_one_peer_who_takes_all():
+def test_equal_shares_have_a_single_peer():
     side = even_spans(11, parts=4)
     assert [slice_for_peers(((0, 11),), own, side) for own in side] == [
         (PeerSlice(peer, 0, stop - first),) for peer, (first, stop) in enumerate(side)
@@ -37,7 +37,7 @@ def test_equal_shares_have_one_peer_who_takes_all():
 
 
 @given(batches(), st.integers(1, 7))
-def test_every_sample_reaches_the_member_that_holds_it_there_once_and_in_order(batch, microbatches):
+def test_every_sample_reaches_its_member_once_and_in_order(batch, microbatches):
     num_samples, sides = batch
     one, other = sides[0], sides[-1]
     for runs in (((0, num_samples),), *divide(tuple(sides), microbatches)):
@@ -55,7 +55,7 @@ def test_every_sample_reaches_the_member_that_holds_it_there_once_and_in_order(b
 
 
 @given(batches(), st.integers(1, 7))
-def test_microbatches_share_out_the_batch_and_all_members_have_equally_many_of_each(batch, microbatches):
+def test_microbatches_cover_the_batch_and_members_have_equally_many_of_each(batch, microbatches):
     num_samples, sides = batch
     divided = divide(tuple(sides), microbatches)
     assert sorted(sample for runs in divided for sample in listed(runs)) == list(range(num_samples))

@@ -1,4 +1,4 @@
-"""What workers of the pool do on a GPU."""
+"""Tasks that pool workers run on a GPU."""
 
 import os
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def nothing_waits_for_the_device() -> Any:
 def step_without_waiting(
     precision: str, weigh: Callable[..., float] | None, cuda_graphs: bool = False
 ) -> list[float]:
-    """Losses of steps in which any wait for the device but the one for the loss is an error."""
+    """Return losses of steps in which any wait for the device except for the loss is an error."""
     options: dict[str, Any] = {"precision": precision, "loss_weight": weigh, "cuda_graphs": cuda_graphs}
     model, optimizer = wrap("GPT", 1, batch=6, chunk=2, **options)
     inputs = make_inputs("GPT", 6, torch.Generator().manual_seed(2), torch.float32)
@@ -76,8 +76,8 @@ def channels_used() -> dict[int, str]:
     return found
 
 
-def lose_a_neighbour(report: str) -> None:
-    """The last stage is gone in the middle of the third step, with work queued on the device."""
+def lose_the_last_stage(report: str) -> None:
+    """End the last stage in the middle of the third step, with work queued on the device."""
     steps = [0]
 
     def die(op: str, microbatch: int) -> float:
@@ -98,7 +98,7 @@ def lose_a_neighbour(report: str) -> None:
 
 
 class Lookup(nn.Module):
-    """Whose second stage looks up rows in its table."""
+    """A model whose second stage looks up rows in its table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Lookup(nn.Module):
 
 
 def fail_on_the_device(folder: str) -> None:
-    """A step with a row that is not in the second stage's table; both ranks tell what they heard, and end."""
+    """Run a step with a row outside the second stage's table; both ranks report the error and end."""
     x, rows = torch.ones(8, 4), torch.arange(8)
     sample = {"x": x[:2], "rows": rows[:2]}
     model = Varuna(Lookup(), "0;1", sample, 8, 2, device=DEVICE, from_cache=False, timeout_seconds=20)
@@ -172,7 +172,7 @@ class Wide(nn.Module):
 
 
 def run_out_of_memory(chunk: int) -> str:
-    """The error on this rank, of a job whose second stage has room for 1.4 GiB."""
+    """Return the error of this rank if the second stage has 1.4 GiB of memory."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     x = torch.ones(64, 4)
     error = ""
@@ -191,7 +191,7 @@ def run_out_of_memory(chunk: int) -> str:
 
 
 def train_gpt2_with_flash_attention_alone() -> float:
-    """A loss of Hugging Face's GPT-2, where no other kernel of attention is allowed."""
+    """Return a loss of Hugging Face's GPT-2 with only this attention kernel allowed."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -217,7 +217,7 @@ class WaitsAtOnce:
 
 
 def send_by_nccl(count: int) -> list[list[list[float]]]:
-    """What arrives over a lane whose two ends are one rank, which is all that NCCL takes of one GPU."""
+    """Return what arrives over a lane with both ends on one rank: NCCL allows one rank per GPU."""
     store = distributed_c10d.PrefixStore("nccl", distributed_c10d._get_default_store())
     device = torch.device(DEVICE)
     with torch.cuda.device(device):
@@ -239,24 +239,24 @@ def send_by_nccl(count: int) -> list[list[list[float]]]:
 
 
 def train_by_lane(**options: Any) -> tuple[dict[str, Any], set[str]]:
-    """Lanes between stages of one GPU, carried by gloo; and what they are called."""
-    ways: set[str] = set()
+    """Train with gloo lanes between stages on one GPU; also return the names of the channels."""
+    channels: set[str] = set()
 
-    class Telling(Varuna):
+    class ChannelCollector(Varuna):
         def step(self, *args: Any, **kwargs: Any) -> tuple[float, bool]:
-            ways.update(self.channels.values())
+            channels.update(self.channels.values())
             return super().step(*args, **kwargs)
 
     before = tests.tasks.Varuna
-    tests.tasks.Varuna = Telling  # type: ignore[misc]
+    tests.tasks.Varuna = ChannelCollector  # type: ignore[misc]
     try:
-        return tests.tasks.train(**options, channel="group"), ways
+        return tests.tasks.train(**options, channel="group"), channels
     finally:
         tests.tasks.Varuna = before  # type: ignore[misc]
 
 
 def reduce_by_nccl() -> tuple[float, list[list[float]]]:
-    """The loss and the gradients of a step of one rank, which reduces with itself."""
+    """Return loss and gradients of a step of one rank that reduces with itself."""
     group = dist.new_group([0], backend=reduce_backend(["a GPU of its own"]))
     weights = [nn.Parameter(torch.zeros(size, device=DEVICE)) for size in (2, 1)]
     reducer = Reducer(weights, replicas=group, everyone=None, counts_norm=True, waiter=WaitsAtOnce())
@@ -271,7 +271,7 @@ def reduce_by_nccl() -> tuple[float, list[list[float]]]:
 
 
 class Choosing(nn.Module):
-    """Whose sizes depend on values, which the host must look at."""
+    """A model whose sizes depend on values, which the host must read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Choosing(nn.Module):
 
 
 def run_unrecordable(cuda_graphs: bool) -> tuple[list[float], list[str]]:
-    """Losses, and what was warned of."""
+    """Return losses and warnings."""
     torch.manual_seed(0)
     x = torch.randn(8, 4)
     model = Varuna(Choosing(), "0", {"x": x}, 8, 2, device=DEVICE, from_cache=False, cuda_graphs=cuda_graphs)

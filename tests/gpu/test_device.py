@@ -1,4 +1,4 @@
-"""What a GPU adds: work that is queued ahead, memory that processes share, and memory that runs out."""
+"""GPU features: queued work, shared memory, and running out of memory."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.gpu.tasks import (
     count_tokens,
     fail_on_the_device,
     hold_activations,
-    lose_a_neighbour,
+    lose_the_last_stage,
     reduce_by_nccl,
     run_out_of_memory,
     send_by_nccl,
@@ -44,15 +44,15 @@ def test_stages_of_one_machine_share_device_memory(pool: Pool) -> None:
 
 
 def test_a_stage_that_dies_with_work_queued_is_named(pool: Pool, tmp_path: Path) -> None:
-    """V21: its neighbour's device waits for it in vain, but not the neighbour."""
+    """V21: the adjacent stage's device waits for it forever, but not its host."""
     report = tmp_path / "report"
     with pytest.raises(TaskFailed):
-        pool.run(lose_a_neighbour, 2, str(report))
+        pool.run(lose_the_last_stage, 2, str(report))
     assert "rank 1" in report.read_text() and report.read_text().startswith("PeerLost")
 
 
 def test_an_error_of_a_device_names_its_stage(pool: Pool, tmp_path: Path) -> None:
-    """V21: on its own rank and on the others, which end too."""
+    """V21: on its own rank and on all others, which end too."""
     with pytest.raises(TaskFailed):  # both processes end
         pool.run(fail_on_the_device, 2, str(tmp_path))
     neighbour, own = (tmp_path / "0").read_text(), (tmp_path / "1").read_text()
@@ -61,7 +61,7 @@ def test_an_error_of_a_device_names_its_stage(pool: Pool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
-def test_a_stage_holds_no_more_than_its_schedule_says(pool: Pool, schedule: str) -> None:
+def test_a_stage_holds_at_most_what_its_schedule_allows(pool: Pool, schedule: str) -> None:
     """V14, V21: by the allocator; and what it has reserved does not grow from step to step."""
     peak, early, late = pool.run(hold_activations, 2, schedule)[0]
     each, work = 48 << 20, 100 << 20  # of a micro-batch; of one more at work, and the gradients
@@ -81,7 +81,7 @@ def test_out_of_memory_names_stage_consumers_and_a_layout_that_fits(pool: Pool) 
     assert pool.run(run_out_of_memory, 2, int(errors[1].split("chunk_size=")[1].rstrip(")"))) == ["", ""]
 
 
-def test_state_kept_on_the_host_gives_the_same_bits(pool: Pool) -> None:
+def test_state_on_the_host_gives_equal_results_bit_for_bit(pool: Pool) -> None:
     """V21: with several stages and replicas, and sharded over them."""
     shared: dict[str, Any] = {"batch": 8, "chunk": 2, "device": "cuda:0", "optimizer": "adam"}
     kept = pool.run(train, 4, "GPT", 2, 2, **shared, shard_optimizer=True, offload_optimizer=True)[0]
@@ -113,12 +113,12 @@ def test_all_ranks_of_a_group_make_the_same_calls_on_cuda(pool: Pool) -> None:
 
 
 def test_gradients_are_reduced_by_nccl(pool: Pool) -> None:
-    """V21: in the group that ranks with a GPU of their own get, numbers of the host and all."""
+    """V21: in the group of ranks with their own GPU, CPU tensors included."""
     loss, gradients = pool.run(reduce_by_nccl, 1)[0]
     assert loss == 2.0 and gradients == [[1.0, 2.0], [3.0]]
 
 
-def test_messages_go_over_a_lane_of_nccl(pool: Pool) -> None:
+def test_messages_travel_over_an_nccl_lane(pool: Pool) -> None:
     """V21: on streams of its own; neither end waits for the device."""
     assert pool.run(send_by_nccl, 1, 5)[0] == [[[2, 3], [0]]] * 5
 

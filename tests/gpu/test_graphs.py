@@ -1,4 +1,4 @@
-"""CUDA graphs: recorded stages train as ever."""
+"""CUDA graphs: recorded stages train like unrecorded ones."""
 
 from typing import Any
 
@@ -75,8 +75,8 @@ def test_a_replayed_step_waits_for_the_device_once_for_its_loss(pool: Pool) -> N
     torch.testing.assert_close(found, usual, rtol=1e-4, atol=0)
 
 
-def test_what_waits_for_the_device_cannot_be_recorded_and_runs_as_ever(pool: Pool) -> None:
-    """V21: with a warning, and what comes after works."""
+def test_what_waits_for_the_device_runs_unrecorded(pool: Pool) -> None:
+    """V21: with a warning, and later steps work."""
     usual, none = pool.run(run_unrecordable, 1, False)[0]
     found, warnings = pool.run(run_unrecordable, 1, True)[0]
     assert found == usual and not none

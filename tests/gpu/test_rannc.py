@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-8}
 
 
 def train_there(name: str, counts: list[list[int]], options: dict[str, Any], device: str) -> dict[str, Any]:
-    """What came out, on the host; and that it was on the device."""
+    """Return the outputs on the host; check that they were on the device."""
     found = train(name, counts=counts, options=options, device=device)
     leaves = [leaf for leaf in pytree.tree_leaves(found["outputs"]) if isinstance(leaf, Tensor)]
     assert leaves and all(leaf.device == torch.device(device) for leaf in leaves)
@@ -71,7 +71,7 @@ def as_a_part(stages: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 2)])
-def test_gradients_of_inputs_lie_where_the_inputs_do(
+def test_gradients_of_inputs_are_on_the_device_of_the_inputs(
     pool: Pool, world: int, stages: int, device: str = DEVICE
 ) -> None:
     """R2: the module as a part of a larger one."""
@@ -93,13 +93,13 @@ def test_low_precision_on_cuda(
 
 
 def test_the_default_device_is_that_of_the_worker() -> None:
-    """R17: alone, without a word about devices."""
+    """R17: alone, without a device argument."""
     model = RaNNCModule(make("Simple"))
     assert model(torch.randn(2, WIDTH)).device == torch.device(DEVICE) == model.device
 
 
 def run_out_of_memory(**options: Any) -> str:
-    """The error of a call with room for 1.4 GiB, four micro-batches of 0.5 GiB each to be held."""
+    """Return the error of a call with 1.4 GiB of memory that holds four micro-batches of 0.5 GiB."""
     x = torch.randn(32, 4)
     model = RaNNCModule(Wide(), device=DEVICE, partition_num=1, pipeline_num=4, measure=False, **options)
     torch.cuda.empty_cache()

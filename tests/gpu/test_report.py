@@ -1,4 +1,4 @@
-"""On a device that runs behind its host, a report tells what the device did."""
+"""Reports show device times, although the device runs behind its host."""
 
 from statistics import median
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Heavy(nn.Module):
-    """Queued in microseconds, worked on for milliseconds."""
+    """Takes microseconds to queue and milliseconds to run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Heavy(nn.Module):
 
 
 def test_most_of_a_step_of_matrix_products_is_computing() -> None:
-    """V28, B4; V44: and that is what a manager compares machines by."""
+    """V28, B4; V44: the manager compares machines by this time."""
     inputs = {"x": torch.randn(8192, 8192)}
     model = Varuna(Heavy(), "0;", {"x": torch.randn(2, 8192)}, 8192, 4096, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

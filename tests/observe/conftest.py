@@ -1,4 +1,4 @@
-"""Property tests here are judged by what they find, never by how long a busy machine takes."""
+"""Property tests have no deadline: the machine may be busy."""
 
 from hypothesis import HealthCheck, settings
 

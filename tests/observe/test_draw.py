@@ -1,4 +1,4 @@
-"""Timelines as text, picture and trace: all is in it, and the form is the one that viewers read."""
+"""Timelines as text, SVG and trace: they are complete, and viewers can read them."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -35,7 +35,7 @@ timelines = st.lists(intervals(), max_size=12).map(lambda found: Timeline(tuple(
 
 
 def bars(picture: str) -> list[str]:
-    """The stories that the bars tell when pointed at."""
+    """Return the tooltips of the bars."""
     return [str(title.text) for title in ElementTree.fromstring(picture).iter(f"{SVG}title")]
 
 
@@ -65,7 +65,7 @@ def test_two_timelines_share_one_scale() -> None:
     assert widths["F0 from 0 for 16 ms"] == pytest.approx(16 * widths["F0 from 0 for 1 ms"], rel=1e-3)
 
 
-def test_a_picture_stands_alone_and_names_everything() -> None:
+def test_a_picture_is_self_contained_and_names_everything() -> None:
     """B4"""
     picture = to_svg(STEP, title="Step 3 <measured>")
     words = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
@@ -113,7 +113,7 @@ def test_a_trace_of_two_timelines_keeps_their_ranks_apart() -> None:
     ]
 
 
-def test_drawing_nothing_is_refused_and_an_empty_step_is_drawn() -> None:
+def test_no_timeline_is_an_error_and_an_empty_step_is_drawn() -> None:
     with pytest.raises(ValueError, match="no timeline to draw"):
         to_svg({})
     assert bars(to_svg(Timeline(()))) == []

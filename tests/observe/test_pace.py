@@ -1,4 +1,4 @@
-"""What steps take: the median of many, whatever comes between some of them, and where the time went."""
+"""Step times: the median of many steps, and where the time went."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def ran(pace: Pace, seconds: list[float], start: float = 0.0, compute: float = 0
     return start
 
 
-def test_the_first_steps_do_not_count_and_the_median_forgets_what_is_rare() -> None:
+def test_the_first_steps_do_not_count_and_the_median_ignores_outliers() -> None:
     """V28"""
     pace = Pace()
     stop = ran(pace, [50.0] * WARMUPS + [1.0, 1.0, 9.0, 1.0, 1.0])
@@ -36,7 +36,7 @@ def test_the_first_steps_do_not_count_and_the_median_forgets_what_is_rare() -> N
     assert found.kept == {4: 1.0, 5: 1.0, 6: 9.0, 7: 1.0, 8: 1.0}
 
 
-def test_a_step_that_something_came_after_is_not_measured() -> None:
+def test_a_step_before_other_work_is_not_measured() -> None:
     """V28: an evaluation, a checkpoint."""
     pace = Pace()
     stop = ran(pace, [1.0] * (WARMUPS + 1))
@@ -46,7 +46,7 @@ def test_a_step_that_something_came_after_is_not_measured() -> None:
     assert found is not None and found.kept == {WARMUPS + 2: 1.0}
 
 
-def test_what_is_added_to_a_step_after_its_end_is_none_of_it() -> None:
+def test_entries_after_the_end_of_a_step_do_not_belong_to_it() -> None:
     pace = Pace()
     start = ran(pace, [1.0] * WARMUPS)
     pace.enter(start)
@@ -58,14 +58,14 @@ def test_what_is_added_to_a_step_after_its_end_is_none_of_it() -> None:
     assert found is not None and found.compute_seconds == 0.5
 
 
-def test_only_so_much_is_kept() -> None:
+def test_a_limited_number_of_steps_is_kept() -> None:
     pace = Pace()
     pace.enter(ran(pace, [1.0] * (2 * WINDOW)))
     found = pace.found(stage=0)
     assert found is not None and (found.num_steps, len(found.kept)) == (WINDOW, KEPT)
 
 
-def test_nothing_is_found_while_nothing_is_measured() -> None:
+def test_there_is_no_result_before_the_first_measured_step() -> None:
     pace = Pace()
     ran(pace, [1.0] * WARMUPS)
     assert pace.found(stage=0) is None
@@ -76,7 +76,7 @@ def rank(stage: int, seconds: float, compute: float, **kept: float) -> RankPace:
     return RankPace(stage, 7, seconds, compute, 0.25, 0.125, numbers, 3)
 
 
-def test_a_report_is_of_all_stages_and_its_parts_are_the_whole_step() -> None:
+def test_a_report_covers_all_stages_and_its_parts_sum_to_the_step() -> None:
     """V28, B4: measured bubble per stage."""
     report = summarise(20, [rank(0, 2.0, 1.0), rank(1, 2.0, 1.5), rank(0, 1.9, 0.5), rank(1, 1.9, 1.5)], None)
     assert (report.step, report.num_steps, report.seconds) == (20, 7, 2.0)
@@ -85,7 +85,7 @@ def test_a_report_is_of_all_stages_and_its_parts_are_the_whole_step() -> None:
     assert report.excess is None and "predicted" not in str(report)
 
 
-def test_measured_is_told_beside_predicted() -> None:
+def test_measured_and_predicted_times_are_shown_together() -> None:
     """V28"""
     memory = MemoryForecast(0, 0, 0, 0, 0, 0, 0, 0)
     forecast = Forecast(1.6, (StageForecast(0.8, 0.4, 0.2, 0.2, memory),))
@@ -98,7 +98,7 @@ def test_measured_is_told_beside_predicted() -> None:
     ]
 
 
-def test_the_step_to_be_drawn_is_a_usual_one_that_all_ranks_have_kept() -> None:
+def test_the_drawn_step_is_typical_and_kept_by_all_ranks() -> None:
     """B4"""
     ranks = [rank(0, 1.0, 0.5, s4=1.0, s5=3.0, s6=1.2), rank(1, 1.0, 0.5, s5=3.0, s6=1.1, s7=1.0)]
     assert typical_step(ranks) == 6
@@ -106,15 +106,15 @@ def test_the_step_to_be_drawn_is_a_usual_one_that_all_ranks_have_kept() -> None:
 
 
 def test_a_step_is_drawn_to_its_end() -> None:
-    """B4: what comes after the last reduction is the optimizer's."""
+    """B4: the time after the last reduction is the optimizer's."""
     pace = Pace()
     start = ran(pace, [1.0] * (WARMUPS + 1))
     pace.enter(start)
     assert pace.entries(WARMUPS + 1)[-1] == ("optimizer", -1, 3.4375, 4.0)
 
 
-def test_machines_with_clocks_of_their_own_are_drawn_on_one() -> None:
-    """B4: a step's last sum is over all ranks, so that all know it at the same time."""
+def test_machines_with_different_clocks_are_drawn_on_one() -> None:
+    """B4: a step's last sum is over all ranks and ends everywhere at the same time."""
     here = to_timeline([("F", 0, 5.0, 6.0), ("reduce", -1, 6.0, 7.0), ("optimizer", -1, 7.0, 9.0)], 0, 0)
     there = to_timeline([("F", 0, 1005.5, 1006.0), ("reduce", -1, 1006.0, 1007.0)], 1, 1)
     merged = merge(on_one_clock([here, there], ["a", "b"]))

@@ -1,4 +1,4 @@
-"""A long capture shows how far it is; a plan made without devices is the plan made with them."""
+"""A long capture shows its progress; a model on the meta device is planned like one with values."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def capture(watch: progress_bar.CaptureProgress | None) -> None:
     Source(make_model("GPT"), watch=watch).capture(inputs, training=True)
 
 
-def test_a_capture_is_a_bar_on_a_terminal() -> None:
+def test_a_terminal_shows_a_progress_bar() -> None:
     """R12"""
     seen = io.StringIO()
     capture(capture_progress(shown=True, console=Console(file=seen, force_terminal=True)))
     assert "capturing the model" in seen.getvalue()
 
 
-def test_a_capture_is_lines_in_the_log_elsewhere(
+def test_without_a_terminal_progress_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R12: how many of how many modules; other ranks are silent."""
+    """R12: the number of modules done and in total; other ranks log nothing."""
     monkeypatch.setattr(progress_bar, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "varuna")
     watch = capture_progress(shown=True, console=Console(file=io.StringIO()))

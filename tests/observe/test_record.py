@@ -22,7 +22,7 @@ def intervals(draw: st.DrawFn) -> Interval:
 timelines = st.lists(intervals(), max_size=12).map(lambda found: Timeline(tuple(found)))
 
 
-def test_what_was_added_comes_back_under_its_rank_and_stage() -> None:
+def test_entries_become_intervals_of_their_rank_and_stage() -> None:
     recorder = Recorder()
     recorder.add("F", 0, 5.0, 6.0)
     recorder.add("reduce", -1, 6.0, 9.0)
@@ -58,7 +58,7 @@ def test_a_bubble_is_a_share_and_every_stage_has_one(timeline: Timeline) -> None
 
 
 def test_the_bubble_is_the_time_not_computed_by_the_clock_of_the_whole_step() -> None:
-    """B4: waiting and reducing are not computing; a moment covered twice counts once."""
+    """B4: waiting and reducing are not compute; overlapping time counts once."""
     timeline = Timeline(
         (
             Interval(0, 0, "F", 0, 0.0, 2.0),
