@@ -307,7 +307,7 @@ def test_a_forked_child_does_not_keep_the_connections_open() -> None:
 
 
 def test_strangers_are_refused_and_the_peer_still_connects() -> None:
-    """As V46, on the data links: a caller without the secret is refused."""
+    """V46, on the data links: a caller without the secret is refused."""
     strangers: list[socket.socket] = []
 
     def work(rank: int, exchange: Callable[[object], list[object]]) -> PeerNetwork:

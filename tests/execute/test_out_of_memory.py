@@ -152,7 +152,7 @@ class ThirdIsTooMuch(TorchDispatchMode):
 def test_the_memory_of_a_failed_step_is_free_while_its_error_and_model_live(
     monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
-    """And the error lives no longer than its handler: a script may try the next layout."""
+    """The error lives no longer than its handler: a script may try the next layout."""
     of_cuda: dict[str, Any] = {
         "mem_get_info": (0, 16 * GIB),
         "memory_allocated": 14 * GIB,

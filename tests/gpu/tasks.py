@@ -138,8 +138,10 @@ class Heavy(nn.Module):
 
 
 def hold_activations(schedule: str) -> tuple[int, int, int]:
-    """Of the first stage in a step of 8 micro-batches, the last one smaller: the bytes at its peak beyond
-    those before; and what torch has reserved after 3 steps, and after 10."""
+    """Return the bytes that the first stage adds at its peak, and what torch has reserved after 3 and 10 steps.
+
+    Each step has 8 micro-batches; the last one is smaller.
+    """
     x = torch.ones(30, 4)
     options: dict[str, Any] = {"schedule": schedule, "recompute": False, "from_cache": False}
     model = Varuna(Heavy(), "0;1", {"x": x[:2]}, 30, 4, device=DEVICE, **options)

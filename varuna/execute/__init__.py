@@ -1,1 +1,1 @@
-"""One training step over many processes, equal to that of one: engine, stage, links, reduction."""
+"""Runs a training step over many processes with the same result as in one: stage, links, reduction."""

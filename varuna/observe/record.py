@@ -13,7 +13,7 @@ from varuna.types import Interval, Timeline
 COMPUTE = frozenset("FRBIW")
 
 Entry = tuple[str, int, float, float]
-"""What, micro-batch, start, stop."""
+"""Kind, micro-batch, start, stop."""
 Snapshot = Callable[[], list[Entry]]
 
 

@@ -4,7 +4,7 @@ A frame describes its content, so a mismatch is an error and never wrong data:
 
     header      magic, kind, number of tensors, descriptor bytes, payload bytes, number
     descriptor  for each tensor: dtype code, number of dimensions, sizes
-    payload     the elements of each tensor, one after the other; empty if they travel another way
+    payload     the elements of each tensor, one after the other; empty if they travel by slot or lane
 """
 
 import ctypes

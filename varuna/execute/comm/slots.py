@@ -12,8 +12,8 @@ No host waits for a device: `filled` and `emptied` are events that both processe
 device waits for work queued on the other. A wait is only for events that are already recorded, so there is
 no deadlock.
 
-Two processes on the same GPU run by turns, and a process whose queue only waits still gets its turns. There a
-message counts as arrived only once it is filled (`is_filled`).
+Two processes on the same GPU run by turns, even if the queue of one only waits. So on a shared GPU a message
+counts as arrived only once it is filled (`is_filled`).
 """
 
 import contextlib

@@ -99,7 +99,7 @@ class StageLinks:
         return parts[0] if self._sends_gradients else torch.stack(list(parts)).sum(0)
 
     def _late_link(self) -> PeerLink:
-        """Return a link that should deliver more; one whose peer has ended, if there is one."""
+        """Return a link that should deliver more, preferably one with an ended peer."""
         late = [link for replica, link in self._links.items() if self._missing[replica] > link.ready]
         late = late or list(self._links.values())
         return next((link for link in late if link.over), late[0])

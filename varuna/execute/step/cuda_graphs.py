@@ -80,7 +80,7 @@ def make_recorders(device: torch.device) -> Callable[[], Record] | None:
 
 @dataclass(frozen=True)
 class KnownForm:
-    """What an unrecorded run of a form has shown."""
+    """Results of the first, unrecorded run of a form."""
 
     program: StageProgram  # kept alive, because its id is part of the form
     results: Sequence[Tensor]  # on the meta device

@@ -30,7 +30,7 @@ EVALUATION_WINDOW = 4
 """In an evaluation, a stage runs at most this many micro-batches ahead of the next stage."""
 
 Keep = Literal["graph", "inputs", "nothing"]
-"""A stage keeps of a forward: all that the backward needs, only the inputs, or nothing."""
+"""Kept of a forward: all that its backward needs, only the inputs, or nothing."""
 
 AdjacentStage = PeerLink | StageLinks
 """Connection to the previous or next stage."""

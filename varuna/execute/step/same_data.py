@@ -14,7 +14,7 @@ from torch import Tensor
 from varuna.execute.comm.frames import memory_of, to_host
 
 SampleHashes = Mapping[str, Sequence[bytes]]
-"""For each input, one hash per sample."""
+"""One hash per sample, by name of the input."""
 
 
 def hash_samples(inputs: Mapping[str, object], dims: Mapping[str, int]) -> dict[str, list[bytes]]:

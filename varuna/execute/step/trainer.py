@@ -210,7 +210,7 @@ class Trainer:
     def _changing_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that replicas must synchronize.
 
-        As `.data`, because a forward whose backward is still to come has saved them, without using them.
+        As `.data`: autograd has saved them for a later backward, which does not use their values.
         """
         return {name: self.state.tensor(name).data for name in self.mutated} if self.session.width > 1 else {}
 
