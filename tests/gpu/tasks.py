@@ -138,7 +138,7 @@ class Heavy(nn.Module):
 
 
 def hold_activations(schedule: str) -> tuple[int, int, int]:
-    """Return the bytes that the first stage adds at its peak, and what torch has reserved after 3 and 10 steps.
+    """Return the bytes that the first stage adds at its peak, and what torch reserves after 3 and 10 steps.
 
     Each step has 8 micro-batches; the last one is smaller.
     """
