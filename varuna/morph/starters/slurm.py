@@ -131,9 +131,7 @@ class SlurmStarter:
         self._folder.mkdir(parents=True, exist_ok=True)
         script = self._folder / "agent.sh"
         script.write_text(SCRIPT)
-        orders_folder = Path(
-            tempfile.mkdtemp(prefix="orders-", dir=self._folder)
-        )  # readable only by this user
+        orders_folder = Path(tempfile.mkdtemp(prefix="orders-", dir=self._folder))  # private
         files = [orders_folder / f"{number}.json" for number in range(len(requested))]
         for file, orders in zip(files, requested, strict=True):
             file.touch(mode=0o600)
