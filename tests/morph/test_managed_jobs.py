@@ -70,7 +70,7 @@ def test_a_job_saves_automatically_and_drops_machines_before_they_are_taken_away
         job.wait_for_steps(20)
         status = json.loads(job.varuna("status", "--json").stdout)
         assert status["saved_step"] > 1 and status["save_every_seconds"] == 0.3
-        assert "; by itself every 0.3 s" in job.varuna("status").stdout
+        assert "; automatic every 0.3 s" in job.varuna("status").stdout
         said = json.loads(job.varuna("logs", "0", "--lines", "1", "--json").stdout)
         assert said["ok"] and "loss" in said["text"]
         check_nothing_is_exposed(job)
