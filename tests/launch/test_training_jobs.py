@@ -57,7 +57,7 @@ MESSAGES = {
         "on rank 1: stage 1, micro-batch 0, forward",
     ],
     "kill": ["rank 1 (stage 1, replica 0) was killed by SIGKILL"],
-    "hang": ["PeerHangs: rank 1 (stage 1, replica 0) hangs", "waited for anyone"],
+    "hang": ["PeerHangs: rank 1 (stage 1, replica 0) hangs", "nor waited for another rank"],
 }
 
 
