@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.configuration import Configuration
-from pyrannc.deployment import FAR, LINKS, assumed_speed
+from pyrannc.model_costs import FAR, LINKS, assumed_speed
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement
 from varuna.capture import Source
 from varuna.capture.model.call_convention import StructuredCall

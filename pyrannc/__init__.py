@@ -1,4 +1,4 @@
-"""RaNNC's face of the library: models that are split without any annotation.
+"""RaNNC's API: models that are partitioned without any annotation.
 
     model = pyrannc.RaNNCModule(model, optimizer)
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyrannc.dry_run import dry_run
+    from pyrannc.dry_deployment import dry_run
     from pyrannc.module import RaNNCModule
     from pyrannc.process import (
         barrier,
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
         show_deployment,
         sync_params_on_init,
     )
-
-_HOMES = {
-    "RaNNCModule": "module",
-    "barrier": "process",
-    "delay_grad_allreduce": "process",
-    "dry_run": "dry_run",
-    "get_rank": "process",
-    "get_world_size": "process",
-    "keep_graph": "process",
-    "show_deployment": "process",
-    "sync_params_on_init": "process",
-}
 
 __all__ = [
     "RaNNCModule",
@@ -45,8 +33,10 @@ __all__ = [
     "sync_params_on_init",
 ]
 
+_MODULES = {"RaNNCModule": "module", "dry_run": "dry_deployment"}  # all other names are in `process`
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")
-    return getattr(import_module(f"pyrannc.{_HOMES[name]}"), name)
+    return getattr(import_module(f"pyrannc.{_MODULES.get(name, 'process')}"), name)

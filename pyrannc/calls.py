@@ -1,85 +1,230 @@
-"""What ranks must agree on before a batch is run: how the model is called, and with how many samples.
+"""Agreement of all ranks on a call: how the model is called, and with how many samples.
 
-Each rank looks at its own call; what they found the first time they tell each other in full, later by a
-number. A tensor is batched where its sizes are the batch's on all ranks; one that is 1 long on all
-ranks, beside others that are not, is shared by all samples.
+Each rank describes its own call. The first time, ranks exchange the full descriptions; later, a number. A
+tensor is batched if its sizes are those of the batch on all ranks. A tensor whose size is 1 on all ranks,
+while others are larger, is shared by all samples.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from varuna.capture import Captured, Source
 from varuna.capture.model.batch import Batch
+from varuna.capture.model.call_convention import StructuredCall
 from varuna.errors import CaptureError
 from varuna.execute.comm.frames import TensorMeta, meta_of
+from varuna.execute.comm.session import Session
+from varuna.execute.step.same_data import SampleHashes, find_equal_replicas, hash_batch
 from varuna.types import PrecisionName
 
+log = logging.getLogger("pyrannc")
 
-class Leaf(NamedTuple):
-    """A tensor among the inputs, but for its size along the batch."""
+
+class TensorInput(NamedTuple):
+    """A tensor among the inputs, without its size along the batch."""
 
     name: str
     dtype: str
-    dim: int | None  # along which its samples would lie
-    shape: tuple[int, ...]  # without that
+    dim: int | None  # the batch dimension, if it has one
+    shape: tuple[int, ...]  # without the batch dimension
     has_gradient: bool
 
-    def form(self, size: int) -> TensorMeta:
-        """Of a tensor with so many samples."""
+    def meta(self, size: int) -> TensorMeta:
+        """Return dtype and shape with `size` samples."""
         shape = list(self.shape)
         if self.dim is not None:
             shape.insert(self.dim, size)
         return meta_of(getattr(torch, self.dtype), tuple(shape))
 
+    def __str__(self) -> str:
+        shape: list[Any] = list(self.shape)
+        if self.dim is not None:
+            shape.insert(self.dim, "b")
+        return f"{self.dtype}{shape}" + (" with gradient" if self.has_gradient else "")
 
-class Draft(NamedTuple):
-    """A call, as far as all ranks must make it alike."""
+
+class CallSignature(NamedTuple):
+    """The properties of a call that must be equal on all ranks."""
 
     nesting: str
-    tensors: tuple[Leaf, ...]
+    tensors: tuple[TensorInput, ...]
     constants: tuple[tuple[str, str, Any], ...]
     training: bool
-    keeps: bool  # what a backward needs
+    grad_enabled: bool
     precision: PrecisionName
 
 
 Sizes = Mapping[str, int]
-"""Of each tensor along its batch."""
+"""Size of each tensor along its batch dimension."""
 
 
-class Agreed(NamedTuple):
+class AgreedCall(NamedTuple):
     """A call that all ranks make, and which of its tensors are batched."""
 
-    draft: Draft
+    signature: CallSignature
     batched: tuple[str, ...]
-    shared: tuple[tuple[str, int], ...]  # others that have the dimension, and their size along it
+    shared: tuple[tuple[str, int], ...]  # tensors that all samples share, and their size
 
     @property
     def dims(self) -> dict[str, int]:
-        leaves = {leaf.name: leaf.dim for leaf in self.draft.tensors}
-        return {name: dim for name in self.batched if (dim := leaves[name]) is not None}
+        """Batch dimension of each batched tensor."""
+        dims = {tensor.name: tensor.dim for tensor in self.signature.tensors}
+        return {name: dim for name in self.batched if (dim := dims[name]) is not None}
 
-    def num_samples(self, draft: Draft, sizes: Sizes) -> int | None:
-        """Of a rank whose call is this one; None where it is another."""
-        if draft != self.draft or any(sizes[name] != size for name, size in self.shared):
+    def num_samples(self, signature: CallSignature, sizes: Sizes) -> int | None:
+        """Return the number of samples of a call; None if it is not this call."""
+        if signature != self.signature or any(sizes[name] != size for name, size in self.shared):
             return None
-        found = {sizes[name] for name in self.batched}
-        return found.pop() if len(found) == 1 else None
+        counts = {sizes[name] for name in self.batched}
+        return counts.pop() if len(counts) == 1 else None
+
+    def meta_inputs(self, size: int) -> tuple[dict[str, Any], Batch]:
+        """Return inputs of `size` samples without values, for a capture."""
+        shared = dict(self.shared)
+        inputs: dict[str, Any] = {}
+        for tensor in self.signature.tensors:
+            meta = tensor.meta(size if tensor.name in self.batched else shared.get(tensor.name, 1))
+            inputs[tensor.name] = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        inputs.update({name: value for name, _, value in self.signature.constants})
+        return inputs, Batch(size, self.dims)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the batched inputs of one sample."""
+        inputs, _ = self.meta_inputs(1)
+        return sum(inputs[name].nbytes for name in self.dims)
 
 
-def look_at(
+def capture_call(
+    source: Source,
+    call: AgreedCall,
+    convention: StructuredCall,
+    *,
+    training: bool | None = None,
+    size: int = 2,
+) -> Captured:
+    """Capture the model for micro-batches of `size` samples; `training=None`: in the mode of the call."""
+    inputs, batch = call.meta_inputs(size)
+    return source.capture(
+        {name: inputs[name] for name in convention.names},
+        training=call.signature.training if training is None else training,
+        batch=batch,
+        convention=convention,
+        precision=call.signature.precision,
+    )
+
+
+class CurrentCall(NamedTuple):
+    """One call of the model on this rank."""
+
+    number: int  # of the agreed call
+    leaves: dict[str, Any]  # this rank's inputs by flat name
+    counts: list[int]  # samples of each rank
+
+    @property
+    def batch_size(self) -> int:
+        return sum(self.counts)
+
+
+class AgreedCalls:
+    """All calls that the ranks have agreed on so far, by number."""
+
+    def __init__(
+        self, model: nn.Module, batch_dims: Mapping[str, int | None], *, gather_inputs: bool
+    ) -> None:
+        self.calls: list[AgreedCall] = []
+        self.conventions: list[StructuredCall] = []
+        self._model = model
+        self._batch_dims = batch_dims
+        self._gather_inputs = gather_inputs
+
+    def capture(
+        self, source: Source, number: int, *, training: bool | None = None, size: int = 2
+    ) -> Captured:
+        return capture_call(
+            source, self.calls[number], self.conventions[number], training=training, size=size
+        )
+
+    def agree(
+        self, session: Session, args: Any, kwargs: Any, *, training: bool, precision: PrecisionName
+    ) -> CurrentCall:
+        """Agree on this call with all ranks, which call it at the same time."""
+        signature: CallSignature | None = None
+        sizes: dict[str, int] = {}
+        leaves: dict[str, Any] = {}
+        convention: StructuredCall | None = None
+        number, count = -1, 0
+        if self._gather_inputs or session.rank == 0:
+            grad_enabled = torch.is_grad_enabled()
+            convention, leaves = StructuredCall.of(self._model, args, kwargs, grad_enabled=grad_enabled)
+            signature, sizes = describe_call(
+                leaves, convention, batch_dims=self._batch_dims, training=training, precision=precision
+            )
+            for index, call in enumerate(self.calls):
+                known = call.num_samples(signature, sizes)
+                if known is not None:
+                    number, count = index, known
+        numbers = session.gather_numbers([number, count])
+        callers = numbers if self._gather_inputs else numbers[:1]
+        if all(theirs[0] == callers[0][0] >= 0 for theirs in callers):
+            number, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]
+        else:
+            number, counts = self._agree_on_new(session, signature, sizes, convention, leaves, training)
+        return CurrentCall(number, leaves, counts + [0] * (len(numbers) - len(counts)))
+
+    def _agree_on_new(
+        self,
+        session: Session,
+        signature: CallSignature | None,
+        sizes: Sizes,
+        convention: StructuredCall | None,
+        leaves: Mapping[str, Any],
+        training: bool,
+    ) -> tuple[int, list[int]]:
+        """Exchange full descriptions; return the new number and the samples of each calling rank."""
+        # Only in the first call: a script that gives all ranks the same data does so from the start.
+        compares = self._gather_inputs and training and not self.calls
+        hashes = hash_batch(leaves) if compares else {}
+        sent_convention = None if self._gather_inputs else convention
+        everyone = session.gather((signature, sizes, sent_convention, hashes))
+        warn_of_equal_batches([theirs for *_, theirs in everyone], session.rank)
+        callers = everyone if self._gather_inputs else everyone[:1]
+        calls = [(theirs, its_sizes) for theirs, its_sizes, *_ in callers if theirs is not None]
+        call = agree_on_call(
+            [theirs for theirs, _ in calls], [its_sizes for _, its_sizes in calls], self._batch_dims
+        )
+        convention = convention or everyone[0][2]
+        assert convention is not None
+        self.calls.append(call)
+        self.conventions.append(convention)
+        return len(self.calls) - 1, [call.num_samples(theirs, its) or 0 for theirs, its in calls]
+
+
+def warn_of_equal_batches(hashes: Sequence[SampleHashes], rank: int) -> None:
+    equal = find_equal_replicas(hashes)
+    if equal is not None and rank == 0:
+        log.warning(
+            "ranks %d and %d called the model with the same samples, so each sample counts twice (give each "
+            "rank its own samples, for example with torch's DistributedSampler; or pass "
+            "gather_inputs=False if rank 0 has all samples)",
+            *equal,
+        )
+
+
+def describe_call(
     leaves: Mapping[str, Any],
-    nesting: str,
+    convention: StructuredCall,
     *,
     batch_dims: Mapping[str, int | None],
-    gradients: frozenset[str],
     training: bool,
-    keeps: bool,
     precision: PrecisionName,
-) -> tuple[Draft, dict[str, int]]:
-    tensors: list[Leaf] = []
+) -> tuple[CallSignature, dict[str, int]]:
+    """Return the signature of a call, and the size of each tensor along its batch dimension."""
+    tensors: list[TensorInput] = []
     constants: list[tuple[str, str, Any]] = []
     sizes: dict[str, int] = {}
     for name, value in leaves.items():
@@ -89,13 +234,13 @@ def look_at(
             if dim is not None:
                 if not -value.dim() <= dim < value.dim():
                     raise CaptureError(
-                        f"batch_dims names dimension {dim} of the input {name!r}, which has the shape "
-                        f"{tuple(shape)} (name one of its dimensions, or None where it has no batch)"
+                        f"batch_dims names dimension {dim} of the input {name!r}, but its shape is "
+                        f"{tuple(shape)} (name one of its dimensions, or None if it has no batch)"
                     )
                 dim %= value.dim()
                 sizes[name] = shape.pop(dim)
             dtype = str(value.dtype).removeprefix("torch.")
-            tensors.append(Leaf(name, dtype, dim, tuple(shape), name in gradients))
+            tensors.append(TensorInput(name, dtype, dim, tuple(shape), name in convention.gradients))
         elif value is None or isinstance(value, bool | int | float | str):
             constants.append((name, type(value).__name__, value))
         else:
@@ -103,79 +248,66 @@ def look_at(
                 f"the input {name!r} is a {type(value).__name__}; expected tensors and constants (None, "
                 "bool, int, float, str), in tuples, lists and dicts"
             )
-    return Draft(nesting, tuple(tensors), tuple(constants), training, keeps, precision), sizes
+    nesting, grad_enabled = str(convention.key), torch.is_grad_enabled()
+    signature = CallSignature(nesting, tuple(tensors), tuple(constants), training, grad_enabled, precision)
+    return signature, sizes
 
 
-def agree(drafts: Sequence[Draft], sizes: Sequence[Sizes], batch_dims: Mapping[str, int | None]) -> Agreed:
-    """Of what all ranks found; a ValueError names the first difference."""
-    for rank, draft in enumerate(drafts):
-        if draft != drafts[0]:
+def agree_on_call(
+    signatures: Sequence[CallSignature], sizes: Sequence[Sizes], batch_dims: Mapping[str, int | None]
+) -> AgreedCall:
+    """Return the call that all ranks make; raise ValueError with the first difference."""
+    first = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if signature != first:
             raise ValueError(
-                f"rank {rank} calls the model in another way than rank 0: {_difference(draft, drafts[0])} "
-                "(call it alike on all ranks; only the number of samples may differ)"
+                f"rank {rank} calls the model differently than rank 0: {_difference(signature, first)} "
+                "(make the same call on all ranks; only the number of samples may differ)"
             )
     names = sorted(sizes[0], key=lambda name: batch_dims.get(name) is None)
     columns = {name: [own[name] for own in sizes] for name in names}
     varied = [name for name in names if set(columns[name]) != {1}]
     if not names:
-        given = ", ".join(leaf.name for leaf in drafts[0].tensors) or "no tensor"
+        inputs = ", ".join(tensor.name for tensor in first.tensors) or "no tensor"
         raise CaptureError(
-            f"no input has a batch: got {given} (give a tensor whose leading dimension is one)"
+            f"no input has a batch dimension: found {inputs} (pass a tensor whose leading dimension is the "
+            "batch)"
         )
-    first = varied[0] if varied else names[0]
-    batched = tuple(name for name in names if columns[name] == columns[first])
+    leading = varied[0] if varied else names[0]
+    batched = tuple(name for name in names if columns[name] == columns[leading])
     for name in names:
         if name in batched or (set(columns[name]) == {1} and batch_dims.get(name) is None):
             continue
         raise CaptureError(
-            f"the input {name!r} has {_sizes(columns[name])}, but the batch is {_sizes(columns[first])}, "
-            f"as in {first!r}; expected as many, or 1 for an input that all samples share (name its batch "
-            f"dimension, or None: batch_dims={{{name!r}: ...}})"
+            f"the input {name!r} has {_sizes_text(columns[name])} samples, but the batch, by {leading!r}, "
+            f"has {_sizes_text(columns[leading])}; expected the same number, or 1 for an input that all "
+            f"samples share (name its batch dimension, or None: batch_dims={{{name!r}: ...}})"
         )
     shared = tuple((name, 1) for name in names if name not in batched)
-    unsure = [leaf.name for leaf in drafts[0].tensors if leaf.has_gradient and leaf.name not in batched]
-    if unsure:
-        raise CaptureError(
-            f"the input {unsure[0]!r} wants a gradient, but all samples share it, and they lie on several "
-            "ranks (give it a batch, or make it a parameter of the model)"
-        )
-    return Agreed(drafts[0], tuple(sorted(batched)), shared)
+    for tensor in first.tensors:
+        if tensor.has_gradient and tensor.name not in batched:
+            raise CaptureError(
+                f"the input {tensor.name!r} needs a gradient, but samples on several ranks share it (give "
+                "it a batch dimension, or make it a parameter of the model)"
+            )
+    return AgreedCall(first, tuple(sorted(batched)), shared)
 
 
-def _sizes(column: Sequence[int]) -> str:
-    if len(set(column)) == 1:
-        return str(column[0])
-    return f"{', '.join(map(str, column))} by rank"
+def _sizes_text(column: Sequence[int]) -> str:
+    return str(column[0]) if len(set(column)) == 1 else f"{', '.join(map(str, column))} (by rank)"
 
 
-def _difference(found: Draft, expected: Draft) -> str:
+def _difference(found: CallSignature, expected: CallSignature) -> str:
     for own, other in zip(found.tensors, expected.tensors, strict=False):
         if own != other:
-            return f"{own.name!r} is {_in_words(own)}, there {other.name!r} is {_in_words(other)}"
+            return f"{own.name!r} is {own}, on rank 0 {other.name!r} is {other}"
     for constant, elsewhere in zip(found.constants, expected.constants, strict=False):
         if constant != elsewhere:
-            return f"{constant[0]!r} is {constant[2]!r}, there {elsewhere[0]!r} is {elsewhere[2]!r}"
+            return f"{constant[0]!r} is {constant[2]!r}, on rank 0 {elsewhere[0]!r} is {elsewhere[2]!r}"
     if found.training != expected.training:
-        return f"it is in {'train' if found.training else 'eval'} mode, there it is not"
+        return f"it is in {'train' if found.training else 'eval'} mode, on rank 0 it is not"
     if found.precision != expected.precision:
-        return f"it runs in {found.precision}, there in {expected.precision}"
-    if found.keeps != expected.keeps:
-        return f"gradients are {'on' if found.keeps else 'off'}, there they are not"
-    return f"its arguments are nested as {found.nesting}, there as {expected.nesting}"
-
-
-def _in_words(leaf: Leaf) -> str:
-    shape = list(leaf.shape) if leaf.dim is None else [*leaf.shape[: leaf.dim], "b", *leaf.shape[leaf.dim :]]
-    return f"{leaf.dtype}{shape}" + (" with gradient" if leaf.has_gradient else "")
-
-
-def sample_of(
-    draft: Draft, dims: Mapping[str, int], shared: Sizes, size: int
-) -> tuple[dict[str, Any], Batch]:
-    """Inputs of this form without values: what a capture needs."""
-    inputs: dict[str, Any] = {}
-    for leaf in draft.tensors:
-        form = leaf.form(size if leaf.name in dims else shared.get(leaf.name, 1))
-        inputs[leaf.name] = torch.empty(form.shape, dtype=form.dtype, device="meta")
-    inputs.update({name: value for name, _, value in draft.constants})
-    return inputs, Batch(size, dict(dims))
+        return f"it runs in {found.precision}, on rank 0 in {expected.precision}"
+    if found.grad_enabled != expected.grad_enabled:
+        return f"gradients are {'on' if found.grad_enabled else 'off'}, on rank 0 they are not"
+    return f"its arguments are nested as {found.nesting}, on rank 0 as {expected.nesting}"

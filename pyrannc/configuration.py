@@ -1,6 +1,6 @@
-"""What a user sets: by `rannc_conf.toml`, by RANNC_* in the environment, or as arguments; later ones win.
+"""Options from `rannc_conf.toml`, from RANNC_* environment variables, and from arguments; later ones win.
 
-The file is in ~/.pyrannc, or in the folder that RANNC_CONF_DIR names. Imports no torch.
+The file is in ~/.pyrannc, or in the folder RANNC_CONF_DIR. This module imports no torch.
 """
 
 import difflib
@@ -24,22 +24,22 @@ Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """Every option that does something here, with its default."""
+    """All options that have an effect, with their defaults."""
 
-    partition_num: Number = 0  # stages; 0: to be chosen
-    replica_num: Number | Counts = 0  # of each stage; or one number for each of them
-    pipeline_num: Number = 0  # micro-batches of each replica's batch
+    partition_num: Number = 0  # stages; 0: chosen automatically
+    replica_num: Number | Counts = 0  # of every stage, or one number for each stage; 0: chosen automatically
+    pipeline_num: Number = 0  # micro-batches of each replica's batch; 0: chosen automatically
     min_pipeline: Positive = 1
     max_pipeline: Positive = 32
     min_pipeline_bs: Positive = 1  # samples in the smallest micro-batch
-    checkpointing: bool | None = None  # recompute in the backward; None: where memory asks for it
-    dp_search_all: bool = False  # the fastest of all layouts, also for a model that fits in one stage
-    mem_margin: Share = 0.1  # the share of each device's memory to leave free
-    mem_limit_gb: Annotated[float, Meta(ge=0)] = 0.0  # of each device; 0: all that it has
-    opt_param_factor: Annotated[float, Meta(ge=0)] = 2.0  # the optimizer's state, in times the parameters
-    measure: bool = True  # run the model's segments before choosing; else estimate them from their shapes
-    measure_seconds: Annotated[float, Meta(gt=0)] = 3.0  # when they are over, the rest is estimated
-    profiling_iter: Positive = 3  # runs of each segment that count, at least
+    checkpointing: bool | None = None  # recompute in the backward; None: only where memory requires it
+    dp_search_all: bool = False  # the fastest of all layouts, even if the model fits in one stage
+    mem_margin: Share = 0.1  # share of each device's memory to leave free
+    mem_limit_gb: Annotated[float, Meta(ge=0)] = 0.0  # of each device; 0: all of it
+    opt_param_factor: Annotated[float, Meta(ge=0)] = 2.0  # optimizer state, as a multiple of the parameters
+    measure: bool = True  # measure segments before choosing; False: estimate them from their shapes
+    measure_seconds: Annotated[float, Meta(gt=0)] = 3.0  # after this time, the rest is estimated
+    profiling_iter: Positive = 3  # least number of timed runs of each segment
     save_graph_profile: bool = False
     load_graph_profile: bool = False
     graph_profile_file: str = "/tmp/rannc_graph_profile.json"
@@ -52,58 +52,21 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     show_config_items: bool = False
 
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "alloc_repl_flat",
-        "alloc_solutions_file_prefix",
-        "auto_parallel",
-        "checkpointing_no_last",
-        "coarsen_by_time",
-        "consolidate_grads",
-        "decomposer",
-        "disable_balancing",
-        "display_act_value",
-        "display_comm_value",
-        "do_coarsening",
-        "do_uncoarsening",
-        "dump_dp_cache",
-        "dump_dp_node_profiles",
-        "dump_graph",
-        "dump_graph_prefix",
-        "enable_kineto",
-        "force_dist_matmul",
-        "graph_profiling",
-        "limit_dev_num_more_than_bs",
-        "limit_dev_num_pot",
-        "load_alloc_solutions",
-        "load_mlpart_results",
-        "max_mp_num",
-        "max_partition_num",
-        "min_partition_num",
-        "mlpart_results_file",
-        "p2p_comm",
-        "partitioning_dry_run_np",
-        "profile_by_acc",
-        "profile_dump_path",
-        "profiler_cache_size",
-        "profiling",
-        "run_watchdog",
-        "save_alloc_solutions",
-        "save_mlpart_results",
-        "skip_grad_scaling",
-        "sync_allreduce",
-        "use_mpi_to_gather_dist_params",
-        "use_named_tensors",
-        "validate_comm",
-        "verify_partitioning",
-        "verify_recomp",
-        "watchdog_lockfile_dir",
-    }
-)
-"""Options of RaNNC that ask for what here is done always, in another way, or never needed."""
+OTHER_OPTIONS = """
+alloc_repl_flat alloc_solutions_file_prefix auto_parallel checkpointing_no_last coarsen_by_time
+consolidate_grads decomposer disable_balancing display_act_value display_comm_value do_coarsening
+do_uncoarsening dump_dp_cache dump_dp_node_profiles dump_graph dump_graph_prefix enable_kineto
+force_dist_matmul graph_profiling limit_dev_num_more_than_bs limit_dev_num_pot load_alloc_solutions
+load_mlpart_results max_mp_num max_partition_num min_partition_num mlpart_results_file p2p_comm
+partitioning_dry_run_np profile_by_acc profile_dump_path profiler_cache_size profiling run_watchdog
+save_alloc_solutions save_mlpart_results skip_grad_scaling sync_allreduce use_mpi_to_gather_dist_params
+use_named_tensors validate_comm verify_partitioning verify_recomp watchdog_lockfile_dir
+"""
+WITHOUT_EFFECT = frozenset(OTHER_OPTIONS.split())
+"""Options of RaNNC for what this library always does, does differently, or does not need."""
 
-NOT_OPTIONS = {"conf_dir"}  # in the environment
-KINDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
+NOT_OPTIONS = {"conf_dir"}  # RANNC_* variables that are no options
+OPTION_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
 DEFAULTS = Configuration()
 
 
@@ -117,17 +80,17 @@ def read_configuration(
         ("the arguments of RaNNCModule", arguments),
     ):
         for key, value in settings.items():
-            if key in KINDS:
+            if key in OPTION_TYPES:
                 found[key] = _checked(key, value, source)
             elif key in WITHOUT_EFFECT:
-                log.info("%s, in %s, has no effect here", key, source)
+                log.info("%s, in %s, has no effect", key, source)
             else:
-                log.warning("%s, in %s, is no option (%s)", key, source, _nearest(key))
+                log.warning("%s, in %s, is not an option (%s)", key, source, _suggestion(key))
     configuration = Configuration(**found)  # type: ignore[arg-type]
     if configuration.max_pipeline < configuration.min_pipeline:
         raise ValueError(
-            f"max_pipeline is {configuration.max_pipeline}, less than min_pipeline, which is "
-            f"{configuration.min_pipeline}"
+            f"max_pipeline {configuration.max_pipeline} is smaller than min_pipeline "
+            f"{configuration.min_pipeline} (raise max_pipeline, or lower min_pipeline)"
         )
     if configuration.show_config_items:
         for key, value in found.items():
@@ -141,7 +104,7 @@ def folder_of(environment: Mapping[str, str], home: Path) -> Path:
         return home / ".pyrannc"
     if not Path(named).is_dir():
         raise ValueError(
-            f"RANNC_CONF_DIR is {named!r}, which is no folder (expected the one that holds {FILE})"
+            f"RANNC_CONF_DIR is {named!r}, which is not a folder (expected the folder of {FILE})"
         )
     return Path(named)
 
@@ -173,14 +136,14 @@ def _checked(key: str, value: object, source: str) -> object:
     elif isinstance(value, str) and key == "replica_num" and "+" in value:
         read = [count.strip() for count in value.split("+")]
     try:
-        return msgspec.convert(read, KINDS[key], strict=not isinstance(value, str))
+        return msgspec.convert(read, OPTION_TYPES[key], strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        form = ' (1 or more: a number for all stages, or one for each: [1, 3] or "1+3")'
+        form = ' (expected one number for all stages, or one for each stage: [1, 3] or "1+3")'
         raise ValueError(
             f"{key}, in {source}, is {value!r}: {error}{form if key == 'replica_num' else ''}"
         ) from None
 
 
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, [*KINDS, *WITHOUT_EFFECT], n=1)
+def _suggestion(key: str) -> str:
+    near = difflib.get_close_matches(key, [*OPTION_TYPES, *WITHOUT_EFFECT], n=1)
     return f"did you mean {near[0]}?" if near else "docs/pyrannc.md lists them"

@@ -1,6 +1,6 @@
-"""Logging by component, as RaNNC's `logging.toml` sets it: sinks, and a level for each component.
+"""Logging by component, configured by RaNNC's `logging.toml`: sinks, and a level for each component.
 
-What RaNNC's components logged is logged here by a few; the old names are understood. Imports no torch.
+Several components of RaNNC map to one logger of this library. This module imports no torch.
 """
 
 import logging
@@ -36,7 +36,7 @@ PATTERN = "[%(asctime)s] [%(levelname).1s] <%(name)s>: %(message)s"
 
 
 def configure_logging(folder: Path) -> None:
-    """Nothing happens where there is no file; a bad one is an error that names its key."""
+    """Read `logging.toml`, if the folder has one; raise ValueError with the key of a bad value."""
     path = folder / FILE
     try:
         settings = tomllib.loads(path.read_text())
@@ -48,12 +48,14 @@ def configure_logging(folder: Path) -> None:
     for component in settings.get("logger", ()):
         name, level = str(component.get("name")), str(component.get("level", "info"))
         if level not in LEVELS:
-            raise ValueError(f"{path}: level of {name} is {level!r}, expected one of {', '.join(LEVELS)}")
+            raise ValueError(
+                f"{path}: the level of {name} is {level!r} (expected one of {', '.join(LEVELS)})"
+            )
         logger = logging.getLogger(COMPONENTS.get(name, f"pyrannc.{name}"))
         logger.setLevel(LEVELS[level])
         for sink in component.get("sinks", ()):
             if sink not in sinks:
-                raise ValueError(f"{path}: {name} writes to the sink {sink!r}, which is not there")
+                raise ValueError(f"{path}: {name} names the sink {sink!r}, which is not defined (add it)")
             if sinks[sink] not in logger.handlers:
                 logger.addHandler(sinks[sink])
                 logger.propagate = False

@@ -51,7 +51,7 @@ OPTIMIZER_ELEMENTS = 1 << 22
 
 
 class MeasureRequest(NamedTuple):
-    """What rank 0 wants all ranks to measure."""
+    """Request of rank 0 to all ranks."""
 
     microbatch_sizes: tuple[int, ...]  # ascending
     seconds: float  # no measurement starts later

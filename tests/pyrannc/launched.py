@@ -27,7 +27,7 @@ def main(folder: Path, what: str, stages: int) -> None:
         if step == 2 and pyrannc.get_rank() == 1:
             if what == "raise":
                 raise ZeroDivisionError("the samples of this rank are bad")
-            model._deployed("").trainer.engine.delay = die_in_the_midst
+            model._require_partitioned("").pipeline.trainer.engine.delay = die_in_the_midst
         model(x).square().mean().backward()
 
 

@@ -29,9 +29,9 @@ def test_a_deployment_is_saved_loaded_shown_and_refused(
     file, forced = tmp_path / "deployment.json", tmp_path / "forced.json"
     for chosen, as_forced, loaded, messages in pool.run(deploy, 2, str(file), str(forced), timeout=150):
         assert chosen == [(0, 1)] and as_forced == [(0,), (1,)] and loaded == as_forced
-        assert "another model" in messages[0] and "needs the model to be spread" in messages[1]
+        assert "another model" in messages[0] and "is not partitioned yet" in messages[1]
     assert read_plan(file).plan.depth == 1
-    with pytest.raises(ValueError, match="is for 2 ranks, but there are 1"):
+    with pytest.raises(ValueError, match="another number of ranks: 2, expected 1"):
         wrapped(make("Simple"), load_deployment=file)(torch.randn(2, WIDTH))
     pyrannc.show_deployment(forced)
     shown = capsys.readouterr().out
@@ -83,7 +83,11 @@ def test_a_plan_rests_on_measured_segments_and_leaves_no_trace(
     assert first.basis.startswith("measured on cpu") and first.speed is not None
     assert first.plan.depth == 1 and not first.plan.stages[0].recompute
     assert again == first  # to the last digit: nothing was measured twice
-    assert estimated.basis == hurried.basis == "estimated from the model's shapes, by what such devices reach"
+    assert (
+        estimated.basis
+        == hurried.basis
+        == ("estimated from the model's shapes, with typical speeds of such devices")
+    )
     assert estimated.plan == first.plan
     assert forced.plan.depth == 2 and forced.plain is not None
     # One stage does not fit: the stages that do are of measured segments too.
@@ -106,12 +110,12 @@ def test_a_plan_rests_on_measured_segments_and_leaves_no_trace(
     assert dry.plan.depth == 2 and first.speed.measured_on in dry.basis
     pyrannc.show_deployment(tmp_path / "dry.json")
     shown = capsys.readouterr().out
-    assert "times are estimated from the model's shapes, by the speed of cpu" in shown
+    assert "times are estimated from the model's shapes, with the speed of cpu" in shown
     assert "plain data parallel" in shown and "and needs" in shown
     with pytest.raises(ValueError, match="memory_gb"):
         pyrannc.dry_run(model, [x], ranks=2)
     deployment.save(tmp_path / "estimated.json", estimated)
-    with pytest.raises(ValueError, match="tells no speed"):
+    with pytest.raises(ValueError, match="has no speed"):
         pyrannc.dry_run(model, [x], ranks=2, speed=tmp_path / "estimated.json")
     with pytest.raises(ValueError, match="of another model"):
         pyrannc.dry_run(make("Simple"), [torch.randn(2, WIDTH)], ranks=2, **profile)  # type: ignore[arg-type]
@@ -148,8 +152,8 @@ def measured(folder: str) -> list[PinnedPlan]:
         assert torch.equal(torch.get_rng_state(), torch.manual_seed(3).get_state())
         assert all(parameter.grad is None for parameter in wrapper.parameters())
         states.append(wrapper.state_dict())
-        assert wrapper._pinned is not None
-        found.append(wrapper._pinned)
+        assert wrapper._partitioned is not None
+        found.append(wrapper._partitioned.pinned)
         if not limit:
             wrapper.save_deployment(f"{folder}/deployment.json")
         if options.get("partition_num"):
@@ -231,14 +235,14 @@ def raise_in(wrapper: RaNNCModule) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("something of this rank's own")
 
-    wrapper._deploy = broken  # type: ignore[method-assign]
+    wrapper._calls.capture = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
         ("names", ["'weight'", "[2, 6]", "[3, 6]"]),
-        ("forward", ["another than on rank 0", "tanh", "relu"]),
+        ("forward", ["differs from the one on rank 0", "tanh", "relu"]),
         ("memory", ["no layout of 2 ranks fits", "needs"]),
         ("layout", ["partition_num 2", "replica_num 2", "2 ranks"]),
         ("shape", ["'x'", "rank 1", "rank 0"]),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pyrannc.configuration import KINDS, Configuration, read_configuration
+from pyrannc.configuration import OPTION_TYPES, Configuration, read_configuration
 from pyrannc.logs import configure_logging
-from pyrannc.process import find_place
+from pyrannc.process import find_rank
 
 
 def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> 
         "trace_events": True, "event_trace_file": "t", "sync_params_on_init": False,
         "show_config_items": True,
     }  # fmt: skip
-    assert values.keys() == KINDS.keys()
+    assert values.keys() == OPTION_TYPES.keys()
     lines = [
         f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         for key, value in values.items()
@@ -83,16 +83,16 @@ def test_each_component_has_its_level_and_its_sink(tmp_path: Path) -> None:
 def test_the_variables_of_torchrun_mpirun_and_srun_are_understood() -> None:
     """R17."""
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
-    assert find_place(torchrun) == (1, 4, 1, "h", 5)
+    assert find_rank(torchrun) == (1, 4, 1, "h", 5)
     mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    assert find_place(mpi)[:3] == (3, 4, 3)
-    assert find_place({"PMI_RANK": "2", "PMI_SIZE": "3"})[:2] == (2, 3)
+    assert find_rank(mpi)[:3] == (3, 4, 3)
+    assert find_rank({"PMI_RANK": "2", "PMI_SIZE": "3"})[:2] == (2, 3)
     slurm = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3"}
-    assert find_place(slurm)[:3] == (2, 3, 0)
-    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"})[:2] == (0, 1)  # a batch script, no srun
-    assert find_place({**slurm, **mpi})[:2] == (3, 4)  # an mpirun that Slurm has started
-    assert find_place({})[:2] == (0, 1)
+    assert find_rank(slurm)[:3] == (2, 3, 0)
+    assert find_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"})[:2] == (0, 1)  # a batch script, no srun
+    assert find_rank({**slurm, **mpi})[:2] == (3, 4)  # an mpirun that Slurm has started
+    assert find_rank({})[:2] == (0, 1)
     for elsewhere in ({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {**slurm, "SLURM_STEP_NUM_NODES": "2"}):
         with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-            find_place(elsewhere)
-        assert find_place({**elsewhere, "MASTER_ADDR": "h"}).address == "h"
+            find_rank(elsewhere)
+        assert find_rank({**elsewhere, "MASTER_ADDR": "h"}).address == "h"

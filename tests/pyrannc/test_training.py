@@ -121,7 +121,7 @@ def run_out_of_memory(stages: int, pipeline_num: int) -> str:
     }
     model = RaNNCModule(make("Simple"), device="cpu", partition_num=stages, pipeline_num=pipeline_num)
     model(torch.randn(4, WIDTH))
-    pipeline: Any = model._pipeline
+    pipeline: Any = model._require_partitioned("").pipeline
     pipeline.trainer.engine.stage.forward = refuse
     with patch.multiple(torch.cuda, **found), pytest.raises(VarunaError) as caught:
         model(torch.randn(4, WIDTH))
@@ -172,4 +172,4 @@ def warnings_of_given_alike(seeds: list[int | None]) -> int:
     with logged("pyrannc") as told:
         for _ in range(2):
             model(x[:0] if seed is None else x).sum().backward()
-    return sum("have called the model with the same samples" in line for line in told)
+    return sum("called the model with the same samples" in line for line in told)

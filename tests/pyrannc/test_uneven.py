@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyrannc import RaNNCModule, deployment
 from pyrannc.configuration import Configuration, read_configuration
-from pyrannc.layouts import Layouts, map_of
+from pyrannc.layouts import DeploymentTask, LayoutChoices, stage_map_of
 from tests.plan.profiles import MB, machines, profile, segment
 from tests.pool import Pool
 from tests.pyrannc.jobs import SEED, batch_of, make, train
@@ -164,11 +164,11 @@ class Summing(nn.Module):
         return x
 
 
-def subject_of(model: nn.Module, x: Tensor, world: int) -> deployment.Subject:
+def subject_of(model: nn.Module, x: Tensor, world: int) -> DeploymentTask:
     source = Source(model, precision="fp32", device_type="cpu", partition=partition)
     calling, inputs = StructuredCall.of(model, (x,), {}, grad_enabled=True)
     captured = source.capture(inputs, training=True, convention=calling)
-    return deployment.Subject(source, captured, 96, x[0].nbytes, ["here"] * world, torch.device("cpu"))
+    return DeploymentTask(source, captured, 96, x[0].nbytes, ["here"] * world, torch.device("cpu"))
 
 
 def chosen(world: int, **options: Any) -> Plan:
@@ -208,7 +208,7 @@ def brute_force(model: Profile, cluster: Cluster, world: int, numbers: list[int]
             share = ceil(batch / min(widths))
             stages = tuple(
                 StagePlan(*span, ranks, flag)
-                for span, ranks, flag in zip(spans, map_of(widths), flags, strict=True)
+                for span, ranks, flag in zip(spans, stage_map_of(widths), flags, strict=True)
             )
             plan = Plan(stages, batch, ceil(share / number), "gpipe", "bf16")
             forecast, _ = forecast_plan(model, cluster, plan)
@@ -279,7 +279,7 @@ def test_it_is_asked_for_by_file_environment_and_argument(tmp_path: Path) -> Non
 )
 def test_layouts_that_do_not_fit_are_refused_with_the_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        Layouts(4, 3, Configuration(**options))
+        LayoutChoices(4, 3, Configuration(**options))
 
 
 class Twice(nn.Module):
@@ -307,7 +307,7 @@ def refusal(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("Summing", ["replica_num 2+1", "parted by sample", "sums up all samples", "as many replicas"]),
+        ("Summing", ["replica_num 2+1", "divided by sample", "sums up all samples", "equally many replicas"]),
         ("Twice", ["does not hold the samples in order", "torch.stack([a, b], 1)"]),
         ("too many", ["replica_num 2+2", "4 ranks", "there are 3 ranks"]),
     ],

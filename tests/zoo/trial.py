@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import pyrannc.module
+import pyrannc.partitioning
 from pyrannc import RaNNCModule
 from tests.tasks import RememberingSource
 from varuna import plain_randomness
@@ -265,8 +265,8 @@ def remembering(case: Hashable) -> Iterator[None]:
     """Within, what is wrapped is this case."""
     if case != _Remembering.toy:
         _Remembering.remembered.clear()
-    pyrannc.module.Source, _Remembering.toy = _Remembering, case  # type: ignore[misc]
+    pyrannc.partitioning.Source, _Remembering.toy = _Remembering, case  # type: ignore[misc]
     try:
         yield
     finally:
-        pyrannc.module.Source = Source  # type: ignore[misc]
+        pyrannc.partitioning.Source = Source  # type: ignore[misc]

@@ -54,7 +54,7 @@ class Stopwatch:
     """
 
     is_async = False
-    """Whether the host queues work that the device does later."""
+    """True if the host queues work that the device does later."""
 
     def __init__(self) -> None:
         self._one_thread = torch.get_num_threads() == 1

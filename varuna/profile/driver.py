@@ -35,7 +35,7 @@ log = logging.getLogger("varuna.profile")
 
 
 class SizeResult(NamedTuple):
-    """What all ranks measured at one micro-batch size; the same on all ranks."""
+    """Results of all ranks at one micro-batch size; the same on all ranks."""
 
     costs: dict[int, SizeCost]  # by kind
     overheads: Overheads | None
@@ -48,7 +48,7 @@ class SweepPolicy(Protocol):
 
     @property
     def all_or_nothing(self) -> bool:
-        """Whether one kind that does not fit the memory rules out the micro-batch size."""
+        """True if one kind that does not fit the memory rules out the micro-batch size."""
 
     def refuse_size(self, size: int, draft: ProfileDraft) -> str | None:
         """Return the reason not to try a size, or None."""

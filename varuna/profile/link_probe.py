@@ -37,7 +37,7 @@ START_LIMIT = timedelta(seconds=120)
 
 
 class ProcessCosts(msgspec.Struct, frozen=True):
-    """What processes of one machine measured together."""
+    """Costs measured by processes of one machine."""
 
     link: LinkCost
     reductions: tuple[ReduceCost, ...]

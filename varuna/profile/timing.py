@@ -33,7 +33,7 @@ RefuseKind = Callable[[int], str | None]
 
 
 class RankResult(NamedTuple):
-    """What one rank measured at one micro-batch size."""
+    """Results of one rank at one micro-batch size."""
 
     costs: dict[int, SizeCost]  # by kind
     overheads: Overheads | None

@@ -1,0 +1,188 @@
+"""A partitioned model on one rank: its stage's state, the pipeline, and the tensors of other ranks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrannc.calls import AgreedCalls, CurrentCall
+from pyrannc.outputs import classify_output
+from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
+from varuna.capture import Captured, Source, SpanProgram
+from varuna.capture.model.state import StageState
+from varuna.execute.comm.address import machine_identity
+from varuna.execute.comm.session import Session
+from varuna.execute.device.out_of_memory import Remedies
+from varuna.files import write_atomic
+from varuna.observe import merge, to_perfetto
+from varuna.observe.record import on_one_clock
+from varuna.plan.plan_file import PinnedPlan
+from varuna.train.rank_errors import explain_out_of_memory
+from varuna.train.validate import refuse_inseparable
+
+RunBackward = Callable[[BatchInFlight, Any], dict[str, Tensor]]
+
+
+@dataclass
+class PartitionedModel:
+    """This rank's part of a model, after its first call."""
+
+    calls: AgreedCalls
+    source: Source
+    session: Session
+    pinned: PinnedPlan
+    state: StageState
+    owners: Mapping[str, int]  # for each parameter and buffer, the first rank that holds it
+    device: torch.device
+    pipeline: Pipeline = field(init=False)
+    _captured_calls: dict[int, CapturedCall] = field(default_factory=dict)
+    _programs: dict[object, SpanProgram] = field(default_factory=dict)
+    _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+
+    # ------------------------------------------------------------ calls
+
+    def run(self, call: CurrentCall, run_backward: RunBackward) -> Any:
+        """Run a call forward; `run_backward` runs when autograd reaches its outputs."""
+        captured = self._captured_call(call.number)
+        signature = captured.call.signature
+        self.pipeline.must_agree_on_overflow |= signature.precision == "fp16"
+
+        def run_forward() -> tuple[list[Tensor], BatchInFlight]:
+            return self.pipeline.forward(captured, call.leaves, call.counts)
+
+        if not signature.grad_enabled:
+            outputs, _ = run_forward()
+        else:
+            needs = [tensor.name for tensor in captured.gradient_inputs if tensor.name in call.leaves]
+            inputs = [call.leaves[name] for name in needs]
+            apply: Any = PipelineFunction.apply
+            outputs = apply(run_forward, run_backward, needs, self._anchor, *inputs)
+        return captured.structure.filled(outputs)
+
+    def program(
+        self, number: int, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
+    ) -> SpanProgram:
+        """Return this stage's program for a call and micro-batch size, captured when first needed."""
+        key = number, size == 1
+        if key not in self._programs:
+            stage = self.pinned.plan.stages[self.session.stage]
+            captured = self.calls.capture(self.source, number, size=1 if size == 1 else 2)
+            self._programs[key] = captured.carve(stage.first, stage.stop).to(self.device)
+        return self._programs[key]
+
+    def _captured_call(self, number: int) -> CapturedCall:
+        """Return an agreed call with its outputs, captured when first needed; all ranks call it."""
+        if number not in self._captured_calls:
+            self.pipeline.trainer.engine.where = f"stage {self.session.stage}, capturing a new kind of call"
+            captured = self.calls.capture(self.source, number)
+            plan = self.pinned.plan
+            if captured.num_segments != plan.stages[-1].stop:
+                raise ValueError(
+                    f"in this call the model has {captured.num_segments} segments, in the first call it had "
+                    f"{plan.stages[-1].stop} (the CutPoints that a forward reaches must not depend on its "
+                    "inputs)"
+                )
+            refuse_inseparable(plan, captured)
+            own = plan.stages[self.session.stage]
+            program = captured.carve(own.first, own.stop)
+            everyone = self.session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
+            check_same_forward(self.session, [fingerprint for fingerprint, _ in everyone], captured)
+            state = self.state
+
+            @cache
+            def untouched(present: tuple[bool, ...]) -> list[Tensor]:
+                return [state.tensor(name) for name in captured.untouched(present) if name in state.canonical]
+
+            self._captured_calls[number] = CapturedCall(
+                self.calls.calls[number],
+                tuple(map(classify_output, captured.results)),
+                captured.disordered,
+                captured.structure,
+                partial(self.program, number),
+                [inputs for _, inputs in everyone],
+                untouched,
+            )
+        return self._captured_calls[number]
+
+    # ------------------------------------------------------------ tensors of all ranks
+
+    def gather_state(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers on the host; all ranks call it."""
+        names = self.state.canonical
+        return self.gather_named({name: self.state.tensor(name).detach().cpu().clone() for name in names})
+
+    def gather_named(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of all ranks by name, each from the name's owner; all ranks call it."""
+        rank = self.session.rank
+        values: dict[str, Any] = {}
+        for owner in sorted(set(self.owners.values())):
+            mine = {name: value for name, value in own.items() if self.owners.get(name) == rank}
+            values.update(self.session.broadcast(mine if owner == rank else {}, owner))
+        return values
+
+    def gather_shares(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of all ranks by name, if each replica has its own share; all ranks call it."""
+        return {name: value for theirs in self.session.gather(own) for name, value in theirs.items()}
+
+    def broadcast_tensor(self, name: str, select: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """Return `select` of one tensor on every rank; all ranks call it."""
+        owner = self.owners[name]
+        own = select(self.state.tensor(name)) if owner == self.session.rank else None
+        return self.session.broadcast(None if own is None else own.detach().cpu().clone(), owner)
+
+    # ------------------------------------------------------------ reports
+
+    def write_trace(self, file: Path) -> None:
+        """Write a trace of the last call of all ranks; all ranks call it."""
+        session = self.session
+        own = self.pipeline.trainer.engine.recorder.timeline(session.rank, session.stage)
+        machines = session.gather(machine_identity())
+        whole = merge(on_one_clock(session.gather(own), machines))
+        if session.rank == 0:
+            write_atomic(file, to_perfetto({"last call": whole}))
+
+    def explain_out_of_memory(
+        self, error: torch.OutOfMemoryError, optimizer: torch.optim.Optimizer | None
+    ) -> Exception:
+        plan = self.pinned.plan
+        share = -(-plan.batch_size // len(plan.stages[self.session.stage].ranks))
+
+        def num_microbatches(size: int) -> int:  # all are held at the end of a forward
+            return -(-share // size)
+
+        return explain_out_of_memory(
+            error,
+            trainer=self.pipeline.trainer,
+            state=self.state,
+            optimizer=optimizer,
+            microbatch_size=self.pipeline.microbatch_size(share),
+            held_microbatches=num_microbatches,
+            remedies=Remedies(
+                recompute="checkpointing=True",
+                microbatches=lambda size: f"pipeline_num={num_microbatches(size)}",
+                stages=lambda count: f"partition_num={count} on as many devices or more",
+            ),
+        )
+
+
+def check_same_forward(session: Session, fingerprints: list[str], captured: Captured) -> None:
+    """Raise ValueError with the first different operation, if ranks captured different forwards."""
+    differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
+    if not differing:
+        return
+    listings = session.gather(captured.listing)
+    rank = differing[0]
+    pairs = zip(listings[rank], listings[0], strict=False)
+    theirs, first = next(
+        ((own, other) for own, other in pairs if own != other),
+        (f"{len(listings[rank])} operations", f"{len(listings[0])}"),
+    )
+    raise ValueError(
+        f"the model's forward on rank {rank} differs from the one on rank 0: {theirs!r}, on rank 0 {first!r} "
+        "(build and call the same model on all ranks; its forward must not depend on the rank, the "
+        "environment or the data)"
+    )

@@ -1,0 +1,234 @@
+"""The first call of a model: plan its layout on rank 0, and build this rank's stage."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc import deployment
+from pyrannc.calls import AgreedCalls, CurrentCall
+from pyrannc.configuration import Configuration
+from pyrannc.layouts import DeploymentTask
+from pyrannc.model_costs import NeededCosts, find_costs, keep_costs
+from pyrannc.optimizers import PartitionedOptimizer
+from pyrannc.outputs import Reduction
+from pyrannc.partitioned import PartitionedModel, check_same_forward
+from pyrannc.pipeline import Pipeline
+from pyrannc.process import switches
+from pyrannc.profile import ModelMeasurement, first_samples
+from varuna.capture import Captured, Source
+from varuna.capture.model.state import adopted_state
+from varuna.execute.comm.address import machine_identity, own_address
+from varuna.execute.comm.session import Session
+from varuna.execute.update.shard import shard_optimizer
+from varuna.observe.progress_bar import capture_progress
+from varuna.plan.cut.blocks import partition
+from varuna.plan.plan_file import PinnedPlan
+from varuna.train.assemble import assemble
+from varuna.types import Profile, StageMap
+
+log = logging.getLogger("pyrannc")
+
+SYNC_BYTES = 64 << 20
+"""Most bytes of parameters that rank 0 broadcasts at once."""
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """Options of `RaNNCModule` that matter in its first call."""
+
+    configuration: Configuration
+    device: torch.device
+    gather_inputs: bool
+    scalar_outputs: Reduction
+    deployment_file: str | os.PathLike[str] | None  # to load
+    shard_optimizer: bool
+    seed: int | None
+    timeout_seconds: float
+
+
+@dataclass
+class ModelPartitioning:
+    """Partitions one model over the ranks of a session. All ranks make the same calls."""
+
+    model: nn.Module
+    optimizer: PartitionedOptimizer | None
+    calls: AgreedCalls
+    session: Session  # of all ranks, before there are stages
+    options: PartitionOptions
+
+    def run(self, call: CurrentCall, open_session: Callable[[StageMap], Session]) -> PartitionedModel:
+        """Choose a layout by the batch of this call, and build this rank's stage."""
+        if not call.batch_size:
+            raise ValueError("no rank gave a sample (the batch of the first call decides the layout)")
+        options, session = self.options, self.session
+        source = Source(
+            self.model,
+            precision=self.calls.calls[call.number].signature.precision,
+            device_type=options.device.type,
+            partition=partition,
+            watch=capture_progress(shown=session.rank == 0),
+        )
+        captured = self.calls.capture(source, call.number, training=True)
+        self._check_same_model(captured)
+        own_seed = torch.initial_seed() if options.seed is None else options.seed
+        seed = session.gather(own_seed)[0] % 2**63
+        pinned = self._plan(source, captured, call)
+        if options.configuration.sync_params_on_init and switches.syncs_parameters:
+            self._sync_parameters()
+        stage_map = tuple(stage.ranks for stage in pinned.plan.stages)
+        if stage_map != session.stage_map:
+            staged = open_session(stage_map)
+            session.close()
+            session = staged
+        partitioned = self._build(source, captured, session, pinned, seed, call.number)
+        log.info("deployed: %s", pinned.reason)
+        return partitioned
+
+    def _build(
+        self,
+        source: Source,
+        captured: Captured,
+        session: Session,
+        pinned: PinnedPlan,
+        seed: int,
+        number: int,  # of the first call
+    ) -> PartitionedModel:
+        """Keep this stage's part of the model and of the optimizer, and make its pipeline."""
+        options, plan = self.options, pinned.plan
+        names = parameter_names(self.model)
+        own = plan.stages[session.stage]
+        state = adopted_state(
+            source, captured, own.first, own.stop, model=self.model, device=options.device, seed=seed
+        )
+        owners: dict[str, int] = {}
+        for rank, held in enumerate(session.gather(tuple(state.canonical))):
+            for name in held:
+                owners.setdefault(name, rank)
+        partitioned = PartitionedModel(self.calls, source, session, pinned, state, owners, options.device)
+        trainer = assemble(
+            plan,
+            session,
+            captured,
+            state,
+            partial(partitioned.program, number),
+            device=options.device,
+            seed=seed,
+            timeout_seconds=options.timeout_seconds,
+        )
+        partitioned.pipeline = Pipeline(
+            session,
+            trainer,
+            gather_inputs=options.gather_inputs,
+            pipeline_num=options.configuration.pipeline_num,
+            reduction=options.scalar_outputs,
+        )
+        if self.optimizer is not None:
+            self._partition_optimizer(self.optimizer, partitioned, names)
+        return partitioned
+
+    def _partition_optimizer(
+        self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel, names: Mapping[Tensor, str]
+    ) -> None:
+        state, session = partitioned.state, partitioned.session
+        held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
+        optimizer.partition(held, names, partitioned.gather_named)
+        if not self.options.shard_optimizer:
+            return
+        if session.replicas is not None:
+            owners = shard_optimizer(optimizer.optimizer, replica=session.replica, group=session.replicas)
+            reducer = partitioned.pipeline.trainer.reducer
+            reducer.owned = frozenset(p for p in reducer.parameters if owners.get(p, 0) == session.replica)
+        # Ranks whose stage has one replica take part as well: gathering is collective.
+        optimizer.shard(partitioned.gather_shares)
+
+    def _plan(self, source: Source, captured: Captured, call: CurrentCall) -> PinnedPlan:
+        """Return the plan of rank 0: loaded from a file, or chosen."""
+        configuration, is_first = self.options.configuration, self.session.rank == 0
+        sample_bytes = self.calls.calls[call.number].sample_bytes
+        machines = self.session.gather(machine_identity())
+        task = DeploymentTask(source, captured, call.batch_size, sample_bytes, machines, self.options.device)
+        file = self.options.deployment_file
+        if file is None and configuration.load_deployment:
+            file = configuration.deployment_file
+        pinned: PinnedPlan | None = None
+        if file is not None:
+            pinned = deployment.load(file, task) if is_first else None
+        else:
+            measured = self._measure(task, call)
+            if is_first:
+                pinned = deployment.choose(task, configuration, measured)
+            if pinned is not None and configuration.save_deployment:
+                deployment.save(configuration.deployment_file, pinned)
+        agreed = self.session.broadcast(pinned, 0)
+        assert agreed is not None
+        return agreed
+
+    def _measure(self, task: DeploymentTask, call: CurrentCall) -> Profile | None:
+        """Return the costs of the model: those that rank 0 knows, or measured by all ranks."""
+        session, configuration = self.session, self.options.configuration
+        optimizer = None if self.optimizer is None else self.optimizer.optimizer
+        needed = NeededCosts()
+        if session.rank == 0:
+            needed = find_costs(task, configuration, type(optimizer))
+        request = session.broadcast(needed.request, 0)
+        if request is None:
+            return needed.known
+        donor = max(range(len(call.counts)), key=call.counts.__getitem__)
+        own = None
+        if donor == session.rank:
+            dims = self.calls.calls[call.number].dims
+            own = first_samples(call.leaves, dims, max(request.microbatch_sizes))
+        samples = session.broadcast(own, donor)
+        assert samples is not None
+        measurement = ModelMeasurement(
+            session, task.source, task.captured, task.subject, samples, self.options.device, request
+        )
+        profile = measurement.run(optimizer, own_address())
+        if profile is not None and session.rank == 0:
+            keep_costs(profile, configuration, needed.circumstances)
+        return profile
+
+    def _check_same_model(self, captured: Captured) -> None:
+        """Raise ValueError with the first difference, if ranks wrapped different models."""
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        everyone = self.session.gather((type(self.model).__name__, shapes, captured.graph.fingerprint))
+        first_kind, first, _ = everyone[0]
+        for rank, (kind, theirs, _) in enumerate(everyone):
+            if kind != first_kind:
+                raise ValueError(
+                    f"rank {rank} wrapped a {kind}, rank 0 a {first_kind} (build the same model on all ranks)"
+                )
+            for name in [*first, *theirs]:
+                if first.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"rank {rank} wrapped another model than rank 0: {name!r} is "
+                        f"{_shape_text(theirs.get(name))}, on rank 0 {_shape_text(first.get(name))} "
+                        "(build the same model on all ranks)"
+                    )
+        check_same_forward(self.session, [fingerprint for *_, fingerprint in everyone], captured)
+
+    @torch.no_grad()
+    def _sync_parameters(self) -> None:
+        """Copy the values of rank 0 to all ranks: random initial values differ between processes."""
+        tensors = [t for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta]
+        if self.session.group is None or not tensors:
+            return
+        on_host = [t.detach().cpu().contiguous() for t in tensors]
+        broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
+        broadcast(self.session.group, on_host, SYNC_BYTES, 0)
+        for tensor, value in zip(tensors, on_host, strict=True):
+            tensor.copy_(value)
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
