@@ -51,14 +51,24 @@ class S3Server:
         threading.Thread(target=keep_reading, args=(self._process.stdout, self._log), daemon=True).start()
         self.ask("PUT", f"/{BUCKET}")
 
-    def options(self, *, read_timeout: float = 10) -> dict[str, object]:
-        """What open_store wants."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that a client of this server needs."""
         return {
-            "endpoint_url": f"http://127.0.0.1:{self.port}",
-            "key": "test",
-            "secret": "test",
-            "client_kwargs": {"region_name": "us-east-1"},
-            "config_kwargs": {"read_timeout": read_timeout, "retries": {"total_max_attempts": 1}},
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+        }
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The same as options of a store."""
+        return {
+            "endpoint": f"http://127.0.0.1:{self.port}",
+            "access_key_id": "test",
+            "secret_access_key": "test",
+            "region": "us-east-1",
         }
 
     def ask(self, method: str, path: str) -> bytes:

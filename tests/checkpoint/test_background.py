@@ -26,11 +26,11 @@ from torch import Tensor
 
 from tests.checkpoint.s3 import BUCKET, S3Server
 from varuna.checkpoint import background as background_module
-from varuna.checkpoint.background import Background, Order
-from varuna.checkpoint.format.manifest import Facts, Manifest, Part, folder_of
+from varuna.checkpoint.background import BackgroundSaver, SaveOrder
+from varuna.checkpoint.format.manifest import Facts, Manifest, PartManifest, folder_of
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
-from varuna.checkpoint.load import find, newest, open_checkpoint, verify
+from varuna.checkpoint.load import all_checkpoints, newest_complete, open_checkpoint, verify
 from varuna.checkpoint.save import commit, write_part
 from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError
@@ -53,7 +53,7 @@ def state_of(step: int, size: int = 1000) -> dict[str, Tensor]:
 
 
 def begin(
-    background: Background,
+    background: BackgroundSaver,
     store: Path | str,
     step: int,
     tensors: dict[str, Tensor] | None = None,
@@ -62,10 +62,10 @@ def begin(
     writers: Sequence[str] = (ME,),
     attempt: str = "try",
     **options: Any,
-) -> "Future[Manifest | Part]":
+) -> "Future[Manifest | PartManifest]":
     tensors = state_of(step) if tensors is None else tensors
     specs = [spec_of(key, tensor) for key, tensor in tensors.items()]
-    order = Order(
+    order = SaveOrder(
         **{"url": str(store), "retry_seconds": LONG, **options},
         facts=facts_of(step, attempt),
         writer=writer,
@@ -86,7 +86,7 @@ def check_saved(store: Path, step: int, tensors: dict[str, Tensor] | None = None
         assert data == memory_of(plain)
 
 
-def couriers_of(process: int) -> list[int]:
+def writers_of(process: int) -> list[int]:
     """Living ones; a child belongs to the thread that started it."""
     children = [
         int(child)
@@ -102,9 +102,9 @@ def command_of(process: int) -> bytes:
     return b""
 
 
-def courier_of(process: int) -> int:
-    (courier,) = couriers_of(process)
-    return courier
+def writer_of(process: int) -> int:
+    (writer,) = writers_of(process)
+    return writer
 
 
 def wait_for_the_end_of(process: int) -> None:
@@ -127,8 +127,8 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
-    background = Background()
+def background() -> Iterator[BackgroundSaver]:
+    background = BackgroundSaver()
     yield background
     background.close(wait_seconds=0)
 
@@ -165,7 +165,7 @@ class Words(logging.Handler):
 
 
 def test_what_is_saved_in_the_background_is_what_a_plain_save_writes(
-    background: Background, tmp_path: Path
+    background: BackgroundSaver, tmp_path: Path
 ) -> None:
     """V35: byte for byte, for tensors of any type, shape and form."""
     tensors = {
@@ -196,7 +196,7 @@ def test_what_is_saved_in_the_background_is_what_a_plain_save_writes(
         assert file.read_bytes() == (tmp_path / "background" / folder_of(1) / file.name).read_bytes()
 
 
-def test_tensors_may_change_as_soon_as_start_returns(background: Background, store: Path) -> None:
+def test_tensors_may_change_as_soon_as_start_returns(background: BackgroundSaver, store: Path) -> None:
     """V35: what is saved is how they were."""
     tensors = state_of(1, size=1_000_000)
     future = begin(background, store, 1, tensors)
@@ -206,7 +206,9 @@ def test_tensors_may_change_as_soon_as_start_returns(background: Background, sto
     check_saved(store, 1, state_of(1, size=1_000_000))
 
 
-def test_one_courier_and_one_memory_serve_save_after_save(background: Background, store: Path) -> None:
+def test_one_writer_process_and_one_memory_serve_save_after_save(
+    background: BackgroundSaver, store: Path
+) -> None:
     """V35: also where the state grows, or shrinks, or gets other tensors."""
     states = [
         state_of(1),
@@ -217,19 +219,19 @@ def test_one_courier_and_one_memory_serve_save_after_save(background: Background
         {},
         state_of(7),
     ]
-    couriers = set()
+    writers = set()
     for step, state in enumerate(states, start=1):
         begin(background, store, step, state).result(LONG)
-        couriers.add(courier_of(os.getpid()))
+        writers.add(writer_of(os.getpid()))
     for step, state in enumerate(states, start=1):
         check_saved(store, step, state)
-    assert len(couriers) == 1
+    assert len(writers) == 1
 
 
 def test_a_snapshot_in_a_folder_leaves_nothing_there(tmp_path: Path, store: Path) -> None:
     """V35: it has no name there at any time, and so no kill leaves it behind."""
     folder = tmp_path / "not yet" / "temp"
-    background = Background(folder)
+    background = BackgroundSaver(folder)
     future = begin(background, store, 1)
     assert list(folder.iterdir()) == []
     future.result(LONG)
@@ -242,7 +244,7 @@ def test_a_snapshot_in_a_folder_leaves_nothing_there(tmp_path: Path, store: Path
 @pytest.mark.parametrize("tempdir", [None, "temp"], ids=["in memory", "in a folder"])
 def test_what_lies_on_a_gpu_is_saved_as_it_was(tmp_path: Path, store: Path, tempdir: str | None) -> None:
     """V35: and may change as soon as start returns."""
-    with closing(Background(tempdir and tmp_path / tempdir)) as background:
+    with closing(BackgroundSaver(tempdir and tmp_path / tempdir)) as background:
         for step, size in ((1, 1_000_000), (2, 1_000_000), (3, 5_000_000)):
             tensors = {key: tensor.cuda() for key, tensor in state_of(step, size).items()}
             future = begin(background, store, step, tensors)
@@ -252,41 +254,41 @@ def test_what_lies_on_a_gpu_is_saved_as_it_was(tmp_path: Path, store: Path, temp
             check_saved(store, step, state_of(step, size))
 
 
-def test_a_save_cannot_start_while_one_is_under_way(background: Background, store: Path) -> None:
+def test_a_save_cannot_start_while_one_is_under_way(background: BackgroundSaver, store: Path) -> None:
     begin(background, store, 1, writers=[ME, OTHER])
-    with pytest.raises(AssertionError, match="still under way"):
+    with pytest.raises(AssertionError, match="still running"):
         begin(background, store, 2)
 
 
 # ---------------------------------------------------------------- several writers
 
 
-def test_the_manifest_comes_after_the_last_part(background: Background, store: Path) -> None:
+def test_the_manifest_comes_after_the_last_part(background: BackgroundSaver, store: Path) -> None:
     """V37: before that there is no checkpoint."""
     future = begin(background, store, 1, writers=[ME, OTHER])
-    until(lambda: f"waiting for the parts of {OTHER}" in background.doing)
-    assert newest(open_store(str(store))) is None
-    with closing(Background()) as other:
+    until(lambda: f"waiting for the parts of {OTHER}" in background.activity)
+    assert newest_complete(open_store(str(store))) is None
+    with closing(BackgroundSaver()) as other:
         part = begin(other, store, 1, {"model/theirs": torch.ones(3)}, writer=OTHER).result(LONG)
     manifest = future.result(LONG)
-    assert isinstance(part, Part) and isinstance(manifest, Manifest)
+    assert isinstance(part, PartManifest) and isinstance(manifest, Manifest)
     assert manifest.trees == {f"trees/{ME}": {"step": 1}, f"trees/{OTHER}": {"step": 1}}
     check_saved(store, 1, {**state_of(1), "model/theirs": torch.ones(3)})
 
 
 def test_a_job_that_has_failed_does_not_wait_for_the_parts_of_the_dead(
-    background: Background, store: Path, monkeypatch: pytest.MonkeyPatch
+    background: BackgroundSaver, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B7: no hang at the end, and nothing half saved."""
-    monkeypatch.setattr(checkpointing, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(checkpointing, "FAILED_JOB_SECONDS", 0.1)
     future = begin(background, store, 1, writers=[ME, OTHER])
-    checkpointing.Held(background=background, failed=True).close()
+    checkpointing.SaveResources(background=background, failed=True).close()
     with pytest.raises(CheckpointError, match="the job has failed"):
         future.result(timeout=0)
-    assert newest(open_store(str(store))) is None
+    assert newest_complete(open_store(str(store))) is None
 
 
-def test_a_writer_whose_part_never_comes_is_named(background: Background, store: Path) -> None:
+def test_a_writer_whose_part_never_comes_is_named(background: BackgroundSaver, store: Path) -> None:
     """V37: and nothing stays of a checkpoint that will not be."""
     future = begin(background, store, 1, writers=[ME, OTHER], patience_seconds=0.1)
     with pytest.raises(
@@ -298,10 +300,10 @@ def test_a_writer_whose_part_never_comes_is_named(background: Background, store:
     check_saved(store, 2)
 
 
-def test_old_checkpoints_go_when_the_new_one_is_there(background: Background, store: Path) -> None:
+def test_old_checkpoints_go_when_the_new_one_is_there(background: BackgroundSaver, store: Path) -> None:
     for step in range(1, 5):
         begin(background, store, step, keep_last=2).result(LONG)
-    assert [found.step for found in find(open_store(str(store)))] == [3, 4]
+    assert [found.step for found in all_checkpoints(open_store(str(store)))] == [3, 4]
 
 
 # ---------------------------------------------------------------- a store that fails
@@ -313,21 +315,21 @@ def put_in_the_way(path: Path) -> None:
     os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
-def test_a_store_that_fails_for_a_while_is_tried_again(background: Background, store: Path) -> None:
+def test_a_store_that_fails_for_a_while_is_tried_again(background: BackgroundSaver, store: Path) -> None:
     """The other writer's document is listed, but cannot be opened at first."""
     put_in_the_way(store / folder_of(1) / f"{OTHER}-try.json")
     with words(logging.WARNING) as log:
         future = begin(background, store, 1, writers=[ME, OTHER])
         assert log.came.wait(LONG)
-        with closing(Background()) as other:
+        with closing(BackgroundSaver()) as other:
             begin(other, store, 1, {}, writer=OTHER).result(LONG)
         future.result(LONG)
-    assert "No such device or address" in log.said[0] and "attempt 2 in" in log.said[0]
+    assert "No such device or address" in log.said[0] and "attempt 2 starts in" in log.said[0]
     check_saved(store, 1)
 
 
 def test_a_store_that_goes_on_failing_is_reported_once_and_training_goes_on(
-    background: Background, store: Path
+    background: BackgroundSaver, store: Path
 ) -> None:
     put_in_the_way(store / folder_of(1) / f"{OTHER}-try.json")
     with words(logging.ERROR) as log:
@@ -339,48 +341,52 @@ def test_a_store_that_goes_on_failing_is_reported_once_and_training_goes_on(
     check_saved(store, 2)
 
 
-def test_a_remote_store_that_is_down_is_waited_for(background: Background) -> None:
-    """V35: against a real server of S3 that is killed, and started again when the courier has noticed."""
+def test_a_save_waits_for_a_remote_store_that_is_down(
+    background: BackgroundSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V35: against a real server of S3 that is killed, and started again when the writer has noticed."""
     with closing(S3Server()) as server, words(logging.WARNING) as log:
-        url, options = f"s3://{BUCKET}/store", server.options()
+        url = f"s3://{BUCKET}/store"
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
         server.kill()
-        future = begin(background, url, 1, options=options)
+        future = begin(background, url, 1)
         assert log.came.wait(LONG)
         server.start()
         future.result(LONG)
-        checkpoint = open_checkpoint(open_store(url, options=options), None)
+        checkpoint = open_checkpoint(open_store(url), None)
         assert verify(checkpoint) == [] and checkpoint.manifest.tensors.keys() == state_of(1).keys()
-    assert "attempt 2 in" in log.said[0]
+    assert "attempt 2 starts in" in log.said[0]
 
 
-def test_a_full_disk_is_reported_in_the_stores_own_words(background: Background, store: Path) -> None:
+def test_a_full_disk_is_reported_in_the_stores_own_words(background: BackgroundSaver, store: Path) -> None:
     """V37: and what had been written is taken away, so that the next save finds room."""
     begin(background, store, 1).result(LONG)
     limit = (100_000, resource.RLIM_INFINITY)
-    resource.prlimit(courier_of(os.getpid()), resource.RLIMIT_FSIZE, limit)
+    resource.prlimit(writer_of(os.getpid()), resource.RLIMIT_FSIZE, limit)
     future = begin(background, store, 2, state_of(2, size=1_000_000))
     with pytest.raises(CheckpointError, match=r"File too large after 100000 bytes .* \(free some"):
         future.result(LONG)
-    assert [found.step for found in find(open_store(str(store)))] == [1]
+    assert [found.step for found in all_checkpoints(open_store(str(store)))] == [1]
     begin(background, store, 3).result(LONG)
     check_saved(store, 3)
 
 
 def test_no_room_for_the_snapshot_is_reported_and_takes_nothing_down(tmp_path: Path, store: Path) -> None:
-    with closing(Background(tmp_path / "temp")) as background:
+    with closing(BackgroundSaver(tmp_path / "temp")) as background:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
             future = begin(background, store, 1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with pytest.raises(CheckpointError, match=r"there is no room for a snapshot of .* bytes in .*temp"):
+        with pytest.raises(CheckpointError, match=r"not enough space for a snapshot of .* bytes in .*temp"):
             future.result(LONG)
         begin(background, store, 2).result(LONG)
     check_saved(store, 2)
 
 
-def test_a_tensor_that_cannot_be_saved_is_named(background: Background, store: Path) -> None:
+def test_a_tensor_that_cannot_be_saved_is_named(background: BackgroundSaver, store: Path) -> None:
     future = begin(background, store, 1, {"model/table": torch.eye(3).to_sparse()})
     with pytest.raises(CheckpointError, match=r"model/table is a torch\.sparse_coo tensor"):
         future.result(LONG)
@@ -389,58 +395,58 @@ def test_a_tensor_that_cannot_be_saved_is_named(background: Background, store: P
 # ---------------------------------------------------------------- giving up
 
 
-def test_a_save_that_is_given_up_leaves_nothing_and_the_courier_stays(
-    background: Background, store: Path
+def test_a_save_that_is_given_up_leaves_nothing_and_the_writer_process_stays(
+    background: BackgroundSaver, store: Path
 ) -> None:
     future = begin(background, store, 1, writers=[ME, OTHER])
-    until(lambda: "waiting" in background.doing)
-    courier = courier_of(os.getpid())
-    background.abandon("another rank has failed")
+    until(lambda: "waiting" in background.activity)
+    writer = writer_of(os.getpid())
+    background.cancel("another rank has failed")
     with pytest.raises(CheckpointError, match="checkpoint 1 was not saved: another rank has failed"):
         future.result(0)
     assert list(store.iterdir()) == []
-    assert background.doing == "" and background.stalled_seconds == 0 and background.wait(0)
+    assert background.activity == "" and background.stalled_seconds == 0 and background.wait(0)
     begin(background, store, 2).result(LONG)
     check_saved(store, 2)
-    assert courier_of(os.getpid()) == courier
+    assert writer_of(os.getpid()) == writer
 
 
-def test_a_save_that_is_given_up_too_late_is_there(background: Background, store: Path) -> None:
+def test_a_save_that_is_given_up_too_late_is_there(background: BackgroundSaver, store: Path) -> None:
     future = begin(background, store, 1)
     future.result(LONG)
-    background.abandon("too late")
+    background.cancel("too late")
     assert isinstance(future.result(0), Manifest)
     begin(background, store, 2).result(LONG)
 
 
-def test_a_courier_that_hangs_is_killed_when_its_save_is_given_up(store: Path) -> None:
-    with closing(Background(timeout_seconds=0.05)) as background:
+def test_a_writer_process_that_hangs_is_killed_when_its_save_is_given_up(store: Path) -> None:
+    with closing(BackgroundSaver(timeout_seconds=0.05)) as background:
         begin(background, store, 1).result(LONG)
-        hanging = courier_of(os.getpid())
+        hanging = writer_of(os.getpid())
         os.kill(hanging, signal.SIGSTOP)
         future = begin(background, store, 2)
         until(lambda: background.stalled_seconds > 0.01)
-        assert "the background save of checkpoint 2 (starting)" in background.doing
-        background.abandon("the store hangs")
+        assert "the background save of checkpoint 2 (starting)" in background.activity
+        background.cancel("the store hangs")
         with pytest.raises(CheckpointError, match="checkpoint 2 was not saved: the store hangs"):
             future.result(0)
         wait_for_the_end_of(hanging)
         begin(background, store, 3).result(LONG)
-    assert [found.step for found in find(open_store(str(store)))] == [1, 3]
+    assert [found.step for found in all_checkpoints(open_store(str(store)))] == [1, 3]
 
 
-def test_a_courier_that_cannot_even_be_killed_is_left_behind(
+def test_a_writer_process_that_cannot_even_be_killed_is_left_behind(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one is that waits in the kernel for a dead server; the new one has memory of its own."""
     monkeypatch.setattr(background_module, "KILL_SECONDS", 0.05)
-    monkeypatch.setattr(background_module.Courier, "kill", lambda courier: None)
-    with closing(Background(timeout_seconds=0.05)) as background:
+    monkeypatch.setattr(background_module.WriterProcess, "kill", lambda writer: None)
+    with closing(BackgroundSaver(timeout_seconds=0.05)) as background:
         begin(background, store, 1).result(LONG)
-        hanging = courier_of(os.getpid())
+        hanging = writer_of(os.getpid())
         os.kill(hanging, signal.SIGSTOP)
         future = begin(background, store, 2)
-        background.abandon("the store hangs")
+        background.cancel("the store hangs")
         with pytest.raises(CheckpointError, match=r"the store hangs \(its process hangs in the kernel"):
             future.result(0)
         begin(background, store, 3, state_of(3, size=5_000_000)).result(LONG)
@@ -450,41 +456,41 @@ def test_a_courier_that_cannot_even_be_killed_is_left_behind(
 
 
 def test_closing_waits_for_what_is_under_way_and_says_so(store: Path) -> None:
-    background = Background()
+    background = BackgroundSaver()
     with words(logging.WARNING) as log:
         future = begin(background, store, 1, state_of(1, size=1_000_000))
         background.close()
     assert log.said and log.said[0].startswith("waiting for the background save of checkpoint 1")
-    assert future.done() and couriers_of(os.getpid()) == []
+    assert future.done() and writers_of(os.getpid()) == []
     check_saved(store, 1, state_of(1, size=1_000_000))
 
 
 # ---------------------------------------------------------------- the process
 
 
-def test_the_courier_imports_no_torch() -> None:
+def test_the_writer_process_imports_no_torch() -> None:
     check = "import sys, varuna.checkpoint.writer_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-def test_the_courier_takes_what_is_left_over_and_inherits_nothing(
-    background: Background, store: Path, tmp_path: Path
+def test_the_writer_process_takes_what_is_left_over_and_inherits_nothing(
+    background: BackgroundSaver, store: Path, tmp_path: Path
 ) -> None:
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         begin(background, store, 1).result(LONG)
-        courier = courier_of(os.getpid())
-        held = [os.readlink(link) for link in Path(f"/proc/{courier}/fd").iterdir() if int(link.name) > 2]
+        writer = writer_of(os.getpid())
+        held = [os.readlink(link) for link in Path(f"/proc/{writer}/fd").iterdir() if int(link.name) > 2]
     assert [name.split(" ")[0] for name in held] == ["/memfd:varuna-checkpoint"]
-    assert os.getpriority(os.PRIO_PROCESS, courier) == 19
+    assert os.getpriority(os.PRIO_PROCESS, writer) == 19
 
 
-def test_a_killed_courier_fails_its_save_and_the_next_save_has_another(
-    background: Background, store: Path
+def test_a_killed_writer_process_fails_its_save_and_the_next_save_has_another(
+    background: BackgroundSaver, store: Path
 ) -> None:
     """V37, V42: as the kernel kills where memory runs out."""
     begin(background, store, 1).result(LONG)
-    first = courier_of(os.getpid())
+    first = writer_of(os.getpid())
     future = begin(background, store, 2, writers=[ME, OTHER])
     os.kill(first, signal.SIGKILL)
     with pytest.raises(
@@ -492,24 +498,26 @@ def test_a_killed_courier_fails_its_save_and_the_next_save_has_another(
     ):
         future.result(LONG)
     begin(background, store, 3).result(LONG)
-    second = courier_of(os.getpid())
+    second = writer_of(os.getpid())
     os.kill(second, signal.SIGKILL)  # while it has nothing to do
-    until(lambda: couriers_of(os.getpid()) == [])
+    until(lambda: writers_of(os.getpid()) == [])
     future = begin(background, store, 4)
     if future.exception(LONG) is not None:  # it was started before the end was noticed
         begin(background, store, 4).result(LONG)
-    assert [found.step for found in find(open_store(str(store)))] == [1, 3, 4]
-    assert len({first, second, courier_of(os.getpid())}) == 3
+    assert [found.step for found in all_checkpoints(open_store(str(store)))] == [1, 3, 4]
+    assert len({first, second, writer_of(os.getpid())}) == 3
 
 
-def test_a_forked_child_that_ends_leaves_its_parents_save_alone(background: Background, store: Path) -> None:
+def test_a_forked_child_that_ends_leaves_its_parents_save_alone(
+    background: BackgroundSaver, store: Path
+) -> None:
     """At its end it runs the exit handlers that it inherited."""
     future = begin(background, store, 1, writers=[ME, OTHER])
     child = mp.get_context("fork").Process(target=background.close)
     child.start()
     child.join(LONG)
     assert child.exitcode == 0
-    with closing(Background()) as other:
+    with closing(BackgroundSaver()) as other:
         begin(other, store, 1, {}, writer=OTHER).result(LONG)
     future.result(LONG)
     check_saved(store, 1)
@@ -519,13 +527,13 @@ def hold_a_save(store: Path, ready: Connection, forks: bool) -> None:
     os.setpgrp()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # ignoring them would be inherited
-    background = Background()
+    background = BackgroundSaver()
     future = begin(background, store, 1, writers=[ME, OTHER])
-    until(lambda: "waiting" in background.doing)
+    until(lambda: "waiting" in background.activity)
     child = os.fork() if forks else -1
     if child == 0:
         signal.pause()
-    ready.send((courier_of(os.getpid()), child))
+    ready.send((writer_of(os.getpid()), child))
     future.result()
     background.close()
     ready.send("saved")
@@ -548,17 +556,17 @@ def trainer(task: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Connec
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked child that lives on"])
-def test_the_courier_goes_with_a_trainer_that_is_killed(store: Path, forks: bool) -> None:
-    """V42: a child that the trainer forked holds the line to the courier open; that must not keep it."""
+def test_the_writer_process_goes_with_a_trainer_that_is_killed(store: Path, forks: bool) -> None:
+    """V42: a child that the trainer forked holds the line to the writer open; that must not keep it."""
     with trainer(hold_a_save, store, forks) as (process, ready):
-        courier, child = ready.recv()
+        writer, child = ready.recv()
         try:
             process.kill()
-            wait_for_the_end_of(courier)
+            wait_for_the_end_of(writer)
         finally:
             if forks:
                 os.kill(child, signal.SIGKILL)
-    assert newest(open_store(str(store))) is None
+    assert newest_complete(open_store(str(store))) is None
 
 
 def test_a_signal_to_the_whole_process_group_is_the_trainers_to_answer(store: Path) -> None:
@@ -567,7 +575,7 @@ def test_a_signal_to_the_whole_process_group_is_the_trainers_to_answer(store: Pa
         ready.recv()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             os.killpg(process.pid, number)
-        with closing(Background()) as other:
+        with closing(BackgroundSaver()) as other:
             begin(other, store, 1, {}, writer=OTHER).result(LONG)
         assert ready.poll(LONG) and ready.recv() == "saved"
     check_saved(store, 1)
@@ -578,8 +586,8 @@ def test_a_signal_to_the_whole_process_group_is_the_trainers_to_answer(store: Pa
 
 def train(store: Path, saved: Connection) -> None:
     """Goes on from the newest checkpoint, and saves step after step until it is killed."""
-    background = Background()
-    for step in itertools.count((newest(open_store(str(store))) or 0) + 1):
+    background = BackgroundSaver()
+    for step in itertools.count((newest_complete(open_store(str(store))) or 0) + 1):
         state = state_of(step, size=200_000)
         begin(background, store, step, state, attempt=str(os.getpid()), keep_last=2).result(LONG)
         saved.send(step)
@@ -600,7 +608,7 @@ def test_a_trainer_killed_at_any_moment_leaves_a_newest_checkpoint_that_is_whole
             with suppress(EOFError):
                 while saved.poll():
                     reported = saved.recv()
-        kept = newest(open_store(str(store))) or 0
+        kept = newest_complete(open_store(str(store))) or 0
         assert reported <= kept <= reported + 1
         if kept:
             check_saved(store, kept, state_of(kept, size=200_000))

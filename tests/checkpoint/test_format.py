@@ -26,8 +26,15 @@ from varuna.checkpoint.format.manifest import (
 from varuna.checkpoint.format.part import DTYPES, lay_out, read_header
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tensor_from
 from varuna.checkpoint.format.tree import pack, tensors_in, unpack
-from varuna.checkpoint.load import Checkpoint, find, look, newest, open_checkpoint, verify
-from varuna.checkpoint.save import abandon, commit, tidy, write_part
+from varuna.checkpoint.load import (
+    Checkpoint,
+    all_checkpoints,
+    newest_complete,
+    open_checkpoint,
+    status_of,
+    verify,
+)
+from varuna.checkpoint.save import commit, remove_old, remove_part, write_part
 from varuna.checkpoint.store.store import Store, open_store
 from varuna.errors import CheckpointError
 
@@ -89,7 +96,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: str, store: Store) -> None:
 
 
 def test_a_dtype_that_the_form_does_not_know_is_refused_by_name(store: Store) -> None:
-    with pytest.raises(CheckpointError, match="model/z is of complex128"):
+    with pytest.raises(CheckpointError, match="model/z has dtype complex128"):
         write(store, 1, {"model/z": torch.zeros(2, dtype=torch.complex128)})
 
 
@@ -159,7 +166,7 @@ def test_no_flipped_bit_goes_unseen(data: st.DataObject, tmp_path_factory: pytes
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    assert look(store, 1).problem if name == MANIFEST else verify(Checkpoint(store, manifest))
+    assert status_of(store, 1).problem if name == MANIFEST else verify(Checkpoint(store, manifest))
 
 
 def test_reading_names_what_is_damaged_and_the_newest_sound_one(store: Store) -> None:
@@ -175,37 +182,37 @@ def test_reading_names_what_is_damaged_and_the_newest_sound_one(store: Store) ->
         open_checkpoint(store, 3).read(["model/a.weight"])
     assert bytes(open_checkpoint(store, 3).read(["model/a.bias"])["model/a.bias"]) == b"\x01\x02\x03"
     path.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=r"bytes instead of .*the newest complete one is of step 2"):
+    with pytest.raises(CheckpointError, match=r"bytes instead of .*the newest complete step is 2"):
         open_checkpoint(store, 3)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"w0-a.safetensors is missing"):
         open_checkpoint(store, 3)
-    assert newest(store) == 2
+    assert newest_complete(store) == 2
 
 
 def test_an_interrupted_save_is_not_offered_but_can_be_asked_for(store: Store) -> None:
     """V37: without a manifest it is not there; its parts can be had by name."""
     commit(store, [write(store, 1)])
     write(store, 2, {"model/a": torch.ones(3)}, writer="w0", attempt="b")
-    assert newest(store) == 1
-    assert [one.step for one in find(store) if one.problem] == [2]
+    assert newest_complete(store) == 1
+    assert [one.step for one in all_checkpoints(store) if one.problem] == [2]
     with pytest.raises(CheckpointError, match="interrupted"):
         open_checkpoint(store, 2)
     salvaged = open_checkpoint(store, 2, check_complete=False)
     assert list(salvaged.manifest.tensors) == ["model/a"]
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+    with pytest.raises(CheckpointError, match="it does not exist"):
         open_checkpoint(store, 9)
-    with pytest.raises(CheckpointError, match="nothing of it was written"):
+    with pytest.raises(CheckpointError, match="it has no complete part"):
         open_checkpoint(store, 9, check_complete=False)
 
 
 def test_a_checkpoint_is_replaced_without_a_moment_in_which_there_is_none(store: Store) -> None:
     first = commit(store, [write(store, 1, attempt="a")])
     write(store, 1, {"model/new": torch.ones(1)}, attempt="b")
-    assert look(store, 1).manifest == first  # until the second is committed
+    assert status_of(store, 1).manifest == first  # until the second is committed
     second = commit(store, [write(store, 1, {"model/new": torch.ones(1)}, attempt="b")])
-    assert look(store, 1).manifest == second
-    tidy(store, second, keep_last=None)
+    assert status_of(store, 1).manifest == second
+    remove_old(store, second, keep_last=None)
     names = [entry.name for entry in store.list(folder_of(1))]
     assert names == ["manifest.json", "w0-b.json", "w0-b.safetensors"]
 
@@ -215,26 +222,26 @@ def test_only_the_newest_are_kept_and_interrupted_ones_go(store: Store) -> None:
         commit(store, [write(store, step)])
     write(store, 5)
     manifest = commit(store, [write(store, 6)])
-    assert tidy(store, manifest, keep_last=2) == [1, 2, 3, 5]
-    assert [one.step for one in find(store)] == [4, 6]
-    assert tidy(store, manifest, keep_last=None) == []
+    assert remove_old(store, manifest, keep_last=2) == [1, 2, 3, 5]
+    assert [one.step for one in all_checkpoints(store)] == [4, 6]
+    assert remove_old(store, manifest, keep_last=None) == []
 
 
 def test_what_a_job_saved_by_itself_goes_for_newer_ones_and_never_for_the_scripts_own(store: Store) -> None:
     for step in (1, 2, 3, 4):
         commit(store, [write(store, step, by_itself=step != 2)])
     manifest = commit(store, [write(store, 5, by_itself=True)])
-    assert tidy(store, manifest, keep_last=None) == [1, 3]
+    assert remove_old(store, manifest, keep_last=None) == [1, 3]
     manifest = commit(store, [write(store, 6)])
-    assert tidy(store, manifest, keep_last=2) == [], "4 and 5 do not count"
+    assert remove_old(store, manifest, keep_last=2) == [], "4 and 5 do not count"
     manifest = commit(store, [write(store, 7)])
-    assert tidy(store, manifest, keep_last=1) == [2, 4, 5, 6], "there is a newer one of the script"
-    assert [one.step for one in find(store)] == [7]
+    assert remove_old(store, manifest, keep_last=1) == [2, 4, 5, 6], "there is a newer one of the script"
+    assert [one.step for one in all_checkpoints(store)] == [7]
 
 
 def test_an_abandoned_part_leaves_nothing(store: Store) -> None:
     part = write(store, 3)
-    abandon(store, part.facts, "w0")
+    remove_part(store, part.facts, "w0")
     assert store.list() == []
 
 
@@ -246,7 +253,7 @@ def test_a_manifest_that_points_out_of_its_folder_is_refused(name: str, store: S
     text = encode_manifest(manifest).decode().replace(f'"{file}"', json.dumps(name))
     forged = encode_manifest(seal(msgspec.json.decode(text, type=Manifest)))
     (Path(store.url) / folder_of(1) / MANIFEST).write_bytes(forged)
-    assert "no plain name: refused" in look(store, 1).problem
+    assert "not a plain file name: refused" in status_of(store, 1).problem
 
 
 def test_a_newer_version_and_a_foreign_document_are_refused_by_name(store: Store) -> None:

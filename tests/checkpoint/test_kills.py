@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.launch.jobs import launcher, started
 from varuna import SampleOrder, newest_checkpoint, plain_randomness
-from varuna.checkpoint.load import find, open_checkpoint, verify
+from varuna.checkpoint.load import all_checkpoints, open_checkpoint, verify
 from varuna.checkpoint.store.store import open_store
 
 STEPS, BATCH, SAMPLES, SEED = 40, 6, 50, 5
@@ -149,5 +149,5 @@ def test_kills_from_a_seed_do_not_show_in_the_losses(tmp_path: Path) -> None:
     torch.testing.assert_close(
         [found[step] for step in range(STEPS)], losses_of_one_process(), rtol=1e-9, atol=0
     )
-    complete = [one.step for one in find(open_store(str(store))) if not one.problem]
+    complete = [one.step for one in all_checkpoints(open_store(str(store))) if not one.problem]
     assert complete[-1] == STEPS and len(complete) <= 3

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varuna.checkpoint.store.local import LocalStore
-from varuna.checkpoint.store.remote import RemoteStore, cut, together
+from varuna.checkpoint.store.remote import RemoteStore
+from varuna.checkpoint.store.spans import merge_spans, split_ranges
 from varuna.checkpoint.store.store import Entry, Store, open_store
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,7 +88,7 @@ def test_ranges_hold_each_byte_of_the_spans_once_and_nothing_but_small_gaps(
     spans: list[tuple[int, int]], gap: int, longest: int
 ) -> None:
     spans = [(first, first + length) for first, length in spans]
-    ranges = cut(together(spans, gap=gap), longest=longest)
+    ranges = split_ranges(merge_spans(spans, gap=gap), longest=longest)
     fetched = [byte for first, stop in ranges for byte in range(first, stop)]
     wanted = {byte for first, stop in spans for byte in range(first, stop)}
     assert len(fetched) == len(set(fetched)) and wanted <= set(fetched)
@@ -136,7 +137,7 @@ def test_a_span_beyond_the_end_names_the_path_the_size_and_the_span(store: Store
         assert f"{store.url}/folder/part has 3 bytes" in str(caught.value)
         assert f"{span[0]}..{span[1]}" in str(caught.value)
     for span in [(2, 1), (-1, 2)]:
-        with pytest.raises(ValueError, match=r"runs forward"):
+        with pytest.raises(ValueError, match=r"0 <= first <= stop"):
             store.read_spans("folder/part", [span])
 
 
@@ -275,17 +276,12 @@ def test_a_store_is_known_by_its_url(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("nowhere://x", r"knows no nowhere://.*install the package"),
         ("simplecache::s3://bucket/x", "one scheme"),
         ("file://relative", "absolute"),
-        ("", "needs a place"),
+        ("", "the store is empty"),
     ],
 )
 def test_a_url_that_cannot_be_opened_says_what_was_expected(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(url)
-
-
-def test_a_local_folder_takes_no_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"takes no options .*endpoint_url"):
-        open_store(str(tmp_path), options={"endpoint_url": "x"})
 
 
 IMPORTING = """
@@ -294,7 +290,7 @@ from varuna.checkpoint.store.store import open_store, retrying
 store = retrying(open_store("somewhere"), seconds=1, on_wait=print)
 store.list()
 assert not {"torch", "fsspec", "asyncio"} & set(sys.modules)
-sys.modules["s3fs"] = None
+sys.modules["obstore"] = None
 try:
     open_store("s3://bucket/folder")
 except ImportError as error:
@@ -308,5 +304,5 @@ def test_a_local_store_imports_neither_torch_nor_fsspec_and_s3_names_the_missing
         [sys.executable, "-c", IMPORTING], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    assert "s3://bucket/folder needs a package that is not installed" in run.stdout
+    assert "s3:// needs a package that is not installed" in run.stdout
     assert "pip install 'varuna-torch[s3]'" in run.stdout

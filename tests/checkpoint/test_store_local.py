@@ -23,7 +23,7 @@ from varuna.checkpoint.store.claim import RECORD, refuse_disowned
 from varuna.checkpoint.store.local import LocalStore
 from varuna.checkpoint.store.store import Owner
 from varuna.errors import StoreTaken
-from varuna.train.checkpoints import claim_after_own
+from varuna.train.checkpoints import claim_after_earlier_run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -257,7 +257,7 @@ def test_a_second_job_is_refused_while_the_first_lives_and_admitted_when_it_is_k
             LocalStore(str(tmp_path)).claim(MINE)
         theirs.kill()
     assert f"{tmp_path} is claimed by job theirs (host there, pid {theirs.pid})" in str(caught.value)
-    assert "a folder of its own" in str(caught.value)
+    assert "use another folder" in str(caught.value)
     mine = LocalStore(str(tmp_path)).claim(MINE)
     mine.check()
     mine.release()
@@ -320,9 +320,11 @@ def test_a_run_waits_for_an_earlier_one_of_its_job_that_is_about_to_end(tmp_path
     store = LocalStore(str(tmp_path))
     earlier = store.claim(MINE)
     with ThreadPoolExecutor(1) as threads:
-        later = threads.submit(claim_after_own, store, Owner(job="mine", token="2", host="there", pid=1))
+        later = threads.submit(
+            claim_after_earlier_run, store, Owner(job="mine", token="2", host="there", pid=1)
+        )
         with pytest.raises(StoreTaken, match="job mine"):
-            claim_after_own(store, Owner(job="other", token="3", host="here", pid=1))
+            claim_after_earlier_run(store, Owner(job="other", token="3", host="here", pid=1))
         earlier.release()
         later.result().check()
     later.result().release()
@@ -334,10 +336,10 @@ def test_a_folder_that_changes_hands_just_now_is_asked_for_again(
     """V42: locked, though its record is empty: its holder is about to write its name, or has released it."""
     holder = os.open(tmp_path / RECORD, os.O_RDWR | os.O_CREAT)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    monkeypatch.setattr(claim_module, "NAMELESS_SECONDS", 0.0)
+    monkeypatch.setattr(claim_module, "EMPTY_SECONDS", 0.0)
     with pytest.raises(StoreTaken, match="has not written its name yet"):
         LocalStore(str(tmp_path)).claim(MINE)
-    monkeypatch.setattr(claim_module, "NAMELESS_SECONDS", 60.0)
+    monkeypatch.setattr(claim_module, "EMPTY_SECONDS", 60.0)
     monkeypatch.setattr(claim_module.time, "sleep", lambda seconds: os.close(holder))
     LocalStore(str(tmp_path)).claim(MINE).release()
 
@@ -349,9 +351,9 @@ def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_ov
     earlier = store.claim(MINE)
     earlier.check()
     store.disown()
-    with pytest.raises(StoreTaken, match="writes nothing there any more"):
+    with pytest.raises(StoreTaken, match="can no longer write there"):
         earlier.check()
-    with pytest.raises(StoreTaken, match="which writes no more"):
+    with pytest.raises(StoreTaken, match="can no longer write there"):
         refuse_disowned(store)  # as what saves in the background asks
     with pytest.raises(StoreTaken, match="another run of this job"):
         store.claim(Owner(job="mine", token="2", host="there", pid=1))

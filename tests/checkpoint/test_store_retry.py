@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.checkpoint.store.claim import RECORD, STALE_SECONDS, Record, in_the_way
+from varuna.checkpoint.store.claim import RECORD, STALE_SECONDS, ClaimRecord, blocks_claim
 from varuna.checkpoint.store.remote import RemoteStore
 from varuna.checkpoint.store.retry import LONGEST_PAUSE_SECONDS, pause_seconds
 from varuna.checkpoint.store.store import Buffer, Owner, open_store, retrying
@@ -70,7 +70,7 @@ def test_what_fails_for_a_while_is_tried_again_with_growing_pauses() -> None:
     assert len(calls) == 6
     assert len(clock.pauses) == len(told) == 5
     assert clock.pauses[4] > 4 * clock.pauses[0]
-    assert "writing memory://" in told[0] and "reset" in told[0] and "attempt 2 in" in told[0]
+    assert "writing memory://" in told[0] and "reset" in told[0] and "attempt 2 starts in" in told[0]
 
 
 @settings(deadline=None, max_examples=30)
@@ -177,7 +177,7 @@ def test_a_claim_whose_record_was_removed_is_renewed_and_one_that_cannot_be_read
     with pytest.raises(StoreTaken, match="job mine"):
         store.claim(OTHER)
     store.replace(RECORD, b"{half")
-    with pytest.raises(StoreTaken, match=r"cannot be read .*remove it if no job does"):
+    with pytest.raises(StoreTaken, match=r"cannot be read .*remove it if no job writes"):
         store.claim(OTHER)
 
 
@@ -201,8 +201,8 @@ owners = st.builds(
 
 @settings(deadline=None)
 @given(holder=owners, comer=owners, age=st.floats(-1e4, 1e4))
-def test_only_a_young_record_of_another_job_is_in_the_way(holder: Owner, comer: Owner, age: float) -> None:
-    record = Record(holder, renewed=1e6)
-    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
-    refused = in_the_way(record, comer, 1e6 + age) is not None
+def test_only_a_young_record_of_another_job_is_blocks_claim(holder: Owner, comer: Owner, age: float) -> None:
+    record = ClaimRecord(holder, renewed=1e6)
+    assert msgspec.json.decode(msgspec.json.encode(record), type=ClaimRecord) == record
+    refused = blocks_claim(record, comer, 1e6 + age) is not None
     assert refused == (holder.job != comer.job and age < STALE_SECONDS)

@@ -185,18 +185,18 @@ def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
     data[20] ^= 1
     file_of(store, 1).write_bytes(data)
     assert cli("checkpoint", "verify", store.url) == 1
-    assert "w-a1.safetensors: its header is damaged" in cli.out
+    assert "w-a1.safetensors: the header is damaged" in cli.out
     assert "no complete checkpoint is left" in cli.err
 
 
 def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -> None:
     assert cli("checkpoint", "verify", tmp_path) == 1
-    assert cli.err == f"varuna: {tmp_path} holds no complete checkpoint\n"
+    assert cli.err == f"varuna: {tmp_path} has no complete checkpoint\n"
     assert cli("checkpoint", "verify", tmp_path, "--all") == 1
     assert cli.err == f"varuna: {tmp_path} holds no checkpoints\n"
     save(store, 1)
     assert cli("checkpoint", "verify", store.url, 8) == 1
-    assert "there is no such checkpoint" in cli.out and "the newest complete checkpoint is step 1" in cli.err
+    assert "it does not exist" in cli.out and "the newest complete checkpoint is step 1" in cli.err
 
 
 # ---------------------------------------------------------------- export and import
@@ -225,7 +225,7 @@ def test_what_is_there_is_not_overwritten_without_a_word(cli: Cli, store: Store,
     save(store, 1)
     save_file(STATE, tmp_path / "x.safetensors")
     assert cli("checkpoint", "export", store.url, tmp_path / "x.safetensors") == 1
-    assert "is already there" in cli.err and cli.err.count("\n") == 1
+    assert "already exists" in cli.err and cli.err.count("\n") == 1
     assert cli("checkpoint", "export", store.url, tmp_path / "x.safetensors", "--overwrite") == 0
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", store.url, "--step", 1) == 1
     assert "step 1 already, a complete one" in cli.err
@@ -240,7 +240,7 @@ def test_a_broken_checkpoint_is_not_exported(cli: Cli, store: Store, tmp_path: P
     assert cli("checkpoint", "export", store.url, tmp_path / "x.pt") == 1
     assert cli.err == (
         f"varuna: checkpoint 2 in {store.url}: 'model/weight' in w-a2.safetensors is damaged: its bytes "
-        "do not match their hash (the newest complete one is of step 1)\n"
+        "do not match their hash (the newest complete step is 1)\n"
     )
     assert os.listdir(tmp_path) == ["store"]
 

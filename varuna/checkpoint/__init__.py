@@ -1,14 +1,12 @@
-"""Checkpoints that know no layout: complete or not there at all, and loadable into any other.
+"""Checkpoints that fit any layout. Each is either complete or does not exist.
 
-    part.py      what a file holds: tensors under their original names, in safetensors' form
-    manifest.py  what a checkpoint is: one JSON document with every size and hash, written last
-    store.py     where it lies: a local folder, or anything that fsspec opens
-    save.py      parts, then the manifest; old ones away
-    load.py      the newest complete one; just the bytes that are asked for, checked
-    want.py      what one rank takes from it, and what it refuses
-    courier.py   a process of its own that saves a snapshot while training goes on; background.py hands it one
-    tree.py      states of optimizers and schedulers as JSON and tensors, without pickle
-    transfer.py  out to a state_dict or safetensors, and in from them
+    format/            the files: tensors in safetensors files, and a manifest with every size and hash
+    store/             the places: a local folder, S3, or a URL that fsspec opens
+    save.py            write the parts, then the manifest; remove old checkpoints
+    load.py            find the newest complete checkpoint; read and check the requested bytes
+    select.py          choose what one rank loads
+    background.py      save while training continues, through writer_process.py
+    transfer.py        export to a state_dict or safetensors, and import from them
 
-Listing and verifying need no torch: part, manifest, store, save and load import none.
+Listing and verifying do not import torch.
 """

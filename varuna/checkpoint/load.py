@@ -1,4 +1,4 @@
-"""Finds checkpoints and reads from them just the bytes that are asked for, each checked by its hash."""
+"""Find checkpoints and read the requested tensors, each checked against its hash."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from varuna.checkpoint.format.manifest import (
     MANIFEST,
     PLAIN_NAME,
     Manifest,
-    Part,
+    PartManifest,
     TensorEntry,
     decode_manifest,
     decode_part,
@@ -22,24 +22,24 @@ from varuna.checkpoint.store.store import Store
 from varuna.errors import CheckpointError
 
 BATCH_BYTES = 16 << 20
-"""Read together where all is read: many small tensors at once, large ones by themselves."""
+"""Bytes to read in one batch: many small tensors together, a large one alone."""
 
 log = logging.getLogger("varuna")
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A checkpoint's folder, as it stands. Complete where there is no `problem`."""
+class CheckpointStatus(msgspec.Struct, frozen=True):
+    """The state of a checkpoint's folder. It is complete if `problem` is empty."""
 
     step: int
     manifest: Manifest | None
     problem: str = ""
-    interrupted: bool = False  # a save that was never committed
-    missing: tuple[str, ...] = ()  # files that are gone or of the wrong size
+    interrupted: bool = False  # the save was never committed
+    missing: tuple[str, ...] = ()  # files that are missing or have the wrong size
 
 
-def find(store: Store) -> list[Found]:
-    """All there are, oldest first."""
-    return [look(store, step) for step in sorted(steps_in(store))]
+def all_checkpoints(store: Store) -> list[CheckpointStatus]:
+    """Return the status of all checkpoints, lowest step first."""
+    return [status_of(store, step) for step in sorted(steps_in(store))]
 
 
 def steps_in(store: Store) -> list[int]:
@@ -47,28 +47,28 @@ def steps_in(store: Store) -> list[int]:
     return [int(match[1]) for match in matches if match and folder_of(int(match[1])) == match[0]]
 
 
-def newest(store: Store, *, besides: int | None = None) -> int | None:
-    """The newest complete one."""
+def newest_complete(store: Store, *, besides: int | None = None) -> int | None:
+    """Return the step of the newest complete checkpoint, other than `besides`."""
     steps = sorted({*steps_in(store)} - {besides}, reverse=True)
-    return next((step for step in steps if not look(store, step).problem), None)
+    return next((step for step in steps if not status_of(store, step).problem), None)
 
 
-def look(store: Store, step: int) -> Found:
-    """Reads the manifest and compares the sizes of all files with it; the tensors stay unread."""
+def status_of(store: Store, step: int) -> CheckpointStatus:
+    """Read the manifest and compare the size of each file with it; do not read tensors."""
     folder = folder_of(step)
     where = f"{store.url}/{folder}/{MANIFEST}"
     sizes = {entry.name: entry.size for entry in store.list(folder)}
     if MANIFEST not in sizes:
-        what = "its save was interrupted: it has no manifest" if sizes else "there is no such checkpoint"
-        return Found(step, None, what, interrupted=True)
+        what = "its save was interrupted: it has no manifest" if sizes else "it does not exist"
+        return CheckpointStatus(step, None, what, interrupted=True)
     try:
         manifest = decode_manifest(store.read(f"{folder}/{MANIFEST}"), where)
-    except FileNotFoundError:  # removed since it was listed
-        return Found(step, None, "there is no such checkpoint", interrupted=True)
+    except FileNotFoundError:  # removed after the listing
+        return CheckpointStatus(step, None, "it does not exist", interrupted=True)
     except CheckpointError as error:
-        return Found(step, None, str(error))
+        return CheckpointStatus(step, None, str(error))
     if manifest.facts.step != step:
-        return Found(step, None, f"{where} is of step {manifest.facts.step}, not {step}: a foreign manifest")
+        return CheckpointStatus(step, None, f"{where} belongs to step {manifest.facts.step}, not {step}")
     problems = {
         name: f"{name} is missing"
         if name not in sizes
@@ -76,27 +76,27 @@ def look(store: Store, step: int) -> Found:
         for name, file in manifest.files.items()
         if sizes.get(name) != file.size
     }
-    return Found(step, manifest, "; ".join(problems.values()), missing=tuple(problems))
+    return CheckpointStatus(step, manifest, "; ".join(problems.values()), missing=tuple(problems))
 
 
 class Checkpoint:
-    """A checkpoint that is open for reading."""
+    """A checkpoint to read from."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store = store
         self.manifest = manifest
 
     def read(self, keys: Iterable[str]) -> dict[str, memoryview]:
-        """The bytes of these tensors, each compared with its hash; nothing else is read."""
+        """Return the bytes of these tensors, each checked against its hash."""
         found: dict[str, memoryview] = {}
-        for key, data in self.inspect(keys):
+        for key, data in self.read_each(keys):
             if isinstance(data, str):
-                raise self.broken(data)
+                raise self.error(data)
             found[key] = data
         return found
 
-    def inspect(self, keys: Iterable[str]) -> Iterator[tuple[str, memoryview | str]]:
-        """Each tensor's bytes, or what is wrong with them; nothing else is read."""
+    def read_each(self, keys: Iterable[str]) -> Iterator[tuple[str, memoryview | str]]:
+        """Yield (key, bytes) of each tensor, or (key, problem) for a tensor that cannot be read."""
         by_file: dict[str, list[tuple[str, TensorEntry]]] = {}
         for key in keys:
             entry = self.manifest.tensors[key]
@@ -116,7 +116,7 @@ class Checkpoint:
                     yield key, f"{key!r} in {file} is damaged: its bytes do not match their hash"
 
     def batches(self, keys: Iterable[str]) -> Iterator[list[str]]:
-        """The keys in turn, as many at a time as are read together."""
+        """Yield the keys in batches of about BATCH_BYTES."""
         batch: list[str] = []
         num_bytes = 0
         for key in keys:
@@ -129,37 +129,37 @@ class Checkpoint:
         if batch:
             yield batch
 
-    def broken(self, what: str) -> CheckpointError:
-        return _refusal(self.store, self.manifest.facts.step, what)
+    def error(self, problem: str) -> CheckpointError:
+        return _load_error(self.store, self.manifest.facts.step, problem)
 
 
 def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = True) -> Checkpoint:
-    """The checkpoint of a step, or the newest complete one.
+    """Open the checkpoint of a step, or the newest complete one.
 
-    With `check_complete=False` one that was interrupted or has lost files opens too, and holds what is
-    there; what is there is checked all the same when it is read.
+    `check_complete=False` also opens an incomplete checkpoint, with the tensors that exist. Reading
+    still checks their hashes.
     """
     if step is None:
-        step = newest(store)
+        step = newest_complete(store)
         if step is None:
-            raise CheckpointError(f"{store.url} holds no complete checkpoint")
-    found = look(store, step)
+            raise CheckpointError(f"{store.url} has no complete checkpoint")
+    found = status_of(store, step)
     if not found.problem:
         assert found.manifest is not None
         return Checkpoint(store, found.manifest)
     if check_complete:
-        raise _refusal(store, step, found.problem)
+        raise _load_error(store, step, found.problem)
     if found.manifest is not None:
         return Checkpoint(store, _without(found.manifest, found.missing))
     if not found.interrupted:
-        raise _refusal(store, step, found.problem)
+        raise _load_error(store, step, found.problem)
     return Checkpoint(store, _salvage(store, step))
 
 
 def verify(
     checkpoint: Checkpoint, *, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> list[str]:
-    """Reads every byte; what is wrong, in words, and nothing where all is well."""
+    """Read every byte and return the problems found."""
     problems: dict[str, None] = {}  # in order, each once
     folder = folder_of(checkpoint.manifest.facts.step)
     tensors = checkpoint.manifest.tensors
@@ -168,12 +168,12 @@ def verify(
         try:
             header = checkpoint.store.read_spans(f"{folder}/{name}", [(0, first)])[0]
             if hash_of(header) != file.header_hash:
-                problems[f"{name}: its header is damaged"] = None
+                problems[f"{name}: the header is damaged"] = None
         except (OSError, EOFError) as error:
             problems[f"{name} cannot be read: {error}"] = None
         on_bytes(first)
     for batch in checkpoint.batches(sorted(tensors, key=lambda key: (tensors[key].file, tensors[key].first))):
-        for key, data in checkpoint.inspect(batch):
+        for key, data in checkpoint.read_each(batch):
             if isinstance(data, str):
                 problems[data] = None
             on_bytes(tensors[key].stop - tensors[key].first)
@@ -189,9 +189,9 @@ def _without(manifest: Manifest, missing: tuple[str, ...]) -> Manifest:
 
 
 def _salvage(store: Store, step: int) -> Manifest:
-    """What the parts of an interrupted save hold, of the attempt that got farthest."""
+    """Return a manifest of the finished parts of an interrupted save, from the attempt with the most."""
     folder = folder_of(step)
-    attempts: dict[str, list[Part]] = {}
+    attempts: dict[str, list[PartManifest]] = {}
     sizes = {entry.name: entry.size for entry in store.list(folder)}
     for name in sizes:
         if name.endswith(".json") and PLAIN_NAME.fullmatch(name):
@@ -199,15 +199,14 @@ def _salvage(store: Store, step: int) -> Manifest:
             if all(sizes.get(file) == entry.size for file, entry in part.files.items()):
                 attempts.setdefault(part.facts.attempt, []).append(part)
     if not attempts:
-        raise _refusal(store, step, "nothing of it was written to its end")
+        raise _load_error(store, step, "it has no complete part")
     return merge(max(attempts.values(), key=len))
 
 
-def _refusal(store: Store, step: int, what: str) -> CheckpointError:
-    """The problem, and where to go from here."""
+def _load_error(store: Store, step: int, problem: str) -> CheckpointError:
     try:
-        other = newest(store, besides=step)
+        other = newest_complete(store, besides=step)
     except OSError:
         other = None
-    way = f"the newest complete one is of step {other}" if other is not None else "there is no complete one"
-    return CheckpointError(f"checkpoint {step} in {store.url}: {what} ({way})")
+    advice = "there is no complete checkpoint" if other is None else f"the newest complete step is {other}"
+    return CheckpointError(f"checkpoint {step} in {store.url}: {problem} ({advice})")

@@ -1,7 +1,7 @@
-"""Writes a checkpoint: every rank its part, then one of them the manifest; then what is old goes.
+"""Write a checkpoint: each rank writes its part, then one rank writes the manifest.
 
-The manifest is the commit: before it the checkpoint does not exist, after it all of it does. A
-checkpoint of the same step is replaced in the same way, so that there is no moment without one.
+The manifest is the commit: the checkpoint exists once the manifest does. Saving the same step again
+replaces the manifest atomically, so the old checkpoint stays valid until the new one is complete.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from varuna.checkpoint.format.manifest import (
     FileEntry,
     Json,
     Manifest,
-    Part,
+    PartManifest,
     TensorEntry,
     encode_manifest,
     encode_part,
@@ -22,17 +22,17 @@ from varuna.checkpoint.format.manifest import (
     hash_of,
     merge,
 )
-from varuna.checkpoint.format.part import Layout, Spec
-from varuna.checkpoint.load import find
+from varuna.checkpoint.format.part import PartLayout, TensorSpec
+from varuna.checkpoint.load import all_checkpoints
 from varuna.checkpoint.store.store import Buffer, Store
 
-OWN_KEPT = 2
+AUTOSAVES_KEPT = 2
 CHUNK_BYTES = 1 << 20
-"""Hashed and then written, so that the second finds it in the processor's cache."""
+"""Bytes that are hashed and then written, small enough to stay in the CPU cache."""
 
 
 def part_name(facts: Facts, writer: str) -> str:
-    """`writer` is unique among those that write this checkpoint: "stage-0-replica-1"."""
+    """Return the name of a part; `writer` is unique within the checkpoint: "stage-0-replica-1"."""
     return f"{writer}-{facts.attempt}"
 
 
@@ -40,17 +40,17 @@ def write_part(
     store: Store,
     facts: Facts,
     writer: str,
-    specs: Sequence[Spec],
-    layout: Layout,
+    specs: Sequence[TensorSpec],
+    layout: PartLayout,
     memory: Callable[[str], memoryview],
     trees: Mapping[str, Json],
     *,
     on_progress: Callable[[int], object] = lambda position: None,
-) -> Part:
-    """One file of tensors, if there are any, and the part's own document after it.
+) -> PartManifest:
+    """Write one file of tensors, if there are any, then the part's document.
 
-    `memory(key)` is where a tensor's bytes lie; they must not change until this returns. `on_progress`
-    is told how many bytes of the file the store has been given; what it raises ends the writing.
+    `memory(key)` returns a tensor's bytes; they must not change until this returns. `on_progress`
+    receives the number of bytes passed to the store; its exceptions end the write.
     """
     name = part_name(facts, writer)
     file = f"{name}.safetensors"
@@ -70,7 +70,7 @@ def write_part(
 
     if specs:
         store.write(f"{folder_of(facts.step)}/{file}", chunks)
-    part = Part(
+    part = PartManifest(
         facts,
         {file: FileEntry(layout.size, hash_of(layout.header))} if specs else {},
         {
@@ -83,40 +83,41 @@ def write_part(
     return part
 
 
-def commit(store: Store, parts: Sequence[Part]) -> Manifest:
-    """From here on the checkpoint is there. Where this fails it may be, so its parts must stay."""
+def commit(store: Store, parts: Sequence[PartManifest]) -> Manifest:
+    """Write the manifest, which completes the checkpoint.
+
+    If this fails, the manifest may still be in the store, so the parts must stay.
+    """
     manifest = merge(parts)
     store.replace(f"{folder_of(manifest.facts.step)}/{MANIFEST}", encode_manifest(manifest))
     return manifest
 
 
-def clean(store: Store, manifest: Manifest) -> None:
-    """Removes what earlier tries at the same step have left."""
+def remove_other_attempts(store: Store, manifest: Manifest) -> None:
+    """Remove the files of earlier saves of the same step."""
     folder = folder_of(manifest.facts.step)
     for entry in store.list(folder):
         if entry.name != MANIFEST and f"-{manifest.facts.attempt}." not in entry.name:
             store.remove(f"{folder}/{entry.name}")
 
 
-def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int]:
-    """Removes interrupted saves, and complete ones beyond the newest `keep_last`; returns their steps.
+def remove_old(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int]:
+    """Remove interrupted saves and all but the newest `keep_last` checkpoints; return the removed steps.
 
-    Those that a job has saved by itself do not count among these: two of them are kept, for as long as
-    they are newer than the oldest of these.
-
-    The manifest has just been committed, by the one job that writes here: so nothing else is under way.
+    Autosaves do not count for `keep_last`: the newest two stay while they are newer than the oldest kept
+    checkpoint. Call this right after a commit, when the only job that writes here saves nothing else.
     """
-    clean(store, manifest)
+    remove_other_attempts(store, manifest)
     newest = manifest.facts.step
-    found = find(store)
+    found = all_checkpoints(store)
     complete = [one.manifest.facts for one in found if one.manifest is not None and not one.problem]
-    own = [facts.step for facts in complete if facts.by_itself]
-    asked = [facts.step for facts in complete if not facts.by_itself]
-    surplus = _surplus(own, OWN_KEPT, newest)
+    autosaves = [facts.step for facts in complete if facts.by_itself]
+    explicit = [facts.step for facts in complete if not facts.by_itself]
+    surplus = _surplus(autosaves, AUTOSAVES_KEPT, newest)
     if keep_last is not None:
-        surplus += _surplus(asked, keep_last, newest)
-        kept = [step for step in asked if step not in surplus]
-        surplus += [step for step in own if len(kept) >= keep_last and step < min(kept)]
+        surplus += _surplus(explicit, keep_last, newest)
+        kept = [step for step in explicit if step not in surplus]
+        surplus += [step for step in autosaves if len(kept) >= keep_last and step < min(kept)]
     interrupted = [one.step for one in found if one.interrupted]
     removed = sorted({*surplus, *interrupted} - {newest})
     for step in removed:
@@ -125,13 +126,13 @@ def tidy(store: Store, manifest: Manifest, *, keep_last: int | None) -> list[int
 
 
 def _surplus(steps: Sequence[int], kept: int, newest: int) -> list[int]:
-    """The newest is the one just written, whatever its number."""
+    """Return the steps to remove. `newest`, the checkpoint just written, stays even with a lower number."""
     older = [step for step in steps if step != newest]
     return older[: max(0, len(steps) - kept)]
 
 
-def abandon(store: Store, facts: Facts, writer: str) -> None:
-    """Takes away what this rank wrote of a checkpoint that will not be."""
+def remove_part(store: Store, facts: Facts, writer: str) -> None:
+    """Remove the files that this rank wrote for a failed save."""
     folder, name = folder_of(facts.step), part_name(facts, writer)
     for file in (f"{name}.json", f"{name}.safetensors"):
         store.remove(f"{folder}/{file}")

@@ -1,6 +1,6 @@
-"""Decides what one rank takes from a checkpoint, whatever layout wrote it; refuses what does not fit.
+"""Choose what one rank loads from a checkpoint, and refuse a checkpoint that does not fit the model.
 
-Nothing is read and nothing changed here: only the manifest is looked at.
+This only looks at the manifest. It reads no tensors and changes nothing.
 """
 
 import logging
@@ -20,8 +20,8 @@ from varuna.errors import CheckpointError, some
 log = logging.getLogger("varuna")
 
 
-class State(Protocol):
-    """A stage's parameters and buffers by canonical name."""
+class StageTensors(Protocol):
+    """The parameters and buffers of a stage by canonical name."""
 
     @property
     def canonical(self) -> Sequence[str]: ...
@@ -29,8 +29,8 @@ class State(Protocol):
     def is_persistent(self, name: str) -> bool: ...
 
 
-class Wanted(msgspec.Struct):
-    """What a rank takes from a checkpoint."""
+class LoadSelection(msgspec.Struct):
+    """The tensors and trees that a rank loads from a checkpoint."""
 
     tensors: dict[str, str] = {}  # name: key
     gradients: dict[str, str] = {}
@@ -41,15 +41,15 @@ class Wanted(msgspec.Struct):
 
     @property
     def keys(self) -> list[str]:
-        """All tensors that are to be read, each once."""
+        """The keys of all tensors to read, each once."""
         trees = [tree["state"] for tree in self.optimizer.values()] + list(self.registered.values())
         in_trees = [key for tree in trees for key in tensors_in(tree)]
         return list(dict.fromkeys([*self.tensors.values(), *self.gradients.values(), *in_trees]))
 
 
-def want(
+def select(
     manifest: Manifest,
-    state: State,
+    state: StageTensors,
     optimizer: torch.optim.Optimizer | None,
     *,
     ties: Sequence[tuple[str, ...]],
@@ -57,39 +57,39 @@ def want(
     strict: bool,
     complete: bool,
     cast: bool,
-) -> Wanted:
-    """`names` are all that the whole model knows; `complete` says that nothing may be missing."""
+) -> LoadSelection:
+    """Choose what to load. `names` are all names in the whole model; `complete` refuses missing tensors."""
     if strict:
         _refuse_unknown(manifest, names)
     aliases = {group[0]: group for group in ties}
     names_of = {name: aliases.get(name, (name,)) for name in state.canonical}
-    wanted = Wanted()
-    _choose_tensors(manifest, state, names_of, wanted, required=strict and complete, cast=cast)
+    chosen = LoadSelection()
+    _choose_tensors(manifest, state, names_of, chosen, required=strict and complete, cast=cast)
     if optimizer is not None and "groups" in manifest.trees:
         parameters = {state.tensor(name): names_of[name] for name in state.canonical}
-        _choose_optimizer(manifest, optimizer, parameters, wanted, required=strict and complete)
-    wanted.registered = {
+        _choose_optimizer(manifest, optimizer, parameters, chosen, required=strict and complete)
+    chosen.registered = {
         key.removeprefix("registered/"): tree
         for key, tree in manifest.trees.items()
         if key.startswith("registered/") and all(name in manifest.tensors for name in tensors_in(tree))
     }
-    return wanted
+    return chosen
 
 
 def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
     saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     if unknown := sorted(saved - names):
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} is of another model: this one has no {some(unknown)} "
-            "(strict=False leaves them out)"
+            f"checkpoint {manifest.facts.step} belongs to another model: this model has no {some(unknown)} "
+            "(strict=False ignores them)"
         )
 
 
 def _choose_tensors(
     manifest: Manifest,
-    state: State,
+    state: StageTensors,
     names_of: Mapping[str, tuple[str, ...]],
-    wanted: Wanted,
+    chosen: LoadSelection,
     *,
     required: bool,
     cast: bool,
@@ -100,69 +100,72 @@ def _choose_tensors(
         gradient = _first(saved, [f"gradient/{alias}" for alias in names])
         if key is not None:
             _check_fits(name, state.tensor(name), saved[key], cast=cast)
-            wanted.tensors[name] = key
+            chosen.tensors[name] = key
         elif state.is_persistent(name):
             missing.append(name)
         if gradient is not None:
-            wanted.gradients[name] = gradient
+            chosen.gradients[name] = gradient
     if missing and required:
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} has no {some(missing)} (is it of another model? "
-            "strict=False leaves what it lacks as it is)"
+            f"checkpoint {manifest.facts.step} has no {some(missing)} (does it belong to another model? "
+            "strict=False keeps the current values)"
         )
     if missing:
-        log.warning("checkpoint %s has no %s: left as it is", manifest.facts.step, some(missing))
+        log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, some(missing))
 
 
 def _choose_optimizer(
     manifest: Manifest,
     optimizer: torch.optim.Optimizer,
     names_of: Mapping[Tensor, tuple[str, ...]],
-    wanted: Wanted,
+    chosen: LoadSelection,
     *,
     required: bool,
 ) -> None:
     foreign = foreign_options(optimizer, manifest.trees["groups"])
     if foreign and required:
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} is of another kind of optimizer, with {', '.join(foreign)}, "
-            f"not {type(optimizer).__name__} (use the one that saved it; load_checkpoint(..., strict=False) "
-            "leaves the new one as it is)"
+            f"checkpoint {manifest.facts.step} was saved with another optimizer class than "
+            f"{type(optimizer).__name__}: it has {', '.join(foreign)} (use the same class; "
+            "load_checkpoint(..., strict=False) keeps the state of the new optimizer)"
         )
     if foreign:
-        log.warning("checkpoint %s is of another kind of optimizer: left as it is", manifest.facts.step)
+        log.warning(
+            "checkpoint %s was saved with another optimizer class: its optimizer state is not loaded",
+            manifest.facts.step,
+        )
         return
     missing = []
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if p in names_of]:
         key = _first(manifest.trees, [f"optimizer/{name}" for name in names_of[parameter]])
         tensors = [] if key is None else tensors_in(manifest.trees[key]["state"])
         if key is not None and all(name in manifest.tensors for name in tensors):
-            wanted.optimizer_keys[parameter] = key
-            wanted.optimizer[parameter] = manifest.trees[key]
+            chosen.optimizer_keys[parameter] = key
+            chosen.optimizer[parameter] = manifest.trees[key]
         else:
             missing.append(names_of[parameter][0])
     if missing and required:
         raise CheckpointError(
             f"checkpoint {manifest.facts.step} has no optimizer state of {some(missing)} "
-            "(strict=False leaves theirs as it is)"
+            "(strict=False keeps their current state)"
         )
     first_names = {parameter: names[0] for parameter, names in names_of.items()}
-    wanted.groups = match_groups(optimizer, wanted.optimizer, manifest.trees["groups"], name_of=first_names)
+    chosen.groups = match_groups(optimizer, chosen.optimizer, manifest.trees["groups"], name_of=first_names)
 
 
-def _first(there: Mapping[str, object], keys: Sequence[str]) -> str | None:
-    return next((key for key in keys if key in there), None)
+def _first(available: Mapping[str, object], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if key in available), None)
 
 
 def _check_fits(name: str, own: Tensor, saved: TensorEntry, *, cast: bool) -> None:
     spec = spec_of(name, own)
     if saved.shape != spec.shape:
         raise CheckpointError(
-            f"{name} has the shape {list(saved.shape)} in the checkpoint and {list(spec.shape)} in the model "
-            "(build the model that was saved)"
+            f"{name} has shape {list(saved.shape)} in the checkpoint and {list(spec.shape)} in the model "
+            "(build the same model as the job that saved)"
         )
     if saved.dtype != spec.dtype and not cast:
         raise CheckpointError(
             f"{name} is {saved.dtype} in the checkpoint and {spec.dtype} in the model "
-            "(build the model in that precision, or say cast=True)"
+            "(build the model in that precision, or pass cast=True)"
         )

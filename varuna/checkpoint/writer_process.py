@@ -1,15 +1,15 @@
-"""Carries a snapshot of a checkpoint to its store: a process of its own, so that training goes on.
+"""The writer process: writes a snapshot of a checkpoint to its store while training continues.
 
-Writing, hashing and encrypting in a thread would take the interpreter's lock from the training; a
-process at the lowest priority takes only what is left over. It imports no torch, and it never
-outlives its trainer.
+A thread that writes, hashes and encrypts would take the interpreter lock from training. This process
+runs at the lowest priority, does not import torch, and ends with its trainer.
 
-    trainer ──► shared memory: the file's bytes, each tensor at its span; behind them a Task, as JSON
-            ──► socket, a line of JSON each: Go, GiveUp; its end is the courier's
-    courier ──► the same socket: Progress and Trouble, then Written, Committed or Failed
+    trainer  fills shared memory: the bytes of the file, each tensor at its span, then a SaveTask as JSON
+             sends lines of JSON over a socket: StartSave, CancelSave; closing the socket ends the writer
+    writer   answers over the same socket: SaveProgress, SaveWarning, then one of PartWritten,
+             CheckpointCommitted and SaveFailed
 
-Started as `python -P -m varuna.checkpoint.writer_process TRAINER_PID MEMORY_FD`, with the socket as
-its input.
+Start it as `python -P -m varuna.checkpoint.writer_process TRAINER_PID MEMORY_FD`, with the socket as
+its standard input.
 """
 
 import ctypes
@@ -24,93 +24,89 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
-from varuna.checkpoint.format.manifest import Facts, Json, Manifest, Part, decode_part, folder_of
-from varuna.checkpoint.format.part import Layout, Spec
-from varuna.checkpoint.save import abandon, commit, part_name, tidy, write_part
+from varuna.checkpoint.format.manifest import Facts, Json, Manifest, PartManifest, decode_part, folder_of
+from varuna.checkpoint.format.part import PartLayout, TensorSpec
+from varuna.checkpoint.save import commit, part_name, remove_old, remove_part, write_part
 from varuna.checkpoint.store.claim import refuse_disowned
 from varuna.checkpoint.store.store import Store, local_folder, open_store, retrying
 from varuna.errors import CheckpointError, some
 from varuna.processes import die_with_parent
 
 REPORT_SECONDS = 0.5
-"""Progress is told at most so often."""
+"""Shortest time between two progress messages."""
 POLL_SECONDS, REMOTE_POLL_SECONDS = (0.05, 1.0), (0.2, 2.0)
-"""How often to look for other writers' parts: at first, and in the long run."""
-IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of a system call that libc has no name for
+"""First and longest pause between two looks for the parts of other writers."""
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # number of a system call without a libc function
 IOPRIO_WHO_PROCESS, IOPRIO_IDLE = 1, 3 << 13
 
 
-# ---------------------------------------------------------------- what the two tell each other
+# ---------------------------------------------------------------- messages
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be saved where, and by whom, but for the tensors."""
+class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A part to save, without its tensors."""
 
     url: str
-    options: dict[str, Any] = {}  # of the store
     retry_seconds: float
     facts: Facts
     writer: str
     trees: dict[str, Json]
-    commits: bool  # one of the writers does, when all parts are there
-    writers: Sequence[str]  # all that write a part of this checkpoint
+    commits: bool  # this writer commits the checkpoint when all parts exist
+    writers: Sequence[str]  # all writers of this checkpoint
     keep_last: int | None = None
-    patience_seconds: float = 600.0  # a committer gives up when nothing comes from the others for so long
+    patience_seconds: float = 600.0  # the committer fails if the others write nothing for this long
 
 
-class Task(msgspec.Struct, frozen=True):
-    """All that the courier needs to know of a save."""
+class SaveTask(msgspec.Struct, frozen=True):
+    """Everything the writer needs for one save, except the bytes of the tensors."""
 
-    order: Order
-    specs: Sequence[Spec]
-    layout: Layout
+    order: SaveOrder
+    specs: Sequence[TensorSpec]
+    layout: PartLayout
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
-    """The memory is filled: carry it. The task stands in it from `first` to `stop`."""
+class StartSave(msgspec.Struct, frozen=True, tag=True):
+    """The memory is filled. The task is at bytes [first, stop)."""
 
     first: int
     stop: int
 
 
-class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """The save under way is not wanted any more."""
+class CancelSave(msgspec.Struct, frozen=True, tag=True):
+    pass
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """What the courier does at this moment."""
-
-    doing: str
+class SaveProgress(msgspec.Struct, frozen=True, tag=True):
+    activity: str
 
 
-class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """Something that the user should know, and that ends nothing."""
+class SaveWarning(msgspec.Struct, frozen=True, tag=True):
+    """A problem to log; the save continues."""
 
-    what: str
-
-
-class Written(msgspec.Struct, frozen=True, tag=True):
-    part: Part
+    text: str
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True):
+class PartWritten(msgspec.Struct, frozen=True, tag=True):
+    part: PartManifest
+
+
+class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
     manifest: Manifest
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class SaveFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToCourier = Go | GiveUp
-ToTrainer = Progress | Trouble | Written | Committed | Failed
+ToWriter = StartSave | CancelSave
+ToTrainer = SaveProgress | SaveWarning | PartWritten | CheckpointCommitted | SaveFailed
 
 
-class GivenUp(Exception):
-    """The trainer does not want this save any more."""
+class SaveCancelled(Exception):
+    """The trainer has cancelled this save."""
 
 
 # ---------------------------------------------------------------- the process
@@ -118,106 +114,110 @@ class GivenUp(Exception):
 
 def main() -> None:
     trainer, memory = (int(argument) for argument in sys.argv[1:])
-    die_with_parent(trainer)  # a child that it forked may keep the socket open
-    take_what_is_left_over()
-    line = Line(socket.socket(fileno=sys.stdin.fileno()))
-    orders: SimpleQueue[Go] = SimpleQueue()
-    threading.Thread(target=line.listen, args=(orders.put,), daemon=True).start()
+    die_with_parent(trainer)  # a forked child of the trainer may keep the socket open
+    lower_priority()
+    connection = TrainerConnection(socket.socket(fileno=sys.stdin.fileno()))
+    saves: SimpleQueue[StartSave] = SimpleQueue()
+    threading.Thread(target=connection.receive, args=(saves.put,), daemon=True).start()
     while True:
-        line.send(carry_out(orders.get(), memory, line))
+        connection.send(run_save(saves.get(), memory, connection))
 
 
-def take_what_is_left_over() -> None:
-    """Of the processor and of the disk. Threads that are started later inherit it."""
+def lower_priority() -> None:
+    """Use only spare CPU and disk time. Threads that start later inherit this."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     if platform.machine() in IOPRIO_SET:
         call = IOPRIO_SET[platform.machine()]
         ctypes.CDLL(None).syscall(call, IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
 
 
-class Line:
+class TrainerConnection:
     """The socket to the trainer."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._told = 0.0
-        self._given_up = threading.Event()
+        self._reported_at = 0.0
+        self._cancelled = threading.Event()
 
-    def listen(self, go: Callable[[Go], None]) -> None:
+    def receive(self, start: Callable[[StartSave], None]) -> None:
         with suppress(ConnectionError):
             for text in self._end.makefile("rb"):
-                message: ToCourier = msgspec.json.decode(text, type=ToCourier)
-                if isinstance(message, Go):
-                    self._given_up.clear()  # that was the save before, which had just ended
-                    go(message)
+                message: ToWriter = msgspec.json.decode(text, type=ToWriter)
+                if isinstance(message, StartSave):
+                    self._cancelled.clear()  # it was for the save before, which had just ended
+                    start(message)
                 else:
-                    self._given_up.set()
-        os._exit(0)  # whatever is under way: the trainer has let go of it
+                    self._cancelled.set()
+        os._exit(0)  # also during a save: the trainer has closed the socket
 
     def send(self, message: ToTrainer) -> None:
         self._end.sendall(msgspec.json.encode(message) + b"\n")
 
-    def tell(self, doing: str, *, at_once: bool = False) -> None:
-        """Now and then; and here ends a save that is not wanted any more."""
-        if self._given_up.is_set():
-            raise GivenUp
+    def report(self, activity: str, *, at_once: bool = False) -> None:
+        """Send the activity if a report is due. Raises SaveCancelled if the trainer has cancelled."""
+        if self._cancelled.is_set():
+            raise SaveCancelled
         now = time.monotonic()
-        if at_once or now - self._told >= REPORT_SECONDS:
-            self._told = now
-            self.send(Progress(doing))
+        if at_once or now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            self.send(SaveProgress(activity))
 
-    def pause(self, seconds: float, doing: str) -> None:
-        """A wait that is meant to be: it is told of while it lasts, and so is no stall."""
+    def pause(self, seconds: float, activity: str) -> None:
+        """Wait and keep reporting, so that the trainer does not see a stalled save."""
         stop = time.monotonic() + seconds
         while (left := stop - time.monotonic()) > 0:
-            self.tell(doing)
-            self._given_up.wait(min(left, REPORT_SECONDS))
+            self.report(activity)
+            self._cancelled.wait(min(left, REPORT_SECONDS))
 
 
 # ---------------------------------------------------------------- one save
 
 
-def carry_out(go: Go, memory: int, line: Line) -> Written | Committed | Failed:
+def run_save(
+    message: StartSave, memory: int, connection: TrainerConnection
+) -> PartWritten | CheckpointCommitted | SaveFailed:
     try:
-        view = memoryview(mmap.mmap(memory, go.stop, prot=mmap.PROT_READ))
-        task = msgspec.json.decode(view[go.first : go.stop], type=Task)
-        return carry(task, view, line)
-    except GivenUp:
-        return Failed("it was given up")
+        view = memoryview(mmap.mmap(memory, message.stop, prot=mmap.PROT_READ))
+        task = msgspec.json.decode(view[message.first : message.stop], type=SaveTask)
+        return save(task, view, connection)
+    except SaveCancelled:
+        return SaveFailed("it was cancelled")
     except (OSError, ValueError, CheckpointError) as error:
-        return Failed(str(error))
-    except Exception:  # one of ours: the trainer's log is where it will be looked for
-        return Failed(traceback.format_exc())
+        return SaveFailed(str(error))
+    except Exception:  # a bug: the trainer logs the traceback
+        return SaveFailed(traceback.format_exc())
 
 
-def carry(task: Task, memory: memoryview, line: Line) -> Written | Committed:
+def save(
+    task: SaveTask, memory: memoryview, connection: TrainerConnection
+) -> PartWritten | CheckpointCommitted:
     order = task.order
-    plain_store = open_store(order.url, options=order.options)
+    plain_store = open_store(order.url)
     store = retrying(
         plain_store,
         seconds=order.retry_seconds,
-        on_wait=lambda what: line.send(Trouble(what)),
+        on_wait=lambda text: connection.send(SaveWarning(text)),
         seed=os.getpid(),
-        sleep=lambda seconds: line.pause(seconds, "waiting for the store, which fails"),
+        sleep=lambda seconds: connection.pause(seconds, "waiting to retry a failed store operation"),
     )
     try:
-        part = write(task, memory, store, line)
+        part = write(task, memory, store, connection)
         if not order.commits:
-            return Written(part)
-        parts = [part, *wait_for_parts(order, store, line)]
-        line.tell("writing the manifest", at_once=True)
+            return PartWritten(part)
+        parts = [part, *wait_for_parts(order, store, connection)]
+        connection.report("writing the manifest", at_once=True)
         refuse_disowned(store)
     except Exception:
         with suppress(OSError):
-            abandon(plain_store, order.facts, order.writer)
+            remove_part(plain_store, order.facts, order.writer)
         raise
-    # From here on the manifest may be in the store, whatever is reported: the parts that it names stay.
+    # After a failed commit the manifest may still be in the store, so the parts stay.
     manifest = commit(store, parts)
-    clear_away(manifest, order.keep_last, store, line)
-    return Committed(manifest)
+    remove_old_checkpoints(manifest, order.keep_last, store, connection)
+    return CheckpointCommitted(manifest)
 
 
-def write(task: Task, memory: memoryview, store: Store, line: Line) -> Part:
+def write(task: SaveTask, memory: memoryview, store: Store, connection: TrainerConnection) -> PartManifest:
     order, layout = task.order, task.layout
 
     def bytes_of(key: str) -> memoryview:
@@ -225,9 +225,9 @@ def write(task: Task, memory: memoryview, store: Store, line: Line) -> Part:
         return memory[first:stop]
 
     def on_progress(position: int) -> None:
-        line.tell(f"writing, {position / 1e6:.0f} of {layout.size / 1e6:.0f} MB are on their way")
+        connection.report(f"writing, sent {position / 1e6:.0f} of {layout.size / 1e6:.0f} MB")
 
-    line.tell("opening the store", at_once=True)
+    connection.report("opening the store", at_once=True)
     return write_part(
         store,
         order.facts,
@@ -240,8 +240,8 @@ def write(task: Task, memory: memoryview, store: Store, line: Line) -> Part:
     )
 
 
-def wait_for_parts(order: Order, store: Store, line: Line) -> list[Part]:
-    """The other writers' parts; gives up when nothing at all has come to the folder for too long."""
+def wait_for_parts(order: SaveOrder, store: Store, connection: TrainerConnection) -> list[PartManifest]:
+    """Return the parts of the other writers. Fails if the folder does not change for too long."""
     folder = folder_of(order.facts.step)
     documents = {
         writer: f"{part_name(order.facts, writer)}.json" for writer in order.writers if writer != order.writer
@@ -250,34 +250,38 @@ def wait_for_parts(order: Order, store: Store, line: Line) -> list[Part]:
     seen: dict[str, int] = {}
     changed_at = time.monotonic()
     while True:
-        here = {entry.name: entry.size for entry in store.list(folder)}
-        missing = [writer for writer, document in documents.items() if document not in here]
+        current = {entry.name: entry.size for entry in store.list(folder)}
+        missing = [writer for writer, document in documents.items() if document not in current]
         if not missing:
             break
-        doing = f"waiting for the parts of {some(missing)}"
-        if here != seen:
-            line.tell(doing, at_once=not seen)
-            seen, changed_at = here, time.monotonic()
+        activity = f"waiting for the parts of {some(missing)}"
+        if current != seen:
+            connection.report(activity, at_once=not seen)
+            seen, changed_at = current, time.monotonic()
         elif time.monotonic() - changed_at > order.patience_seconds:
             raise CheckpointError(
-                f"the parts of {some(missing)} are missing, nothing came for {order.patience_seconds:g} s "
-                "(are those ranks alive, and do they write to the same store?)"
+                f"the parts of {some(missing)} are missing: nothing was written for "
+                f"{order.patience_seconds:g} s (check that these ranks run and write to the same store)"
             )
-        line.pause(pause, doing)
+        connection.pause(pause, activity)
         pause = min(2 * pause, longest)
     places = [f"{folder}/{document}" for document in documents.values()]
     return [decode_part(store.read(place), f"{store.url}/{place}") for place in places]
 
 
-def clear_away(manifest: Manifest, keep_last: int | None, store: Store, line: Line) -> None:
-    """The checkpoint is saved by now, so nothing here makes it fail."""
+def remove_old_checkpoints(
+    manifest: Manifest, keep_last: int | None, store: Store, connection: TrainerConnection
+) -> None:
+    """Remove old checkpoints. The new one is complete, so a failure here is only a warning."""
     try:
-        line.tell("removing old checkpoints", at_once=True)
-        tidy(store, manifest, keep_last=keep_last)
-    except GivenUp:
+        connection.report("removing old checkpoints", at_once=True)
+        remove_old(store, manifest, keep_last=keep_last)
+    except SaveCancelled:
         pass
     except OSError as error:
-        line.send(Trouble(f"checkpoint {manifest.facts.step} is saved, but old ones stay: {error}"))
+        connection.send(
+            SaveWarning(f"checkpoint {manifest.facts.step} is saved, but old ones were not removed: {error}")
+        )
 
 
 if __name__ == "__main__":

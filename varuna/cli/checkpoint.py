@@ -19,7 +19,7 @@ from rich.table import Table
 
 import varuna
 from varuna.checkpoint.format.manifest import Facts
-from varuna.checkpoint.load import Found, find, look, newest, open_checkpoint, steps_in
+from varuna.checkpoint.load import CheckpointStatus, all_checkpoints, status_of, newest_complete, open_checkpoint, steps_in
 from varuna.checkpoint.load import verify as verify_bytes
 from varuna.checkpoint.store.store import Owner, Store, local_folder, open_store, retrying
 from varuna.cli.options import AsJson, add_command, new_app, warn
@@ -68,7 +68,7 @@ class CheckpointList(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- commands
 
 
-def list_checkpoints(store_url: StoreArgument, as_json: AsJson = False) -> None:
+def all_checkpoints(store_url: StoreArgument, as_json: AsJson = False) -> None:
     """List the checkpoints of a store, oldest first."""
     listing = checkpoint_list(existing_store(store_url))
     if as_json:
@@ -95,9 +95,9 @@ def verify(
         raise ValueError(f"--all and the step {step} exclude each other (give one of them)")
     store = existing_store(store_url)
     if all_steps:
-        found = find(store)
+        found = all_checkpoints(store)
     else:
-        found = [look(store, open_checkpoint(store, None).manifest.facts.step if step is None else step)]
+        found = [status_of(store, open_checkpoint(store, None).manifest.facts.step if step is None else step)]
     if not found:
         raise CheckpointError(f"{store.url} holds no checkpoints")
     broken: set[int] = set()
@@ -111,12 +111,12 @@ def verify(
         if problems:
             broken.add(one.step)
     if step is None and not all_steps:
-        for newer in (one for one in find(store) if one.step > found[0].step and one.problem):
+        for newer in (one for one in all_checkpoints(store) if one.step > found[0].step and one.problem):
             typer.echo(f"note: checkpoint {newer.step} is newer, but not complete: {newer.problem}")
     if broken:
         raise CheckpointError(
             f"{len(broken)} of {len(found)} verified {'is' if len(broken) == 1 else 'are'} broken; "
-            + newest_intact(find(store), broken, all_were_read=all_steps)
+            + newest_intact(all_checkpoints(store), broken, all_were_read=all_steps)
         )
 
 
@@ -194,7 +194,7 @@ def import_checkpoint(
         f"{source} -> checkpoint {step} of {store.url}: {len(manifest.tensors)} tensors, "
         f"{format_bytes(manifest.num_bytes)}"
     )
-    if (other := newest(store)) != step:
+    if (other := newest_complete(store)) != step:
         typer.echo(f"note: the newest complete checkpoint of this store is step {other}")
 
 
@@ -209,12 +209,12 @@ add_command(app, import_checkpoint, "import")
 
 
 def checkpoint_list(store: Store) -> CheckpointList:
-    found = find(store)
+    found = all_checkpoints(store)
     best = max((one.step for one in found if not one.problem), default=None)
     return CheckpointList(store.url, best, [row_of(one, newest=one.step == best) for one in found])
 
 
-def row_of(found: Found, *, newest: bool) -> CheckpointRow:
+def row_of(found: CheckpointStatus, *, newest: bool) -> CheckpointRow:
     state = "complete" if not found.problem else "interrupted" if found.interrupted else "broken"
     row = CheckpointRow(found.step, state, newest, found.problem)
     if found.manifest is None:
@@ -265,7 +265,7 @@ def format_layout(row: CheckpointRow) -> str:
     return f"{len(row.replicas)} x {width}, batch {row.batch_size}"
 
 
-def problems_of(store: Store, found: Found) -> list[str]:
+def problems_of(store: Store, found: CheckpointStatus) -> list[str]:
     """Return the known problems of a checkpoint, and those that reading the rest of it finds."""
     known = found.problem.split("; ") if found.problem else []
     if found.manifest is None:
@@ -278,14 +278,14 @@ def problems_of(store: Store, found: Found) -> list[str]:
         return known + verify_bytes(rest, on_bytes=advance)
 
 
-def verdict(found: Found, problems: Sequence[str]) -> str:
+def verdict(found: CheckpointStatus, problems: Sequence[str]) -> str:
     if problems:
         return "broken"
     assert found.manifest is not None
     return f"intact, {len(found.manifest.tensors)} tensors, {format_bytes(found.manifest.num_bytes)}"
 
 
-def newest_intact(found: Sequence[Found], broken: set[int], *, all_were_read: bool) -> str:
+def newest_intact(found: Sequence[CheckpointStatus], broken: set[int], *, all_were_read: bool) -> str:
     good = [one.step for one in found if not one.problem and one.step not in broken]
     if not good:
         return "no complete checkpoint is left"

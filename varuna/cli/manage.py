@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from varuna.addresses import address_facing
-from varuna.checkpoint.load import newest
+from varuna.checkpoint.load import newest_complete
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
 from varuna.morph.clock import SuspendAwareClock
@@ -184,4 +184,4 @@ def newest_step(store: str) -> int | None:
     """
     with suppress(OSError):  # a manager with read access only relies on that machine to end by itself
         open_store(store).disown()
-    return newest(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))
+    return newest_complete(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))

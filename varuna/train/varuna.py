@@ -35,11 +35,12 @@ from varuna.plan.cut.blocks import partition
 from varuna.schedule import held
 from varuna.train.assemble import assemble
 from varuna.train.autosave import OwnSaves, told_rhythm
-from varuna.train.checkpoints import Checkpoints, Stateful
+from varuna.train.checkpoints import Checkpoints
 from varuna.train.layout import Asked, Subject, cut_by_time, look_ahead, plan_told, profile_at_hand, settle
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.save_requests import Attention, usr1
+from varuna.train.training_state import Stateful, TrainingState
 from varuna.train.validate import (
     all_names,
     call_for_sample,
@@ -264,14 +265,12 @@ class Varuna(nn.Module):
             self._checkpoints = Checkpoints(
                 self._session,
                 self.plan,
-                self._state,
-                captured.graph.ties,
-                self._names,
-                self._trainer,
-                timeout_seconds,
-                shards_optimizer=shard_optimizer,
+                TrainingState(self._state, self._trainer, shard_optimizer),
+                ties=captured.graph.ties,
+                names=self._names,
+                timeout_seconds=timeout_seconds,
             )
-            weakref.finalize(self, self._checkpoints.held.close)
+            weakref.finalize(self, self._checkpoints.resources.close)
             self._reporter = Reporter(
                 self._session,
                 machines,
@@ -308,18 +307,18 @@ class Varuna(nn.Module):
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )
-            if self._checkpoints.loaded_before_optimizer:
+            if skipped := self._checkpoints.training.loaded_before_optimizer:
                 raise RuntimeError(
-                    f"{self._checkpoints.loaded_before_optimizer} was loaded before the optimizer was there "
-                    "to take its state (call set_optimizer before load_checkpoint)"
+                    f"{skipped} was loaded before set_optimizer, so its optimizer state was skipped "
+                    "(call set_optimizer before load_checkpoint)"
                 )
             is_new = optimizer is not self._optimizer  # else it may be given to set another loss scale
             if is_new and self._shards_optimizer and self._session.replicas is not None:
                 shard(optimizer, replica=self._session.replica, group=self._session.replicas)
             if is_new and self._offloads_optimizer and self.device.type == "cuda":
                 keep_state_on_host(optimizer)
-            self._optimizer = self._checkpoints.optimizer = optimizer
-            self._checkpoints.loss_scale = self._loss_scale
+            self._optimizer = self._checkpoints.training.optimizer = optimizer
+            self._checkpoints.training.loss_scale = self._loss_scale
 
     def step(
         self, inputs: Mapping[str, object], clip_grad_max_norm: float | None = None
@@ -459,7 +458,7 @@ class Varuna(nn.Module):
         Anything with `state_dict` and `load_state_dict` whose state is the same on all ranks. Where a
         checkpoint has been loaded already, it gets its state at once.
         """
-        self._checkpoints.register(name, thing)
+        self._checkpoints.training.register(name, thing)
 
     def on_demand_checkpoint(self, global_store: str | os.PathLike[str]) -> None:
         """Saves on all ranks before their next step, though perhaps one rank alone was asked.
@@ -475,7 +474,7 @@ class Varuna(nn.Module):
 
     def close(self) -> None:
         """Waits for what is being saved, then says goodbye. Not needed at the end of a script."""
-        self._checkpoints.held.close()
+        self._checkpoints.resources.close()
         self._session.close()
         usr1.release(self._attention)
 
@@ -613,7 +612,7 @@ class Varuna(nn.Module):
             if "_trainer" not in self.__dict__:
                 usr1.release(self._attention)  # now: the error may keep this unfinished model alive
             elif self._session.board is not None:
-                self._checkpoints.held.failed = True  # on the other ranks, too
+                self._checkpoints.resources.failed = True  # on the other ranks, too
             raise
 
     def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> Exception | None:
@@ -649,7 +648,9 @@ class Varuna(nn.Module):
                 keep=self._save_by_itself,
                 usual_store=self._checkpoints.store,
                 due=self._saves_to if self._own_saves.due else None,
-                has_room=self._checkpoints.has_room(available_bytes(torch.device("cpu")), sharers=sharers),
+                has_room=self._checkpoints.fits_in_memory(
+                    available_bytes(torch.device("cpu")), ranks_on_machine=sharers
+                ),
                 leave=self.close,
             )
             self._progress.on_demand(False)
@@ -662,7 +663,7 @@ class Varuna(nn.Module):
         self, global_store: str | os.PathLike[str], *, by_itself: bool = False, **options: Any
     ) -> "Future[str]":
         started, step = time.monotonic(), options.get("step")
-        done = self._checkpoints.save(global_store, by_itself=by_itself, **options)
+        done = self._checkpoints.save(global_store, autosave=by_itself, **options)
         waited = time.monotonic() - started
         self._saves_to = self._checkpoints.store
         self._progress.uses(self._checkpoints.store)

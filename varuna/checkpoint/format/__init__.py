@@ -1,1 +1,1 @@
-"""The files of a checkpoint."""
+"""The format of a checkpoint's files."""

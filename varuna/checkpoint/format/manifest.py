@@ -1,12 +1,12 @@
-"""What a checkpoint is: one JSON document that names every file, tensor and hash in it.
+"""The manifest of a checkpoint: one JSON document that lists every file, tensor and hash.
 
-It is written last and replaced atomically, so where it is, all is. A save that was interrupted has
-left parts, each with a document of its own (`Part`), and no manifest.
+It is written last and atomically, so a checkpoint with a manifest is complete. An interrupted save
+leaves parts, each with its own document (`PartManifest`), and no manifest.
 
     varuna_ckpt_<step>/
-        manifest.json                            the whole
-        stage-0-replica-0-<attempt>.safetensors  tensors that one rank wrote
-        stage-0-replica-0-<attempt>.json         their Part
+        manifest.json                            the manifest
+        stage-0-replica-0-<attempt>.safetensors  the tensors that one rank wrote
+        stage-0-replica-0-<attempt>.json         their PartManifest
 """
 
 import re
@@ -25,9 +25,9 @@ MANIFEST = "manifest.json"
 FOLDER = re.compile(r"varuna_ckpt_(\d+)")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
-Noun = TypeVar("Noun")
+Document = TypeVar("Document")
 Json = Any
-"""What JSON can hold; state without tensors."""
+"""A value that JSON can hold: state without tensors."""
 
 
 def folder_of(step: int) -> str:
@@ -40,11 +40,11 @@ def hash_of(data: bytes | memoryview) -> str:
 
 class FileEntry(msgspec.Struct, frozen=True):
     size: int
-    header_hash: str  # of what stands before the first tensor
+    header_hash: str  # of the bytes before the first tensor
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """Where a tensor's bytes are. Its dtype is as torch prints it, without "torch."."""
+    """The place of a tensor's bytes. Its dtype is torch's name without "torch."."""
 
     file: str
     dtype: str
@@ -55,31 +55,33 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What is known of a checkpoint before anything of it is written."""
+    """The facts about a checkpoint that are known before it is written."""
 
-    step: int  # its name
-    iteration: int  # steps trained
-    attempt: str  # one try at saving it: files of another are not mixed in
+    step: int  # the number in its name
+    iteration: int  # finished training steps
+    attempt: str  # unique to one save, so that files of different saves do not mix
     job: str
-    fingerprint: str = ""  # of the model as captured; empty for one that was imported
+    fingerprint: str = ""  # of the captured model; empty for an imported checkpoint
     plan: Plan | None = None
     seed: int | None = None
     ties: tuple[tuple[str, ...], ...] = ()
     created: str = ""  # UTC
     versions: dict[str, str] = {}
-    by_itself: bool = False  # nobody asked for it, so it may go when newer ones are there
+    by_itself: bool = False  # an autosave, removed when newer ones exist
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote."""
+class PartManifest(msgspec.Struct, frozen=True):
+    """The files, tensors and trees that one rank wrote."""
 
     facts: Facts
     files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]  # by kind and name: "model/blocks.0.weight", "optimizer/.../exp_avg"
+    tensors: dict[str, TensorEntry]  # keys: "model/blocks.0.weight", "optimizer/.../exp_avg"
     trees: dict[str, Json]  # state without tensors: "optimizer/blocks.0.weight", "groups", ...
 
 
 class Manifest(msgspec.Struct, frozen=True):
+    """A complete checkpoint."""
+
     format: str
     version: int
     checksum: str  # of this document with an empty checksum
@@ -94,20 +96,20 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Head(msgspec.Struct):
-    """All that a document of any version has."""
+    """The fields that documents of all versions have."""
 
     format: str
     version: int
 
 
-def merge(parts: Sequence[Part]) -> Manifest:
-    """The whole of what all ranks wrote; the trees that several wrote alike stand once."""
+def merge(parts: Sequence[PartManifest]) -> Manifest:
+    """Merge the parts of all ranks."""
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     trees: dict[str, Json] = {}
     facts = parts[0].facts
     for part in parts:
-        assert part.facts == facts, "a part of another save"
+        assert part.facts == facts, "parts of different saves"
         assert not tensors.keys() & part.tensors.keys(), "two ranks wrote the same tensor"
         files |= part.files
         tensors |= part.tensors
@@ -125,16 +127,19 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Refuses what is damaged, newer, or would reach outside its folder; `where` names the document."""
+    """Decode a manifest. Refuses a damaged or newer one, and paths outside of its folder.
+
+    Errors call the document `where`.
+    """
     head = _decode(data, _Head, where)
     if head.format != FORMAT:
-        raise CheckpointError(f"{where} is no varuna checkpoint: its format is {head.format!r}")
+        raise CheckpointError(f"{where} is not a varuna checkpoint: its format is {head.format!r}")
     if head.version > VERSION:
         raise CheckpointError(
-            f"{where} has version {head.version}, this varuna reads up to {VERSION} (install a newer one)"
+            f"{where} has version {head.version}, this varuna reads up to {VERSION} (install a newer varuna)"
         )
     manifest = _decode(data, Manifest, where)
-    # Of the text, not of what it means: a damaged name would only be skipped as unknown.
+    # The hash is of the text: decoding would skip a damaged field name as unknown.
     blank = data.replace(b'"checksum":"%s"' % manifest.checksum.encode(), b'"checksum":""', 1)
     if hash_of(blank) != manifest.checksum:
         raise CheckpointError(f"{where} is damaged: its content does not match its checksum")
@@ -142,30 +147,30 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: PartManifest) -> bytes:
     return msgspec.json.encode(part)
 
 
-def decode_part(data: bytes, where: str) -> Part:
-    part = _decode(data, Part, where)
+def decode_part(data: bytes, where: str) -> PartManifest:
+    part = _decode(data, PartManifest, where)
     check_places(part.files, part.tensors, where)
     return part
 
 
 def check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry], where: str) -> None:
-    """Every file is a plain name in the checkpoint's own folder, every tensor lies within its file."""
+    """Check that each file has a plain name and each tensor lies within its file."""
     for name in files:
         if not PLAIN_NAME.fullmatch(name):
-            raise CheckpointError(f"{where} names the file {name!r}, which is no plain name: refused")
+            raise CheckpointError(f"{where} names the file {name!r}, which is not a plain file name: refused")
     for key, entry in tensors.items():
         if entry.file not in files or not 0 <= entry.first <= entry.stop <= files[entry.file].size:
             raise CheckpointError(
                 f"{where} places {key!r} at {entry.first} to {entry.stop} of {entry.file!r}, "
-                "where no such bytes are"
+                "which are outside of that file"
             )
 
 
-def _decode(data: bytes, kind: type[Noun], where: str) -> Noun:
+def _decode(data: bytes, kind: type[Document], where: str) -> Document:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

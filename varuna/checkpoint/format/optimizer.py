@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, so that it fits any other layout of the same model."""
+"""The state of an optimizer by parameter name, so that it fits any layout of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,15 +10,15 @@ from varuna.checkpoint.format.manifest import Json
 from varuna.checkpoint.format.tree import pack, unpack
 from varuna.errors import CheckpointError
 
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how an optimizer computes, not what: those of the new optimizer stay."""
+SPEED_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that do not change results: loading keeps those of the new optimizer."""
 
-OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-"""What learning rate schedulers write into groups, be it before or after a checkpoint is loaded."""
+SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""Options that learning rate schedulers add to groups."""
 
 
 def pack_groups(optimizer: torch.optim.Optimizer) -> list[bytes]:
-    """The hyper-parameters of each group, as JSON that is the same wherever they are the same."""
+    """Return the hyper-parameters of each group as JSON; equal groups give equal bytes."""
     packed = []
     for index, group in enumerate(optimizer.param_groups):
         options = {
@@ -30,15 +30,15 @@ def pack_groups(optimizer: torch.optim.Optimizer) -> list[bytes]:
     return packed
 
 
-def number_groups(of_ranks: Sequence[Sequence[bytes]]) -> tuple[list[Json], list[list[int]]]:
-    """All distinct groups of all ranks' optimizers, and for each rank the numbers of its own.
+def number_groups(groups_of_ranks: Sequence[Sequence[bytes]]) -> tuple[list[Json], list[list[int]]]:
+    """Return the distinct groups of all ranks, and for each rank the numbers of its groups.
 
-    Stages may have different groups (one without biases, say); those alike in place and content are one.
+    Stages may have different groups. Groups with the same index and content are one group.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     of_rank = [
         [numbers.setdefault((index, group), len(numbers)) for index, group in enumerate(groups)]
-        for groups in of_ranks
+        for groups in groups_of_ranks
     ]
     return [msgspec.json.decode(group) for _, group in numbers], of_rank
 
@@ -56,13 +56,15 @@ def pack_state(
 
 
 def foreign_options(optimizer: torch.optim.Optimizer, groups: Sequence[Json]) -> list[str]:
-    """Hyper-parameters of another kind of optimizer; none where this kind saved the groups.
+    """Return the saved hyper-parameters that another optimizer class has; [] if the class is the same.
 
-    Another version of the same kind may have more of them, or fewer, but not both.
+    Another version of the same class may have more hyper-parameters, or fewer, but not both.
     """
-    own = optimizer.defaults.keys() - HOW
+    own = optimizer.defaults.keys() - SPEED_OPTIONS
     here = own.union(*(group.keys() for group in optimizer.param_groups))
-    saved: set[str] = set().union(*(unpack(group, _no_tensor) for group in groups)) - HOW - OF_SCHEDULERS
+    saved: set[str] = (
+        set().union(*(unpack(group, _no_tensor) for group in groups)) - SPEED_OPTIONS - SCHEDULER_OPTIONS
+    )
     return sorted(saved - here) if own - saved else []
 
 
@@ -73,7 +75,7 @@ def match_groups(
     *,
     name_of: Mapping[Tensor, str],
 ) -> list[dict[str, object]]:
-    """For each of the optimizer's groups the hyper-parameters that its parameters were trained with."""
+    """Return, for each group of the optimizer, the hyper-parameters its parameters were trained with."""
     known = [unpack(group, _no_tensor) for group in groups]
     return [
         _hyper_parameters(index, group["params"], trees, known, len(optimizer.param_groups), name_of)
@@ -87,17 +89,17 @@ def unpack_optimizer(
     groups: Sequence[Mapping[str, object]],
     tensor: Callable[[str], Tensor],
 ) -> None:
-    """Gives the optimizer the state of the parameters in `trees`, and its groups their hyper-parameters.
+    """Load the state of the parameters in `trees` and the hyper-parameters of the groups.
 
-    Through the optimizer's own load_state_dict, which knows where its tensors belong.
+    This uses the optimizer's own load_state_dict, which puts tensors on the right devices.
     """
     places: dict[Tensor, int] = {}
     packed_groups = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         options = {key: value for key, value in group.items() if key != "params"}
         for key, value in saved.items():
-            if key not in HOW:
-                options[key] = _in_the_form_of(options.get(key), value)
+            if key not in SPEED_OPTIONS:
+                options[key] = _like(options.get(key), value)
         for parameter in group["params"]:
             places[parameter] = len(places)
         packed_groups.append({**options, "params": [places[parameter] for parameter in group["params"]]})
@@ -117,7 +119,7 @@ def _hyper_parameters(
     num_groups: int,
     name_of: Mapping[Tensor, str],
 ) -> dict[str, object]:
-    """Those that the group's parameters were trained with; by its place where it has none here."""
+    """Return the group's saved hyper-parameters; chosen by index if this rank has none of its parameters."""
     first: Tensor | None = None
     for parameter in members:
         if parameter not in trees:
@@ -127,8 +129,8 @@ def _hyper_parameters(
         elif known[trees[parameter]["group"]] != known[trees[first]["group"]]:
             raise CheckpointError(
                 f"the optimizer's group {index} holds {name_of[first]} and {name_of[parameter]}, which were "
-                "trained in two groups with different hyper-parameters (make the same groups as the job that "
-                "saved)"
+                "trained in two groups with different hyper-parameters (use the same parameter groups as the "
+                "job that saved)"
             )
     if first is not None:
         index = int(trees[first]["group"])
@@ -136,7 +138,7 @@ def _hyper_parameters(
     return known[index] if len(known) == num_groups else {}
 
 
-def _in_the_form_of(current: object, saved: object) -> object:
+def _like(current: object, saved: object) -> object:
     if isinstance(current, Tensor):
         return torch.as_tensor(saved, dtype=current.dtype, device=current.device)
     return saved

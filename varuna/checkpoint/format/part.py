@@ -1,7 +1,7 @@
-"""A file of tensors in the form of safetensors: a length, a JSON header, then the bytes.
+"""Files of tensors in the safetensors format: a length, a JSON header, then the bytes.
 
-The header is made here rather than by the safetensors library because the bytes are written from where
-they lie, or read from just where they are wanted; the form is theirs, and their library reads it.
+This module writes the header itself, so that tensors are written without a copy and read one by one.
+The safetensors library can read the files.
 """
 
 import math
@@ -30,12 +30,12 @@ DTYPES = {
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
 }
-"""torch's name: safetensors' name, bytes of an element."""
+"""torch's name: (safetensors' name, bytes per element)."""
 NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
 
 
-class Spec(msgspec.Struct, frozen=True):
-    """A tensor to be placed in a file."""
+class TensorSpec(msgspec.Struct, frozen=True):
+    """Key, dtype and shape of a tensor."""
 
     key: str
     dtype: str
@@ -46,20 +46,21 @@ class Spec(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """A file before its tensors are in it."""
+class PartLayout(msgspec.Struct, frozen=True):
+    """The header of a file and the place of each tensor."""
 
-    header: bytes  # all that stands before the first tensor
-    spans: dict[str, tuple[int, int]]  # first and stop byte in the file, in the file's order
+    header: bytes  # the bytes before the first tensor
+    spans: dict[str, tuple[int, int]]  # [first, stop) in the file, in file order
     size: int
 
 
-def lay_out(specs: Iterable[Spec], *, metadata: Mapping[str, str]) -> Layout:
-    """Wide elements first, so that every tensor is aligned to its own element without a gap."""
+def lay_out(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> PartLayout:
+    """Place the tensors, wide elements first, so that each tensor is aligned without gaps."""
     for spec in (specs := list(specs)):
         if spec.dtype not in DTYPES:
             raise CheckpointError(
-                f"{spec.key} is of {spec.dtype}, which safetensors cannot hold (it holds {', '.join(DTYPES)})"
+                f"{spec.key} has dtype {spec.dtype}, which safetensors does not support "
+                f"(supported: {', '.join(DTYPES)})"
             )
     ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype][1])
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -78,22 +79,22 @@ def lay_out(specs: Iterable[Spec], *, metadata: Mapping[str, str]) -> Layout:
         spec.key: (len(header) + first, len(header) + stop)
         for spec, first, stop in zip(ordered, ends, ends[1:], strict=False)
     }
-    return Layout(header, spans, len(header) + ends[-1])
+    return PartLayout(header, spans, len(header) + ends[-1])
 
 
-def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[Spec, int, int]]:
-    """The tensors of a safetensors file that begins with `head`: spec, first and stop byte in the file."""
+def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[TensorSpec, int, int]]:
+    """Return (spec, first byte, stop byte) of each tensor in a safetensors file that starts with `head`."""
     try:
         length = int.from_bytes(head[:8], "little")
         fields = msgspec.json.decode(bytes(head[8 : 8 + length]))
         fields.pop("__metadata__", None)
         return {
             key: (
-                Spec(key, NAMES[field["dtype"]], tuple(field["shape"])),
+                TensorSpec(key, NAMES[field["dtype"]], tuple(field["shape"])),
                 8 + length + field["data_offsets"][0],
                 8 + length + field["data_offsets"][1],
             )
             for key, field in fields.items()
         }
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{where} is no safetensors file: {error!r}") from None
+        raise CheckpointError(f"{where} is not a safetensors file: {error!r}") from None

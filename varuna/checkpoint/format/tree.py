@@ -1,7 +1,7 @@
-"""States of optimizers, schedulers and the like as JSON and tensors, without pickle.
+"""State of optimizers and schedulers as JSON and tensors, without pickle.
 
-JSON has no tuples, no keys but strings, no infinity and no tensors: whatever it lacks becomes an
-object with one field that says what it is. A tensor is named, and kept elsewhere.
+JSON has no tuples, non-string keys, infinities or tensors. `pack` writes such a value as an object with
+one field, whose name is its type. Tensors are stored separately, by name.
 """
 
 import base64
@@ -29,7 +29,7 @@ LARGEST = 2**63 - 1
 
 
 def pack(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """The JSON of a value; its tensors go into `tensors`, keyed by where in it they stand."""
+    """Return a value as JSON, and add its tensors to `tensors` under their path in the value."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Tensor):
@@ -60,13 +60,13 @@ def pack(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
         return pack(value.item(), path, tensors)
     raise TypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold "
-        "(it holds tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of them; leave it out "
-        "of the state_dict, or put it in such a form)"
+        "(supported: tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of them; convert "
+        "it, or leave it out of the state_dict)"
     )
 
 
 def unpack(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that `pack` was given; `tensor(key)` finds a tensor by the name it was kept under."""
+    """Return the value that was packed; `tensor(key)` returns the tensor with this name."""
     if isinstance(value, list):
         return [unpack(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -86,7 +86,7 @@ def unpack(value: Json, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensors_in(value: Json) -> list[str]:
-    """The names of all tensors that belong to a packed value."""
+    """Return the names of all tensors in a packed value."""
     if isinstance(value, list):
         return [name for item in value for name in tensors_in(item)]
     if not isinstance(value, dict):

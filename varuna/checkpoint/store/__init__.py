@@ -1,1 +1,1 @@
-"""Where checkpoints lie: folders and object stores."""
+"""Stores for checkpoints: folders, S3 and other remote places."""

@@ -1,8 +1,8 @@
-"""A store in a local folder: plain system calls, as fast as they are, and durable when they return.
+"""A store in a local folder, through system calls; writes are durable when they return.
 
-write     new file ─► its bytes ─► fsync ─► fsync of every folder up to the store's
-replace   the same under a name of our own ─► rename over the old one
-read      a mapping of the file: the page cache itself, without a copy
+write     new file, its bytes, fsync; then fsync of each folder up to the store's
+replace   the same with a temporary name, then a rename over the old file
+read      a mapping of the file: views of the page cache, without a copy
 """
 
 import errno
@@ -14,25 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from varuna.checkpoint.store.claim import claim_folder, disown_folder
-from varuna.checkpoint.store.store import (
-    MANIFEST,
-    OWN_PREFIX,
-    Buffer,
-    Claim,
-    Entry,
-    Owner,
-    check_spans,
-    checked,
-)
+from varuna.checkpoint.store.spans import check_spans
+from varuna.checkpoint.store.store import MANIFEST, OWN_PREFIX, Buffer, Claim, Entry, Owner, checked
 
-SMALL_BYTES = 256 << 10  # below this, copying a chunk costs less than a system call of its own
+SMALL_BYTES = 256 << 10  # a copy of a smaller chunk costs less than a system call
 BATCH_BYTES = 4 << 20
 SYNC_BYTES = 1 << 30
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that sync folders by themselves
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that sync folders automatically
 
 
 class LocalStore:
+    """A local folder."""
+
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)
 
@@ -45,8 +39,7 @@ class LocalStore:
         entries = []
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(place) as found:
             for item in found:
-                # Another process may remove what was just found.
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # another process may have removed it
                     is_folder = item.is_dir()
                     size = 0 if is_folder else item.stat().st_size
                     entries.append(Entry(name=item.name, is_folder=is_folder, size=size))
@@ -61,17 +54,13 @@ class LocalStore:
             return file.readall()
 
     def read_spans(self, path: str, spans: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
-        """Views of the page cache, read-only, for as long as they are kept.
-
-        One mapping and one file descriptor serve all spans of a call.
-        """
+        """Return read-only views of one mapping of the file, which lives as long as they do."""
         place = self._place(path)
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = size_of_file(os.fstat(fd), place)
             check_spans(spans, size=size, place=place)
-            # An empty file cannot be mapped.
-            whole = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
+            whole = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""  # cannot map 0 bytes
         finally:
             os.close(fd)
         if isinstance(whole, mmap.mmap):
@@ -83,9 +72,8 @@ class LocalStore:
     def write(self, path: str, chunks: Callable[[], Iterable[Buffer]]) -> None:
         place = self._place(path)
         make_folders(os.path.dirname(place))
-        # A new file, never one that another process has mapped.
         with suppress(FileNotFoundError):
-            os.unlink(place)
+            os.unlink(place)  # another process may have mapped the old file
         create(place, chunks())
         self._sync_folders(place)
 
@@ -117,7 +105,7 @@ class LocalStore:
         return os.path.join(self._folder, checked(path))
 
     def _sync_folders(self, place: str) -> None:
-        """Every folder from the file's own up to the store's: another process may just have made them."""
+        """Sync each folder up to the store's, because another process may have just created them."""
         folder = os.path.dirname(place)
         sync_folder(folder)
         while folder != self._folder:
@@ -132,7 +120,7 @@ def size_of_file(facts: os.stat_result, place: str) -> int:
 
 
 def read_ahead(whole: mmap.mmap, first: int, stop: int) -> None:
-    """Asks for a span's pages all at once instead of one by one as they are touched."""
+    """Request all pages of a span at once instead of one by one at first access."""
     start = first - first % mmap.PAGESIZE
     if stop > first:
         with suppress(OSError):  # advice only
@@ -140,40 +128,40 @@ def read_ahead(whole: mmap.mmap, first: int, stop: int) -> None:
 
 
 def create(place: str, chunks: Iterable[Buffer]) -> None:
-    """A new file that is durable, but for its name; nothing of it is left where that fails."""
+    """Create a file whose content, but not yet its name, is durable; remove it after an error."""
     fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        pour(fd, chunks)
+        write_chunks(fd, chunks)
         os.fsync(fd)
     except BaseException as error:
-        told = explained(error, fd, place)
+        explained = explain_error(error, fd, place)
         with suppress(OSError):
             os.unlink(place)
-        if told is error:
+        if explained is error:
             raise
-        raise told from error
+        raise explained from error
     finally:
         os.close(fd)
 
 
-def pour(fd: int, chunks: Iterable[Buffer]) -> None:
-    """Small chunks are gathered by copying, since whoever yields them may reuse their memory."""
-    gathered = bytearray()
+def write_chunks(fd: int, chunks: Iterable[Buffer]) -> None:
+    """Write the chunks; small ones are copied together, because their memory may be reused."""
+    pending = bytearray()
     unsynced = 0
     for chunk in chunks:
         view = memoryview(chunk)
         unsynced += view.nbytes
-        if unsynced >= SYNC_BYTES:  # else a slow disk would seem to hang in one long sync at the end
+        if unsynced >= SYNC_BYTES:  # one long sync at the end would look like a hang on a slow disk
             os.fdatasync(fd)
             unsynced = 0
         if view.nbytes < SMALL_BYTES:
-            gathered += view.tobytes() if view.ndim != 1 or view.format != "B" else view
-            if len(gathered) < BATCH_BYTES:
+            pending += view.tobytes() if view.ndim != 1 or view.format != "B" else view
+            if len(pending) < BATCH_BYTES:
                 continue
             view = memoryview(b"")
-        write_all(fd, [memoryview(gathered), view.cast("B")])
-        gathered = bytearray()
-    write_all(fd, [memoryview(gathered)])
+        write_all(fd, [memoryview(pending), view.cast("B")])
+        pending = bytearray()
+    write_all(fd, [memoryview(pending)])
 
 
 def write_all(fd: int, views: list[memoryview]) -> None:
@@ -186,8 +174,8 @@ def write_all(fd: int, views: list[memoryview]) -> None:
             views[0] = views[0][done:]
 
 
-def explained(error: BaseException, fd: int, place: str) -> BaseException:
-    """The error with the path in it; where space ran out, also with how much was written and is free."""
+def explain_error(error: BaseException, fd: int, place: str) -> BaseException:
+    """Return the error with the path; if the disk is full, also with the written and free bytes."""
     if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
         return error
     message = os.strerror(error.errno)
@@ -196,13 +184,13 @@ def explained(error: BaseException, fd: int, place: str) -> BaseException:
         free = disk.f_bavail * disk.f_frsize
         message += (
             f" after {os.fstat(fd).st_size} bytes of this file, with {free} bytes free on its file system "
-            "(free some, keep fewer checkpoints, or save to another place)"
+            "(free some space, keep fewer checkpoints, or save to another store)"
         )
     return OSError(error.errno, message, place)
 
 
 def make_folders(folder: str) -> None:
-    """Makes what is missing of a path, durably."""
+    """Create the missing folders of a path, durably."""
     if os.path.isdir(folder):
         return
     make_folders(os.path.dirname(folder))
@@ -223,7 +211,7 @@ def sync_folder(folder: str) -> None:
 
 
 def remove(place: str) -> None:
-    """What is left of a folder after a crash has lost its manifest: it does not look whole."""
+    """Remove a file or folder; the manifest first, so that a folder looks incomplete after a crash."""
     with suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(place).st_mode):
             os.unlink(place)

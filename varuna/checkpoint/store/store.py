@@ -1,18 +1,19 @@
-"""Where checkpoints lie: a local folder, or any other place that fsspec opens.
+"""Stores for checkpoints: a local folder, an S3 bucket, or any URL that fsspec opens.
 
-Paths are relative to the store and written with "/". Nothing here knows what a checkpoint is, but that
-a folder's manifest goes first when the folder is removed.
+Paths are relative to the store and use "/". A store does not know the checkpoint format. It only
+removes the manifest of a folder before the other files.
 
-    local.py   a folder, through plain calls of the operating system
-    remote.py  an object store or a file server, through fsspec
-    retry.py   either of them, tried again while it fails
-    claim.py   one job writes to a store at a time
+    local.py   a folder, through system calls
+    s3.py      an S3 bucket, through obstore
+    remote.py  other object stores and file servers, through fsspec
+    retry.py   a store that retries failed operations
+    claim.py   the right of one job to write to a store
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -20,14 +21,13 @@ import msgspec
 
 Buffer = bytes | bytearray | memoryview
 
-MANIFEST = "manifest.json"  # a folder that holds one is whole, so that it goes first
-OWN_PREFIX = ".varuna-"  # names that stores keep for themselves and never list
-
+MANIFEST = "manifest.json"
+OWN_PREFIX = ".varuna-"  # names for internal use, never listed
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One name in a folder."""
+    """A file or folder in a listing."""
 
     name: str
     is_folder: bool
@@ -35,77 +35,81 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who writes to a store: one job at a time."""
+    """A run of a job that writes to a store."""
 
-    job: str  # the same for a job that was resumed from its own checkpoint, on whatever machines
-    token: str  # this very run
+    job: str  # stays the same when a job resumes, on any machine
+    token: str  # unique to this run
     host: str
     pid: int
 
 
 class Claim(Protocol):
-    """The right to write to a store, until released or until this process ends."""
+    """The right to write to a store, until it is released or the process ends."""
 
     def check(self) -> None:
-        """Raises StoreTaken where another run has taken over since."""
+        """Raise StoreTaken if another run has taken over."""
 
     def release(self) -> None: ...
 
 
 class Store(Protocol):
-    """A place for checkpoints. Errors are OSErrors that name the path; a missing one is FileNotFoundError."""
+    """A place for checkpoints.
+
+    All errors are OSErrors that name the path. A missing path raises FileNotFoundError.
+    """
 
     @property
     def url(self) -> str: ...
 
     def list(self, folder: str = "") -> list[Entry]:
-        """Sorted by name, as it stands now; empty where the folder is not there."""
+        """Return the current entries, sorted by name; an empty list if the folder does not exist."""
 
     def size(self, path: str) -> int: ...
 
     def read(self, path: str) -> bytes: ...
 
     def read_spans(self, path: str, spans: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
-        """The bytes first..stop-1 of each span and no others (neighbours may be fetched together).
+        """Return the bytes [first, stop) of each span.
 
-        A span beyond the end of the file is an EOFError that names the path, the size and the span.
+        Raises EOFError with the path, the size and the span if a span ends after the end of the file.
         """
 
     def write(self, path: str, chunks: Callable[[], Iterable[Buffer]]) -> None:
-        """Durable on return; makes folders; what was there before is gone.
+        """Write a file durably, create its folders, and replace an existing file.
 
-        `chunks` is called again where writing is tried again. A chunk may be reused once the next one
-        is asked for. Where writing fails, no part of the file is left behind.
+        A retry calls `chunks` again. The memory of a chunk may be reused after the next chunk is
+        requested. A failed write leaves no file.
         """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Durable on return, and atomic: a reader sees the old content or the new, whole."""
+        """Write a file durably and atomically: a reader sees the old content or the new content."""
 
     def remove(self, path: str) -> None:
-        """A file, or a folder with all that is in it, its manifest first; nothing where it is not there."""
+        """Remove a file, or a folder with its content (manifest first); do nothing if it is missing."""
 
     def claim(self, owner: Owner) -> Claim:
-        """Raises StoreTaken where another living job has claimed it."""
+        """Return the claim. Raises StoreTaken if another running job holds it."""
 
     def disown(self) -> None:
-        """Whoever has claimed it writes nothing there any more: it finds out at its next check."""
+        """Invalidate the current claim: its holder stops writing at its next check."""
 
 
-def open_store(url: str, *, options: Mapping[str, object] | None = None) -> Store:
-    """The store at a local path, a file:// URL, or any URL that fsspec opens (s3://bucket/folder).
+def open_store(url: str) -> Store:
+    """Open the store at a local path, a file:// URL, s3://bucket/folder, or a URL that fsspec opens.
 
-    `options` go to fsspec's file system (an endpoint, credentials). A store is used in the process that
-    opened it: a forked one opens its own.
+    Use a store only in the process that opened it. A forked process must open its own.
     """
     if folder := local_folder(url):
         from varuna.checkpoint.store.local import LocalStore
 
-        if options:
-            raise ValueError(f"{url} is a local folder, which takes no options (found {', '.join(options)})")
         return LocalStore(folder)
+    if url.partition("://")[0].lower() in ("s3", "s3a"):
+        from varuna.checkpoint.store.s3 import S3Store
+
+        return S3Store(url)
     from varuna.checkpoint.store.remote import open_remote
 
-    return open_remote(url, options or {})
+    return open_remote(url)
 
 
 def retrying(
@@ -117,49 +121,38 @@ def retrying(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
-    """The same store; what fails is tried again until `seconds` have passed since its first failure.
+    """Return the store with retries: a failed operation runs again until `seconds` after its first failure.
 
-    `on_wait` is told before each pause what failed and what happens next. Give each rank its own `seed`,
-    so that they do not all come back at the same moment.
+    `on_wait` receives a message before each pause. Give each rank a different `seed`, so that ranks do
+    not retry at the same moment.
     """
-    from varuna.checkpoint.store.retry import Patience, RetryingStore
+    from varuna.checkpoint.store.retry import RetryingStore, RetryPolicy
 
-    patience = Patience(seconds=seconds, on_wait=on_wait, seed=seed, clock=clock, sleep=sleep)
-    return RetryingStore(store, patience)
+    return RetryingStore(
+        store, RetryPolicy(seconds=seconds, on_wait=on_wait, seed=seed, clock=clock, sleep=sleep)
+    )
 
 
 def local_folder(url: str) -> str | None:
-    """The absolute path that a local store stands for; None for a URL that is not local."""
+    """Return the absolute path of a local store, or None for a remote URL."""
     if not url:
-        raise ValueError(
-            "a store needs a place: a local folder or a URL such as s3://bucket/folder, found ''"
-        )
+        raise ValueError("the store is empty: expected a local folder or a URL such as s3://bucket/folder")
     scheme = SCHEME.match(url)
     if scheme is None and "://" in url:
-        raise ValueError(f"a store's URL starts with one scheme (s3://bucket/folder), found {url!r}")
+        raise ValueError(f"a store's URL must start with one scheme (s3://bucket/folder), found {url!r}")
     if scheme is None:
         return os.path.abspath(os.path.expanduser(url))
     if scheme[1].lower() not in ("file", "local"):
         return None
     path = unquote(url[scheme.end() :])
     if not path.startswith("/"):
-        raise ValueError(f"a file:// URL holds an absolute path (file:///data/checkpoints), found {url!r}")
+        raise ValueError(f"a file:// URL needs an absolute path (file:///data/checkpoints), found {url!r}")
     return os.path.abspath(path)
 
 
 def checked(path: str) -> str:
-    """The path, where it can only lie inside a store."""
+    """Return the path. Raises ValueError if it could point outside of the store."""
     parts = path.split("/")
     if not all(parts) or {".", ".."} & set(parts) or "\\" in path or "\0" in path:
-        raise ValueError(
-            f"a path in a store is relative, written with '/', and has no '..' in it: found {path!r}"
-        )
+        raise ValueError(f"a path in a store must be relative, with '/' and without '..': found {path!r}")
     return path
-
-
-def check_spans(spans: Sequence[tuple[int, int]], *, size: int, place: str) -> None:
-    for first, stop in spans:
-        if not 0 <= first <= stop:
-            raise ValueError(f"a span runs forward from 0 or later, found {first}..{stop} for {place}")
-        if stop > size:
-            raise EOFError(f"{place} has {size} bytes, too few for the span {first}..{stop}")
