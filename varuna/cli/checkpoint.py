@@ -19,7 +19,14 @@ from rich.table import Table
 
 import varuna
 from varuna.checkpoint.format.manifest import Facts
-from varuna.checkpoint.load import CheckpointStatus, all_checkpoints, status_of, newest_complete, open_checkpoint, steps_in
+from varuna.checkpoint.load import (
+    CheckpointStatus,
+    all_checkpoints,
+    newest_complete,
+    open_checkpoint,
+    status_of,
+    steps_in,
+)
 from varuna.checkpoint.load import verify as verify_bytes
 from varuna.checkpoint.store.store import Owner, Store, local_folder, open_store, retrying
 from varuna.cli.options import AsJson, add_command, new_app, warn
@@ -68,7 +75,7 @@ class CheckpointList(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- commands
 
 
-def all_checkpoints(store_url: StoreArgument, as_json: AsJson = False) -> None:
+def list_checkpoints(store_url: StoreArgument, as_json: AsJson = False) -> None:
     """List the checkpoints of a store, oldest first."""
     listing = checkpoint_list(existing_store(store_url))
     if as_json:
