@@ -68,7 +68,7 @@ class RememberingSource(Source):
                 inputs, training=training, batch=batch, convention=convention, precision=precision
             )
         if training and self._partition is not None:
-            self._first = self._first or self.remembered[key]  # as other captures are to be cut
+            self._partitioned = self._partitioned or self.remembered[key]  # later captures are cut like it
         return self.remembered[key]
 
 

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that is hard to cut."""
+"""Small models, each with features that are hard to cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch_of(size: int, *, width: int = 6, seed: int = 0) -> dict[str, Any]:
 
 
 class Mlp(nn.Module):
-    """Linear layers with a CutPoint between each two; dropout where asked for."""
+    """Linear layers with a CutPoint between each two; optional dropout."""
 
     def __init__(self, layers: int = 4, width: int = 6, dropout: float = 0.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class Everything(nn.Module):
-    """A batch that is not in front, several tensors over a cut, a skip over all of them, a mask, BatchNorm,
+    """A batch not in dimension 0, several tensors over a cut, a skip over all cuts, a mask, BatchNorm,
     changes in place, and one embedding used at both ends."""
 
     def __init__(self, dropout: float = 0.0) -> None:

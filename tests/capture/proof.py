@@ -1,4 +1,4 @@
-"""The one proof that all capture tests share: carved programs, chained, against the model itself."""
+"""Shared by the capture tests: compares carved programs, run one after another, with the model itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from varuna.types import Work
 def eager(
     model: nn.Module, inputs: Mapping[str, Any], batch: int, autocast: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a plain process, by name."""
+    """Return loss and gradients of the plain model, by name."""
     model = copy.deepcopy(model)
     with (
         plain_randomness(seed=7, step=2, batch_size=batch),
@@ -34,7 +34,7 @@ def eager(
 def chained(
     source: Source, captured: Captured, cuts: Sequence[int], inputs: Mapping[str, Any], first_sample: int = 0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same from stages that only exchange what the specs say, each with its own copy of its state."""
+    """Return the same from stages that exchange only the tensors of the specs, each with its own state."""
     found: dict[str, Tensor] = {}
     stages = []
     arrived: tuple[Tensor, ...] = ()
@@ -85,7 +85,7 @@ def assert_same(
     rtol: float = 1e-5,
     atol: float = 1e-7,
 ) -> Captured:
-    """Every layout gives the loss, the gradients and the buffers of the plain model."""
+    """Assert that every layout gives the loss, gradients and buffers of the plain model."""
     source = source or Source(model)
     captured = source.capture(inputs, training=True)
     n = captured.num_segments

@@ -1,4 +1,4 @@
-"""A model without CutPoints is cut by an algorithm, anywhere that it likes, and computes the same."""
+"""A model without CutPoints is cut by an algorithm at any place, and computes the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def cut_everywhere(graph: OperationGraph, order: Sequence[int]) -> Sequence[int]:
-    """Between all operations in this order, where anything crosses."""
+    """Cut between all operations in this order if any value crosses."""
     position = {operation: i for i, operation in enumerate(order)}
     crossed = {
         i
@@ -43,7 +43,7 @@ def every_operation_apart(graph: OperationGraph) -> Sequence[int]:
 
 
 def any_order(graph: OperationGraph) -> Sequence[int]:
-    """Operations one by one in an order that the model itself does not have."""
+    """Cut between all operations in a random valid order."""
     draw = random.Random(3)
     before: list[set[int]] = [set() for _ in graph.operations]
     for value in graph.values:
@@ -57,8 +57,8 @@ def any_order(graph: OperationGraph) -> Sequence[int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bart", "vit", "resnet"])
-def test_a_hugging_face_model_is_cut_without_any_mark(name: str) -> None:
-    """B8: between all operations; whatever an algorithm chooses is some of these cuts."""
+def test_a_hugging_face_model_is_cut_between_all_operations(name: str) -> None:
+    """B8: any algorithm chooses some of these cuts."""
     torch.manual_seed(0)
     make, _, inputs = MODELS[name]
     model = make().train()
@@ -69,7 +69,7 @@ def test_a_hugging_face_model_is_cut_without_any_mark(name: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [partition, every_operation_apart, any_order])
-def test_changes_in_place_buffers_and_skips_stay_whole(cut: Any) -> None:
+def test_models_with_changes_in_place_buffers_and_skips_are_cut_correctly(cut: Any) -> None:
     """R5"""
     model = without_cutpoints(Everything(dropout=0.1))
     assert_same(model, tokens(4), batch=4, source=Source(model, partition=cut))
@@ -81,7 +81,7 @@ def test_changes_in_place_buffers_and_skips_stay_whole(cut: Any) -> None:
 
 
 class Grown(nn.Module):
-    """A graph of its own for every seed: layers and sums of earlier values, constants beside them."""
+    """A random graph for each seed: layers, sums of earlier values, and constants."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Grown(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_graph_is_cut_between_any_two_operations_that_depend_on_its_inputs(seed: int) -> None:
-    """R10: atoms of one such operation each, constants made again by their users, and stages in order."""
+def test_a_random_graph_is_cut_between_any_two_operations(seed: int) -> None:
+    """R10: constants are recomputed by their users, and segments are in order."""
     torch.manual_seed(seed)
     model = Grown(seed)
     graphs: list[OperationGraph] = []
@@ -133,7 +133,7 @@ def test_any_graph_is_cut_between_any_two_operations_that_depend_on_its_inputs(s
 
 
 class InTurns(nn.Module):
-    """Two towers that a program runs by turns."""
+    """Two towers that the program alternates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class InTurns(nn.Module):
 
 
 def test_branches_are_cut_one_after_the_other() -> None:
-    """R10: over each cut goes what one tower made, and at most the mean of the other."""
+    """R10: each cut is crossed by one tower's value, and at most the mean of the other."""
     torch.manual_seed(0)
     model = InTurns()
     source = Source(model, partition=partition)
@@ -169,9 +169,9 @@ class ChangesItsInput(nn.Module):
         return F.mse_loss(torch.tanh(first) + self.other(x), y)
 
 
-def test_who_reads_a_changed_input_stays_after_its_change() -> None:
+def test_an_operation_that_reads_a_changed_input_stays_after_the_change() -> None:
     def order_of(*, changes: bool) -> set[tuple[int, int]]:
-        """Who comes after whom though nothing travels between them."""
+        """Return pairs of operations that must stay in order though no bytes travel between them."""
         seen: list[OperationGraph] = []
         Source(
             ChangesItsInput(changes=changes),
@@ -193,16 +193,16 @@ class NoParameters(nn.Module):
         return F.mse_loss(torch.tanh(x) * 2, torch.sigmoid(y))
 
 
-def test_a_model_over_whose_cuts_nothing_would_go_is_one_segment() -> None:
-    """R5: one operation; or no parameters, so that everything follows from the inputs."""
+def test_a_model_without_values_to_send_is_one_segment() -> None:
+    """R5: one operation, or no parameters: everything can be recomputed from the inputs."""
     one = Source(OneOperation(), partition=partition).capture({"x": torch.randn(4, 3)}, training=True)
     assert one.num_segments == 1
     none = Source(NoParameters(), partition=partition).capture(batch_of(4), training=True)
     assert none.num_segments == 1
 
 
-def test_equal_layers_are_cut_alike() -> None:
-    """R12: twice as many layers bring no more kinds of segments to measure."""
+def test_equal_layers_are_cut_at_equal_places() -> None:
+    """R12: twice the layers, the same kinds of segments."""
     make, _, inputs = MODELS["gpt2"]
     model = make().train()
     config: Any = model.config
@@ -216,8 +216,8 @@ def test_equal_layers_are_cut_alike() -> None:
     assert kinds[1] <= kinds[0]
 
 
-def test_evaluation_and_other_shapes_are_cut_where_training_was() -> None:
-    """V18: the stages hold the same parameters, though dropout is gone or sentences are longer."""
+def test_evaluation_and_other_shapes_are_cut_like_training() -> None:
+    """V18: the stages hold the same parameters without dropout and with longer sequences."""
     torch.manual_seed(0)
     make, _, inputs = MODELS["gpt2"]
     source = Source(make().train(), partition=partition)
@@ -241,7 +241,7 @@ def test_the_first_capture_may_be_for_evaluation() -> None:
 
 
 class Turned(nn.Module):
-    """Its layers change places in evaluation."""
+    """Runs its layers in reverse order in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Turned(nn.Module):
         return F.mse_loss(x, y)
 
 
-def test_a_model_that_evaluates_in_another_order_is_refused_by_stages_that_lack_a_layer() -> None:
+def test_a_model_that_evaluates_in_another_order_is_refused_unless_one_stage_holds_it() -> None:
     source = Source(Turned(), partition=partition)
     source.capture(batch_of(4), training=True)
     evaluated = source.capture(batch_of(4), training=False)
@@ -274,8 +274,8 @@ class Later(nn.Module):
         return F.mse_loss(self.last(self.extra(x) if more else x), y)
 
 
-def test_a_parameter_that_the_first_capture_did_not_use_is_named_as_such() -> None:
-    """R6: unless one stage has it all."""
+def test_a_parameter_that_the_first_capture_did_not_use_is_refused_by_name() -> None:
+    """R6: unless one stage holds the whole model."""
     source = Source(Later(), partition=partition)
     source.capture(batch_of(4), training=True)
     later = source.capture({**batch_of(4), "more": True}, training=True)
@@ -285,7 +285,7 @@ def test_a_parameter_that_the_first_capture_did_not_use_is_named_as_such() -> No
 
 
 def test_one_stage_runs_the_program_of_an_uncut_model() -> None:
-    """Cuts that no layout uses cost nothing."""
+    """Unused cuts cost nothing."""
     make, _, inputs = MODELS["gpt2"]
     programs = []
     for cut in (None, partition):
@@ -294,14 +294,14 @@ def test_one_stage_runs_the_program_of_an_uncut_model() -> None:
     assert programs[0] == programs[1]
 
 
-def test_cutpoints_are_obeyed_where_there_are_any() -> None:
+def test_a_model_with_cutpoints_is_cut_only_there() -> None:
     model = make_model("Plain")
     inputs = make_inputs("Plain", 4, torch.Generator().manual_seed(0))
     assert any(isinstance(module, CutPoint) for module in model.modules())
     assert Source(model, partition=partition).capture(inputs, training=True).num_segments == 5
 
 
-def test_the_cut_does_not_depend_on_the_run() -> None:
+def test_the_cuts_are_deterministic() -> None:
     """R10: the same on every rank and every run."""
     inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(0))
     sources = [Source(make_model("GPT", cutpoints=False), partition=partition) for _ in range(2)]

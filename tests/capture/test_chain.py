@@ -1,4 +1,4 @@
-"""A stage as a chain of segments computes what the stage computes, though equal segments share a program."""
+"""A chain of programs, in which equal segments share one, computes what the span's program computes."""
 
 import sys
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def run(
 
 
 def test_a_chain_computes_what_the_span_does_with_dropout_drawn_by_each_layer() -> None:
-    """V16: the layers share one program, and none of their masks."""
+    """V16: the layers share one program but no masks."""
     model = make_model("GPT", dtype=torch.float64, layers=4, dropout=0.3)
     inputs = make_inputs("GPT", 3, torch.Generator().manual_seed(1), torch.float64)
     source = Source(model)
@@ -42,7 +42,7 @@ def test_a_chain_computes_what_the_span_does_with_dropout_drawn_by_each_layer() 
 
 
 def test_an_embedding_before_many_blocks_is_not_worth_compiling() -> None:
-    """But the loss is, and of few blocks all that there is."""
+    """The loss is; with few blocks, everything is."""
     inputs = make_inputs("GPT", 3, torch.Generator().manual_seed(1))
     compiled = {}
     for layers in (2, 12):
@@ -55,7 +55,7 @@ def test_an_embedding_before_many_blocks_is_not_worth_compiling() -> None:
     assert compiled == {2: True, 12: False}
 
 
-def test_the_compiler_is_started_early_for_a_gpu_alone_and_where_torch_has_it(
+def test_the_compiler_is_started_early_on_a_gpu_if_torch_has_the_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, started = "torch._inductor.async_compile", []

@@ -1,4 +1,4 @@
-"""Corners of ordinary models: checkpointing, buffers that are replaced, sizes that follow from the data."""
+"""Corner cases: checkpointing, replaced buffers, sizes that depend on the data, fingerprints."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ def replaced_buffer(model: Model, x: Tensor) -> Tensor:
     "body",
     [reentrant, not_reentrant, cut_without_gradient, chosen_rows, written_by_mask, sizes, replaced_buffer],
 )
-def test_a_corner_is_cut_exactly(body: Body) -> None:
+def test_a_corner_case_is_cut_exactly(body: Body) -> None:
     """V3"""
     torch.manual_seed(0)
     assert_same(Model(body), batch_of(5), batch=5)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_model_that_checkpoints_itself_is_checked_like_any_other(use_reentrant: bool) -> None:
-    """V3: with dropout in what runs again; the older kind teaches nothing to what sees inputs alone."""
+def test_a_model_that_uses_checkpointing_is_captured_and_verified(use_reentrant: bool) -> None:
+    """V3: with dropout inside; reentrant checkpointing trains nothing if only inputs go in."""
 
     def body(model: Model, x: Tensor) -> Tensor:
         h = checkpoint(model.a, x, use_reentrant=use_reentrant)
@@ -105,8 +105,8 @@ def test_a_model_that_checkpoints_itself_is_checked_like_any_other(use_reentrant
     assert ("a.weight" in captured.untouched([True])) is use_reentrant
 
 
-def test_noise_that_all_samples_share_is_told_from_theirs_where_its_size_is_a_multiple_of_the_batch() -> None:
-    """V17: a sample of three, and a draw of six."""
+def test_shared_noise_is_recognized_when_its_size_is_a_multiple_of_the_batch() -> None:
+    """V17: three samples, and a draw of six."""
 
     def body(model: Model, x: Tensor) -> Tensor:
         h = model.cut(model.a(x)) + torch.randn(6)
@@ -129,7 +129,7 @@ def test_a_buffer_changed_on_one_side_of_a_cut_and_read_on_the_other_is_refused(
         Source(Model(torn)).capture(batch_of(2), training=True)
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
+def test_attributes_that_cannot_be_copied_are_shared() -> None:
     model = Model(lambda model, x: model.b(model.cut(model.a(x))))
     model.lock = threading.Lock()  # type: ignore[assignment]
     model.b = torch.nn.utils.weight_norm(model.b)
@@ -140,7 +140,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
     torch.testing.assert_close(loss, model(**batch_of(3)).detach())
 
 
-def test_the_check_names_what_differs() -> None:
+def test_verification_names_the_value_that_differs() -> None:
     """V7"""
 
     class Counts(nn.Module):
@@ -164,7 +164,7 @@ def fingerprint(model: nn.Module, size: int = 3) -> str:
     return Source(model).capture(batch_of(size), training=True).graph.fingerprint
 
 
-def test_the_fingerprint_is_the_models_and_not_its_values() -> None:
+def test_the_fingerprint_depends_on_the_model_and_not_on_its_values() -> None:
     """V8"""
     ours = fingerprint(Mlp())
     assert fingerprint(Mlp(), size=7) == ours
@@ -190,7 +190,7 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
     assert other.stdout.strip() == fingerprint(Mlp())
 
 
-def test_what_a_program_makes_by_itself_goes_to_its_device() -> None:
+def test_new_tensors_and_constants_of_a_program_are_on_its_device() -> None:
     def made(model: Model, x: Tensor) -> Tensor:
         return model.b(model.cut(model.a(x)) + torch.tensor([1.0] * 6) + torch.arange(6, device=x.device))
 
@@ -203,8 +203,8 @@ def test_what_a_program_makes_by_itself_goes_to_its_device() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_capture_is_the_same_whether_its_caller_wants_gradients_or_not(mode: Any) -> None:
-    """R9: where a call without gradients comes first, a `no_grad` of the model shows in the next."""
+def test_a_capture_does_not_depend_on_the_grad_mode_of_its_caller(mode: Any) -> None:
+    """R9: the `no_grad` of the model itself is in the graph."""
 
     class Seeing(nn.Module):
         def __init__(self) -> None:

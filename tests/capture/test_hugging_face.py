@@ -152,14 +152,14 @@ def test_a_hugging_face_model_is_cut_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_one_sample_at_a_time_too(name: str) -> None:
+def test_a_batch_of_one_sample_is_cut_too(name: str) -> None:
     """B8"""
     model, inputs = build(name)
     one = {key: value[1:2] for key, value in inputs.items()}
     assert_same(model, one, batch=1, rtol=1e-4, atol=1e-6)
 
 
-def test_rope_and_masks_are_made_again_on_every_stage() -> None:
+def test_rope_and_masks_are_recomputed_on_every_stage() -> None:
     """V3, B8"""
     model, inputs = build("llama")
     captured = Source(model).capture(inputs, training=True)
@@ -167,7 +167,7 @@ def test_rope_and_masks_are_made_again_on_every_stage() -> None:
         assert [spec.needs_grad for spec in captured.carve(cut, 4).received] == [True]
 
 
-def test_a_hugging_face_model_on_meta_starts_by_its_own_initialisation() -> None:
+def test_a_hugging_face_model_on_meta_is_initialized_by_its_own_code() -> None:
     """V5"""
     for name in ("gpt2", "llama", "t5"):
         torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_hugging_face_model_on_meta_starts_by_its_own_initialisation() -> None
         assert 3.5 < float(losses[0]) < 60  # near the logarithm of the vocabulary; T5 starts far above it
 
 
-def test_the_check_of_a_capture_leaves_the_model_as_it_was() -> None:
+def test_verification_leaves_the_model_unchanged() -> None:
     model, inputs = build("gpt2")
     captured = Source(model).capture(inputs, training=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}

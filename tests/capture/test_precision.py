@@ -13,7 +13,7 @@ from varuna.capture import CutPoint, Source
 
 
 class Mixed(nn.Module):
-    """Some lines in low precision, some that insist on fp32, and a dtype read off an activation."""
+    """Some lines in low precision, some in fp32, and a dtype read from an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Mixed(nn.Module):
     ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_every_layout_computes_what_autocast_computes(precision: str, dtype: torch.dtype | None) -> None:
-    """V14: the same casts at the same places, bit for bit where the layout is one stage."""
+    """V14: the same casts at the same places, bit for bit with one stage."""
     torch.manual_seed(0)
     model = Mixed()
     source = Source(model, precision=precision)  # type: ignore[arg-type]

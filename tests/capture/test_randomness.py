@@ -1,4 +1,4 @@
-"""Randomness belongs to the sample: not to the depth, nor to the micro-batch, nor to the process."""
+"""Random numbers depend on the sample, not on depth, micro-batch or process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from varuna.types import Work
 
 
 class Draws(nn.Module):
-    """Everything that draws."""
+    """Uses every kind of random operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Draws(nn.Module):
         return F.dropout(h, 1.0).sum() + F.dropout(h, 0.0).square().mean()
 
 
-def test_a_plain_process_draws_the_same() -> None:
+def test_plain_randomness_draws_the_same_as_the_pipeline() -> None:
     """V16: bit for bit, in every layout."""
     torch.manual_seed(0)
     model = Draws()
@@ -81,7 +81,7 @@ def test_masks_differ_between_steps_samples_and_seeds() -> None:
     assert float(run(model, inputs, works[0])) == float(run(model, inputs, works[0]))
 
 
-def test_the_process_generator_is_left_as_it_was() -> None:
+def test_the_default_generator_is_unchanged() -> None:
     inputs = {"x": torch.randn(3, 5, 8)}
     model = Draws()
     program = Source(model).capture(inputs, training=True).carve(0, 2)
@@ -90,7 +90,7 @@ def test_the_process_generator_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_keeps_its_share_and_its_mean() -> None:
+def test_dropout_drops_the_right_share_and_keeps_the_mean() -> None:
     with plain_randomness(seed=0, step=0, batch_size=4):
         y = F.dropout(torch.ones(4, 10000), 0.25)
     assert abs(float((y == 0).float().mean()) - 0.25) < 0.01
@@ -98,7 +98,7 @@ def test_dropout_keeps_its_share_and_its_mean() -> None:
     assert not torch.equal(y[0], y[1])
 
 
-def test_an_opaque_module_draws_by_sample_too() -> None:
+def test_an_opaque_module_draws_by_sample() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.sum() > 1e9:
@@ -133,8 +133,8 @@ def test_an_opaque_module_draws_by_sample_too() -> None:
         {"scale": 0.3},
     ],
 )
-def test_our_attention_is_torchs_but_for_what_it_drops(how: dict[str, Any]) -> None:
+def test_attention_without_dropout_equals_torch(how: dict[str, Any]) -> None:
     query, key, value = (torch.randn(3, 2, 5, 4) for _ in range(3))
-    asked = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **how}
-    ours = attention(query, key, value, **asked, drop=lambda weights: weights)
+    options = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **how}
+    ours = attention(query, key, value, **options, drop=lambda weights: weights)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, **how))

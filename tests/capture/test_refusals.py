@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with the model's own line and the way out."""
+"""A model that cannot be captured is refused with its line and what to do."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("between", [Custom, Weighted])
 def test_a_custom_function_keeps_its_own_backward(between: type[nn.Module]) -> None:
-    """V7, R6: for one sample too, and with what is drawn beside it."""
+    """V7, R6: also with one sample, and with dropout beside it."""
     captured = assert_same(Layers(between()), batch_of(4), batch=4)
     assert not captured.carve(0, 1).leaves
     assert_same(Layers(between()), batch_of(1), batch=1)
@@ -136,9 +136,7 @@ class Careless(nn.Module):
 @pytest.mark.parametrize(
     ("changes", "why"), [(True, "changes an input in place"), (False, "draws random numbers")]
 )
-def test_a_custom_function_that_is_none_of_its_tensors_is_refused_by_its_line(
-    changes: bool, why: str
-) -> None:
+def test_a_custom_function_that_is_not_pure_is_refused_by_its_line(changes: bool, why: str) -> None:
     """V7, R6"""
     text = refusal(Layers(Careless(changes)))
     assert text.startswith(line_of(Careless, "Noisy.apply"))
@@ -160,7 +158,7 @@ class Meddling(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["Tensor.register_hook", "torch.autograd.grad", "sparse=True"])
-def test_what_meddles_with_gradients_is_refused_by_its_line(how: str) -> None:
+def test_work_on_gradients_is_refused_by_its_line(how: str) -> None:
     """V7"""
     text = refusal(Layers(Meddling(how)))
     line = {"T": "2).register_hook", "t": "return torch", "s": "self.table(x"}[how[0]]
@@ -168,7 +166,7 @@ def test_what_meddles_with_gradients_is_refused_by_its_line(how: str) -> None:
 
 
 class Asserting(nn.Module):
-    """Habits that need no refusal: assertions on data, len of a tensor, a move that moves nothing."""
+    """Allowed: assertions on data, len of a tensor, a move that changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +180,7 @@ class Asserting(nn.Module):
 
 
 class Routed(nn.Module):
-    """Every expert looks at every token, in a layout of which the strides are hard to tell."""
+    """Every expert sees every token; the strides depend on the smaller of two sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,18 +193,18 @@ class Routed(nn.Module):
         return x + out.reshape(4, -1, out.shape[-1]).sum(dim=0)
 
 
-def test_strides_of_any_batch_are_no_reason_to_refuse() -> None:
+def test_strides_that_depend_on_the_batch_are_accepted() -> None:
     """R6"""
     assert_same(Layers(Routed()), batch_of(4), batch=4)
 
 
-def test_habits_that_ask_nothing_of_the_data_are_no_reason_to_refuse() -> None:
+def test_asserts_len_and_needless_moves_are_accepted() -> None:
     """R6"""
     assert_same(Layers(Asserting()), batch_of(4), batch=4)
 
 
 @pytest.mark.parametrize("between", [Branches, Custom])
-def test_the_way_out_that_the_error_offers_works(between: type[nn.Module]) -> None:
+def test_the_advice_of_the_error_works(between: type[nn.Module]) -> None:
     model = Layers(between())
     opaque(model, "between")
     captured = assert_same(model, batch_of(4), batch=4)
@@ -215,7 +213,7 @@ def test_the_way_out_that_the_error_offers_works(between: type[nn.Module]) -> No
 
 
 class Structured(nn.Module):
-    """Takes and gives nested structures, holds a buffer, and branches on data."""
+    """Takes and returns nested structures, holds a buffer, and branches on data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +228,7 @@ class Structured(nn.Module):
         return {"a": self.inner(x) * factor, "b": (more["y"].sum(1), "text"), "flat": x.flatten()}
 
 
-def test_an_opaque_module_takes_and_gives_structures() -> None:
+def test_an_opaque_module_takes_and_returns_structures() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -268,7 +266,7 @@ def test_a_cutpoint_called_twice_never_or_inside_an_opaque_module_is_refused() -
     assert "inside the opaque module 'between'" in refusal(Layers(opaque(nn.Sequential(CutPoint()))))
 
 
-def test_a_model_without_a_loss_is_told_what_it_returned() -> None:
+def test_a_model_without_a_loss_is_refused_with_what_it_returned() -> None:
     """V7"""
 
     class NoLoss(nn.Module):
@@ -296,8 +294,8 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize("what", ["flip", "roll", "softmax", "cumsum"])
-def test_what_goes_along_the_batch_is_refused_and_along_another_dimension_is_not(what: str) -> None:
-    """V7, R2: in micro-batches it would mean something else."""
+def test_an_operation_along_the_batch_is_refused(what: str) -> None:
+    """V7, R2: its result would depend on the micro-batch size; along another dimension it is allowed."""
     along: dict[str, Callable[[Tensor, int], Tensor]] = {
         "flip": lambda x, dim: x.flip(dim),
         "roll": lambda x, dim: x.roll(1, dim),
@@ -339,7 +337,7 @@ def test_a_batch_size_written_into_the_model_is_refused(hard: str) -> None:
     assert "batch" in text and line_of(Hard, "h = h.view").split(": ")[0] in text
 
 
-def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
+def test_layerdrop_is_refused_unless_its_probability_is_0_or_1() -> None:
     """V7"""
 
     class Dropped(nn.Module):
@@ -362,7 +360,7 @@ def test_random_layer_drop_is_refused_only_where_it_may_happen() -> None:
     assert "Set layerdrop to 0" in text
 
 
-def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:
+def test_the_advice_covers_the_same_module_of_all_layers() -> None:
     """V7: one call, not one for each layer."""
     model = Layers(nn.Sequential(Careless(False), nn.Identity(), Careless(False)))
     assert 'varuna.opaque(model, "between.*")' in refusal(model)
@@ -375,11 +373,11 @@ def test_the_way_out_covers_the_like_of_it_in_all_layers() -> None:
 
 
 class Deciding(nn.Module):
-    """Reads a number off its tensor, and lets a module of a module of its own branch on it."""
+    """Reads a number from a tensor, and passes it to inner modules that branch on it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Told(), Told()])
+        self.layers = nn.ModuleList([Branching(), Branching()])
 
     def forward(self, x: Tensor) -> Tensor:
         positive = (x.sum() > 0).item()
@@ -388,7 +386,7 @@ class Deciding(nn.Module):
         return x
 
 
-class Told(nn.Module):
+class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 6)
@@ -397,8 +395,8 @@ class Told(nn.Module):
         return self.inner(x) if positive else x
 
 
-def test_the_way_out_of_a_branch_is_around_what_read_the_number() -> None:
-    """V7: not the module that was told; and it works, though a module inside breaks off while traced."""
+def test_the_advice_names_the_module_that_read_the_number() -> None:
+    """V7: not the module that branches; and it works."""
     model = Layers(Deciding())
     assert 'varuna.opaque(model, "between")' in refusal(model)
     assert 'varuna.opaque(model, "between")' in refusal(opaque(Layers(Deciding()), "between.layers.*"))
@@ -406,7 +404,7 @@ def test_the_way_out_of_a_branch_is_around_what_read_the_number() -> None:
     assert list(assert_same(model, batch_of(4), batch=4).carve(0, 1).leaves) == ["between"]
 
 
-def test_inputs_that_are_no_tensors_or_constants_are_refused_by_name() -> None:
+def test_inputs_of_other_types_are_refused_by_name() -> None:
     """V12"""
     assert "input 'y' is a list" in refusal(Layers(nn.Identity()), {"x": torch.randn(4, 6), "y": [1]})
     assert "no input has a batch" in refusal(Layers(nn.Identity()), {"x": 1, "y": 2})
@@ -417,14 +415,14 @@ class Particular(nn.Module):
         raise ValueError("You have to specify input_ids")
 
 
-def test_a_model_that_refuses_its_inputs_itself_is_not_told_to_be_opaque() -> None:
-    """V7: as Hugging Face's do where a name is misspelt."""
+def test_the_advice_for_a_model_that_raises_itself_is_to_check_its_inputs() -> None:
+    """V7: Hugging Face models raise for a misspelt name."""
     message = refusal(Layers(Particular()))
     assert line_of(Particular, "raise") in message
     assert "Check the names and shapes of the inputs" in message and "opaque" not in message
 
 
-def test_a_failed_capture_leaves_nothing_behind() -> None:
+def test_a_failed_capture_undoes_its_patches() -> None:
     refusal(Layers(Careless(True)))
     assert len is builtins.len and isinstance(len(torch.ones(2)), int)
     x = torch.ones(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Which segments count as one kind: those that cost the same, and no others."""
+"""Segments are of one kind if they cost the same, and only then."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ def kinds_of(model: nn.Module, inputs: dict[str, object] | None = None, **option
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_steps_that_draw_differ_in_nothing_but_their_draws(precision: str) -> None:
+def test_segments_that_differ_in_their_random_numbers_alone_are_one_kind(precision: str) -> None:
     assert kinds_of(Ladder(6, dropout=0.2), precision=precision) == [0, 1, 1, 1, 1, 2]
 
 
-def test_the_blocks_of_a_transformer_are_alike() -> None:
+def test_the_blocks_of_a_transformer_are_one_kind() -> None:
     inputs = make_inputs("GPT", 3, torch.Generator().manual_seed(0), torch.float32)
     kinds = kinds_of(make_model("GPT", layers=5, dropout=0.1), inputs)
     assert kinds == [0, 1, 1, 1, 1, 2]
@@ -62,12 +62,12 @@ class Plus(nn.Module):
         ("constant", [0, 1, 1, 2, 3, 4]),
     ],
 )
-def test_what_differs_is_another_kind(change: str, kinds: list[int]) -> None:
+def test_a_different_segment_is_another_kind(change: str, kinds: list[int]) -> None:
     assert kinds_of(differing(change)) == kinds
 
 
 class Masked(nn.Module):
-    """A mask that every step needs is made of the inputs again wherever a stage begins."""
+    """Every segment needs a mask, which each stage recomputes from the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Masked(nn.Module):
         return x.square().mean()
 
 
-def test_what_is_made_again_is_told_apart() -> None:
+def test_the_entry_recomputes_earlier_values() -> None:
     captured = Source(Masked()).capture(dict(get_batch(3)), training=True)
     assert entry(captured.carve(0, 1), 0) is None
     again = entry(captured.carve(1, 2), 1)

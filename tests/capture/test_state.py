@@ -1,4 +1,4 @@
-"""Each stage holds its own state under the model's names, and a model on `meta` is never whole anywhere."""
+"""Each stage holds its own state under the model's names; no process holds a whole model on `meta`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_stages_together_have_the_state_dict_of_the_model() -> None:
             super().__init__()
             self.never = nn.Linear(2, 2)
             self.register_buffer("idle", torch.ones(2))
-            self.register_buffer("passing", torch.ones(2), persistent=False)
+            self.register_buffer("temporary", torch.ones(2), persistent=False)
 
     source = Source(model := Unused())
     captured = source.capture(tokens(2), training=True)
@@ -106,7 +106,7 @@ def test_a_model_on_meta_takes_given_values() -> None:
 
 
 class Waves(nn.Module):
-    """With a table that follows from its size, and is no part of a state_dict."""
+    """With buffers outside the state_dict, one of them computed from sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class Waves(nn.Module):
         return found.mean()
 
 
-def test_a_function_fills_what_a_state_dict_holds_and_the_model_makes_the_rest() -> None:
-    """V5: also what the function leaves as it is."""
-    asked: list[str] = []
+def test_a_function_fills_the_state_dict_and_the_model_makes_the_rest() -> None:
+    """V5: also tensors that the function leaves unfilled."""
+    filled: list[str] = []
 
     def fill(name: str, tensor: Tensor) -> None:
-        asked.append(name)
+        filled.append(name)
         if "norm" not in name:
             tensor.fill_(0.5)
 
@@ -136,13 +136,13 @@ def test_a_function_fills_what_a_state_dict_holds_and_the_model_makes_the_rest()
     captured = source.capture({"x": torch.randn(2, 4)}, training=True)
     assert model.table.is_meta
     state = stage_state(source, captured, 0, 1, device="cpu", initialize=fill)
-    assert set(asked) == {"linear.weight", "linear.bias", "norm.weight", "norm.bias", "offset"}
-    found = {name: state.tensor(name).flatten()[:4].tolist() for name in (*asked, "table")}
+    assert set(filled) == {"linear.weight", "linear.bias", "norm.weight", "norm.bias", "offset"}
+    found = {name: state.tensor(name).flatten()[:4].tolist() for name in (*filled, "table")}
     assert found["linear.weight"] == found["offset"] == [0.5] * 4 and found["norm.weight"] == [1.0] * 4
     assert found["table"] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_values_that_nobody_makes_are_asked_for_by_name() -> None:
+def test_values_without_initialization_are_refused_by_name() -> None:
     """V5"""
 
     class Bare(nn.Module):
@@ -161,7 +161,7 @@ def test_values_that_nobody_makes_are_asked_for_by_name() -> None:
     assert model.scale.is_meta
 
 
-def test_frozen_parameters_stay_frozen_and_passing_buffers_stay_passing() -> None:
+def test_frozen_parameters_and_buffers_outside_the_state_dict_stay_so() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -7,14 +7,11 @@ module, function, and number of the call in that module. It goes to the segment 
 first capture. An operation without a counterpart stays with its arguments.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 from torch import fx
 
 from varuna.capture.cuts.operations import list_operations
@@ -37,9 +34,9 @@ FIRST_USE = (
 )
 
 
-def cut(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None, partition: Partition) -> None:
+def cut(flow: Flow, partition: Partition) -> None:
     """Give every node the segment that the partition chooses, and sort the nodes by segment."""
-    operations = list_operations(flat, flow, symbol)
+    flat, operations = flow.flat, list_operations(flow)
     segments = partition(operations.graph)
     for nodes, segment in zip(operations.nodes, segments, strict=True):
         for node in nodes:
@@ -70,7 +67,6 @@ class MisplacedState:
 
 
 def cut_like(
-    flat: FlatGraph,
     flow: Flow,
     segment_of: Mapping[Place, int],
     holders: Mapping[str, set[int]],
@@ -81,8 +77,9 @@ def cut_like(
     `segment_of` has the segments of that capture's nodes, `holders` those of its state, `unused` the state
     that it does not use.
     """
+    flat = flow.flat
     names = {node: name for name, node in flat.state.items()}
-    rematerialization = Rematerialization(flat, flow)
+    rematerialization = Rematerialization(flow)
     misplaced: list[MisplacedState] = []
     for place, node in _nodes_by_place(flat):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)

@@ -10,20 +10,15 @@ The values that cross a cut do not depend on other cuts: everything made before 
 it. A stage in between passes on what only later stages use.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import num_bytes
-from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
-from varuna.capture.model.batch import dim_of
 from varuna.capture.run.program import SpanProgram, build, in_memory_order, memory_order, under_autocast
 from varuna.capture.trace.opaque_module import OpaqueLeaf
 from varuna.errors import CaptureError
@@ -31,23 +26,14 @@ from varuna.types import PrecisionName, TensorSpec
 
 
 class Carver:
-    def __init__(
-        self,
-        flat: FlatGraph,
-        flow: Flow,
-        *,
-        symbol: sympy.Symbol | None,
-        precision: PrecisionName,
-        device: torch.device,
-    ) -> None:
-        self.flat = flat
+    def __init__(self, flow: Flow, precision: PrecisionName, device: torch.device) -> None:
+        self.flat = flow.flat
         self.flow = flow
-        self.symbol = symbol
         self.precision: PrecisionName = precision
         self.device = device
-        self._rematerialization = Rematerialization(flat, flow)
+        self._rematerialization = Rematerialization(flow)
         self._recomputed: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
-        self._state = set(flat.state.values())
+        self._state = set(self.flat.state.values())
 
     @cached_property
     def _by_segment(self) -> list[list[fx.Node]]:
@@ -86,7 +72,7 @@ class Carver:
     def crossing_bytes(self, cut: int) -> int:
         """Return the bytes of one sample over a cut, forward and backward."""
         return sum(
-            num_bytes(node.meta["val"], self.symbol) * (2 if node in self.flow.gets_grad else 1)
+            num_bytes(node.meta["val"], self.flat.symbol) * (2 if node in self.flow.gets_grad else 1)
             for node in self.crossing(cut)
         )
 
@@ -109,7 +95,7 @@ class Carver:
         return TensorSpec(
             name=node.name,
             dtype=str(value.dtype).removeprefix("torch."),
-            dims=tuple(dim_of(size, self.symbol) for size in value.shape),
+            dims=tuple(map(self.flat.dim, value.shape)),
             needs_grad=node in self.flow.gets_grad,
         )
 

@@ -9,20 +9,16 @@ An operation is one node of the graph, or a run of nodes that no cut may separat
     all uses of a buffer that a forward changes                       likewise
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import sympy
 from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import flops_per_sample, moved_bytes, num_bytes
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
-from varuna.capture.model.batch import dim_of
 from varuna.types import Operation, OperationGraph, Value
 
 
@@ -32,11 +28,12 @@ class OperationList:
     nodes: Sequence[Sequence[fx.Node]]  # of each operation
 
 
-def list_operations(flat: FlatGraph, flow: Flow, symbol: sympy.Symbol | None) -> OperationList:
+def list_operations(flow: Flow) -> OperationList:
+    flat, symbol = flow.flat, flow.flat.symbol
     nodes = [node for node in flat.nodes if node.op != "get_attr"]
-    rematerialization = Rematerialization(flat, flow)
+    rematerialization = Rematerialization(flow)
     free = {node for node in nodes if rematerialization.closure(node, len(flow.order)) is not None}
-    groups = _grouped(nodes, _inseparable(flat, flow, nodes, free, symbol))
+    groups = _grouped(nodes, _inseparable(flow, nodes, free))
     number = {node: i for i, group in enumerate(groups) for node in group}
     values = []
     for node in nodes:
@@ -83,13 +80,7 @@ def _order_after_changes(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Val
                     yield Value(number[writer], (own,), 0)
 
 
-def _inseparable(
-    flat: FlatGraph,
-    flow: Flow,
-    nodes: Sequence[fx.Node],
-    free: set[fx.Node],
-    symbol: sympy.Symbol | None,
-) -> Iterator[tuple[int, int]]:
+def _inseparable(flow: Flow, nodes: Sequence[fx.Node], free: set[fx.Node]) -> Iterator[tuple[int, int]]:
     """Yield spans of nodes, first and last, that must stay in one segment."""
     place = {node: i for i, node in enumerate(nodes)}
     for node, i in place.items():
@@ -97,9 +88,9 @@ def _inseparable(
             source = node.args[0]
             assert isinstance(source, fx.Node)
             yield place.get(source, i), i
-        elif node not in free and not _can_be_sent(node, symbol):
+        elif node not in free and not _can_be_sent(flow.flat, node):
             yield i, max((place[user] for user in node.users if user in place), default=0)
-    state = set(flat.state.values())
+    state = set(flow.flat.state.values())
     uses: dict[fx.Node, list[int]] = {}
     for node, i in place.items():
         for arg in node.all_input_nodes:
@@ -109,6 +100,6 @@ def _inseparable(
         yield min(places), max(places) if root in state else max(place[writer] for writer in writers)
 
 
-def _can_be_sent(node: fx.Node, symbol: sympy.Symbol | None) -> bool:
+def _can_be_sent(flat: FlatGraph, node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and all(dim_of(size, symbol) is not None for size in value.shape)
+    return isinstance(value, Tensor) and all(flat.dim(size) is not None for size in value.shape)

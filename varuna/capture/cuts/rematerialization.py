@@ -3,22 +3,19 @@
 These are views of a parameter, and values that follow cheaply from the inputs.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, fx
 
-from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 
 _MAX_NODES = 256  # recomputing more would cost more than a message
 
 
 class Rematerialization:
-    def __init__(self, flat: FlatGraph, flow: Flow) -> None:
-        self._flat = flat
+    def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        self._state = set(flat.state.values())
-        self._parameters = {flat.state[name] for name in flat.parameters}
+        state = flow.flat.state
+        self._state = set(state.values())
+        self._parameters = {state[name] for name in flow.flat.parameters}
         self._changed = {root for root in flow.writers if root in self._state}
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
@@ -54,7 +51,7 @@ class Rematerialization:
                 continue
             if node.op == "placeholder":
                 trained = node in self._parameters and not of_state
-                if node is self._flat.work or node in self._changed or trained:
+                if node is flow.flat.work or node in self._changed or trained:
                     return None
                 continue
             if node.op == "call_module" or "random" in node.meta:

@@ -5,8 +5,6 @@ shapes, dtypes and constants. Names may differ, and the ordinals of random opera
 opaque module or a nested graph is a kind of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

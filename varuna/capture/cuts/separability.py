@@ -8,19 +8,15 @@ A dimension of 2b may hold the samples as 0 0 1 1 2 2, in one round, or as 0 1 2
 Attention goes through the latter and back: [s, b, h] viewed as [sb, h], and as [s, b, h] again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import base_name, written
-from varuna.capture.model.batch import dim_of
 from varuna.types import Dim
 
 _GATHERS = frozenset({"index", "_unsafe_index", "index_select", "gather", "take_along_dim"})
@@ -35,8 +31,8 @@ _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "
 class Separability:
     """Facts about every value of a graph, computed once."""
 
-    def __init__(self, flat: FlatGraph, batched_inputs: Iterable[str], symbol: sympy.Symbol | None) -> None:
-        self._symbol = symbol
+    def __init__(self, flat: FlatGraph, batched_inputs: Iterable[str]) -> None:
+        self._flat = flat
         self._of_samples = {flat.inputs[name] for name in batched_inputs if name in flat.inputs}
         self._rounds: dict[fx.Node, int] = {}  # 1: samples in order; 0: unknown
         self._disorder: dict[fx.Node, fx.Node] = {}  # the node that lost the order
@@ -93,7 +89,7 @@ class Separability:
             self._sorted[value] = origins[0]
 
     def _dims(self, value: Tensor) -> list[Dim | None]:
-        return [dim_of(size, self._symbol) for size in value.shape]
+        return [self._flat.dim(size) for size in value.shape]
 
     def _rounds_of(self, node: fx.Node, operands: list[fx.Node]) -> int:
         """Return the rounds of a node's value: concatenation and repetition change the size per sample."""

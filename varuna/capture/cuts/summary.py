@@ -1,7 +1,5 @@
 """Summary of a captured model: its segments, their estimated cost, and its fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import operator
@@ -26,13 +24,12 @@ _VIEWS = frozenset(
 )
 
 
-def summarize(
-    flat: FlatGraph, flow: Flow, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None
-) -> ModelGraph:
+def summarize(flow: Flow, ties: Sequence[tuple[str, ...]]) -> ModelGraph:
     """Summarize the segments. State that nothing reads belongs to the first one, so that none is lost."""
+    flat, symbol = flow.flat, flow.flat.symbol
     unused = [name for name, node in flat.state.items() if not node.users]
     names = {node: name for name, node in flat.state.items()}
-    rematerialization = Rematerialization(flat, flow)
+    rematerialization = Rematerialization(flow)
     by_segment: list[list[fx.Node]] = [[] for _ in range(flat.num_segments)]
     for node in flat.nodes:
         if node.op != "get_attr":
@@ -57,12 +54,10 @@ def summarize(
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
                 parameter_bytes=sum(_bytes(flat.state[name].meta["val"]) for name in parameters),
                 moved_bytes=_linear([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
-                kept_bytes=_linear(
-                    [_kept_bytes(node, flow, symbol, batch) for batch in (1, 2) for node in nodes]
-                ),
+                kept_bytes=_linear([_kept_bytes(node, flow, batch) for batch in (1, 2) for node in nodes]),
             )
         )
-    return ModelGraph(tuple(segments), tuple(ties), fingerprint(flat, ties, symbol))
+    return ModelGraph(tuple(segments), tuple(ties), _fingerprint(flat, ties))
 
 
 def _bytes(value: Tensor) -> int:
@@ -91,10 +86,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
 
 
-def _kept_bytes(node: fx.Node, flow: Flow, symbol: sympy.Symbol | None, batch: int) -> int:
+def _kept_bytes(node: fx.Node, flow: Flow, batch: int) -> int:
     """Return the bytes that a node may keep for the backward: its value, if it is new memory."""
     made = node in flow.needs_grad and flow.root[node] is node
-    return num_bytes(node.meta.get("val"), symbol, batch) if made else 0
+    return num_bytes(node.meta.get("val"), flow.flat.symbol, batch) if made else 0
 
 
 def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
@@ -137,21 +132,21 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     return elements
 
 
-def fingerprint(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> str:
+def _fingerprint(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> str:
     """Return a hash of the model's operations, shapes, names, ties and cuts; not of values or stages."""
-    return hashlib.sha256("\n".join(listing(flat, ties, symbol)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(listing(flat, ties)).encode()).hexdigest()
 
 
-def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symbol | None) -> list[str]:
+def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the model line by line, as the fingerprint hashes it: keep the format, for files name it."""
     index = {node: i for i, node in enumerate(flat.graph.nodes)}
 
     def shape(value: Any) -> str:
         if isinstance(value, Tensor):
-            return f"{value.dtype}[{','.join(_size_text(size, symbol) for size in value.shape)}]"
+            return f"{value.dtype}[{','.join(_size_text(flat, size) for size in value.shape)}]"
         if isinstance(value, tuple | list):
             return f"({','.join(map(shape, value))})"
-        return _size_text(value, symbol)
+        return _size_text(flat, value)
 
     def argument(arg: Any) -> str:
         if isinstance(arg, fx.Node):
@@ -179,9 +174,9 @@ def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]], symbol: sympy.Symb
     return lines
 
 
-def _size_text(size: Any, symbol: sympy.Symbol | None) -> str:
+def _size_text(flat: FlatGraph, size: Any) -> str:
     if isinstance(size, torch.SymInt):
-        dim = dim_of(size, symbol)
+        dim = flat.dim(size)
         return "?" if dim is None else str(dim)
     return str(size) if isinstance(size, int | float | bool | str) else ""
 

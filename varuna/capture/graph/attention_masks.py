@@ -5,8 +5,6 @@ flag but not the mask. A mask that depends on sizes alone is the same in every s
 once, for two batch sizes, and compared.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -36,7 +34,7 @@ def replace_masks(flat: FlatGraph) -> None:
         if flow is None or not isinstance(mask, fx.Node):
             continue
         if mask not in meanings:
-            meanings[mask] = _meaning_of_node(flat, flow, mask)
+            meanings[mask] = _meaning_of_node(flow, mask)
         meaning = meanings[mask]
         if meaning is not None:
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
@@ -44,17 +42,17 @@ def replace_masks(flat: FlatGraph) -> None:
             node.kwargs = {**given, "attn_mask": None, "is_causal": meaning == "causal"}
 
 
-def _meaning_of_node(flat: FlatGraph, flow: Flow, mask: fx.Node) -> Meaning | None:
+def _meaning_of_node(flow: Flow, mask: fx.Node) -> Meaning | None:
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return None
     rows, columns = value.shape[-2:]
     if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MAX_ELEMENTS:
         return None
-    nodes = _nodes_from_sizes(flat, flow, mask)
+    nodes = _nodes_from_sizes(flow, mask)
     if nodes is None:
         return None
-    found = {meaning_of(_compute(flat, nodes, mask, batch)) for batch in BATCH_SIZES}
+    found = {meaning_of(_compute(flow.flat, nodes, mask, batch)) for batch in BATCH_SIZES}
     return found.pop() if len(found) == 1 else None
 
 
@@ -75,13 +73,13 @@ def meaning_of(mask: Tensor) -> Meaning | None:
     return None
 
 
-def _nodes_from_sizes(flat: FlatGraph, flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
+def _nodes_from_sizes(flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
     """Return the nodes that make a mask, in order; None if it depends on more than sizes and constants."""
     found: set[fx.Node] = set()
     pending = [mask, *flow.writers_before(flow.root[mask], flow.order[mask])]
     while pending:
         node = pending.pop()
-        if node in found or node is flat.batch:
+        if node in found or node is flow.flat.batch:
             continue
         if node.op not in ("call_function", "get_attr") or len(found) == MAX_NODES:
             return None

@@ -1,7 +1,5 @@
 """Checks of the flat graph: refuse models whose result would depend on the micro-batch size or the cuts."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor, fx
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow, base_name
 from varuna.capture.graph.randomness import bound
-from varuna.capture.model.batch import dim_of
 from varuna.errors import CaptureError
 
 _ALONG_A_DIMENSION = frozenset(
@@ -26,8 +23,9 @@ def where(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or node.name
 
 
-def refuse_coupled_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
+def refuse_coupled_samples(flat: FlatGraph) -> None:
     """Refuse a matrix of every sample against every other: it differs with the micro-batch."""
+    symbol = flat.symbol
     if symbol is None:
         return
     for node in flat.nodes:
@@ -52,7 +50,7 @@ def _degree(sizes: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> int:
     return int(sympy.degree(count, symbol)) if symbol in count.free_symbols else 0
 
 
-def refuse_reordered_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> None:
+def refuse_reordered_samples(flat: FlatGraph) -> None:
     """Refuse an operation that goes from sample to sample along the batch.
 
     Sums are allowed: a mean over the batch means one over the micro-batch, as in BatchNorm. Sorting is
@@ -68,7 +66,7 @@ def refuse_reordered_samples(flat: FlatGraph, symbol: sympy.Symbol | None) -> No
         for dim in dims if isinstance(dims, list | tuple) else [dims]:
             if not isinstance(value, Tensor) or not isinstance(dim, int) or not value.dim():
                 continue
-            found = dim_of(value.shape[dim], symbol)
+            found = flat.dim(value.shape[dim])
             if found is not None and found.per_sample:
                 raise CaptureError(
                     f"{where(node)}: {base_name(node)} goes along the batch, so its result would change with "
@@ -88,8 +86,9 @@ def refuse_sparse_gradients(flat: FlatGraph) -> None:
             )
 
 
-def refuse_divided_buffers(flat: FlatGraph, flow: Flow) -> None:
+def refuse_divided_buffers(flow: Flow) -> None:
     """Refuse a buffer that one segment changes and another one reads."""
+    flat = flow.flat
     for name, root in flat.state.items():
         if root not in flow.writers:
             continue

@@ -1,7 +1,5 @@
 """Attention with dropout on the CPU, where no fused kernel does it: one pass for the whole micro-batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -9,22 +9,23 @@ that cuts, randomness and values can be followed through them:
 CutPoints become segment numbers, assertions are dropped, and tied names become one name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.export.graph_signature import InputKind
 
+from varuna.capture.model.batch import dim_of
 from varuna.capture.trace.custom_function import FunctionCall, FunctionModule
 from varuna.capture.trace.opaque_module import OPAQUE, OpaqueLeaf, RecordedCall
 from varuna.capture.trace.recorder import CHECKS, CUT
 from varuna.capture.trace.trace import Trace
 from varuna.errors import CaptureError
+from varuna.types import Dim
 
 aten = torch.ops.aten
 DETACH = aten.detach.default
@@ -48,8 +49,12 @@ class FlatGraph:
     gradients: frozenset[str] = frozenset()  # inputs that get a gradient
     inputs: dict[str, fx.Node] = field(default_factory=dict)
     num_segments: int = 1
+    symbol: sympy.Symbol | None = None  # of the batch size; None: the batch is one sample
     work: fx.Node | None = None  # placeholder of the Work that seeds random operations
     batch: fx.Node | None = None  # the batch size, if it is symbolic
+
+    def dim(self, size: Any) -> Dim | None:
+        return dim_of(size, self.symbol)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -62,7 +67,7 @@ class FlatGraph:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def flatten(trace: Trace, canonical: Mapping[str, str]) -> FlatGraph:
+def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str, int]) -> FlatGraph:
     """Flatten a trace. `canonical` maps each tied name to the first name of its tensor."""
     exported = trace.exported
     flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
@@ -96,6 +101,8 @@ def flatten(trace: Trace, canonical: Mapping[str, str]) -> FlatGraph:
     results = flattener.inline(body, values, autocast=None, no_grad=False)
     flat.graph.output(tuple(results)).meta = {"segment": flattener.segment}
     flat.num_segments = flattener.segment + 1
+    sizes = [flat.inputs[n].meta["val"].shape[dim] for n, dim in batch_dims.items() if n in flat.inputs]
+    flat.symbol = next((size.node.expr for size in sizes if isinstance(size, torch.SymInt)), None)
     if flat.num_segments != trace.num_cuts + 1:
         raise CaptureError(
             f"{trace.num_cuts} CutPoints were called, but the graph has {flattener.segment}: one is inside a "

@@ -1,7 +1,5 @@
 """Data flow through the graph: which values share memory, which nodes change it, which need a gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property

@@ -13,8 +13,6 @@ fp16 they would lack the loss scale, so fp16 keeps the plain loss. The weight is
 rows: a GPU takes five times as long for a product with 50,257 columns as for one with 50,304.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

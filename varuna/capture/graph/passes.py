@@ -1,12 +1,9 @@
 """Passes that prepare the flat graph to be cut: sizes from the batch, seeded randomness, no dead nodes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -14,30 +11,15 @@ from torch.utils import _pytree as pytree
 from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import DETACH, FlatGraph
 from varuna.capture.graph.flow import Flow
-from varuna.capture.model.batch import dim_of
 from varuna.types import Dim
 
 aten = torch.ops.aten
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
-def batch_symbol(flat: FlatGraph, batch_dims: Mapping[str, int]) -> sympy.Symbol | None:
-    """Return the symbol of the batch size; None where the batch is one sample."""
-    for name, dim in batch_dims.items():
-        if name in flat.inputs:
-            size = flat.inputs[name].meta["val"].shape[dim]
-            if isinstance(size, torch.SymInt):
-                symbol = size.node.expr
-                assert isinstance(symbol, sympy.Symbol)
-                return symbol
-    return None
-
-
-def compute_sizes_from_batch(
-    flat: FlatGraph, batch_dims: Mapping[str, int], symbol: sympy.Symbol | None
-) -> None:
+def compute_sizes_from_batch(flat: FlatGraph, batch_dims: Mapping[str, int]) -> None:
     """Compute every size from the batch of an input, in place of reading it from an activation."""
-    if symbol is None:
+    if flat.symbol is None:
         return
     name, dim = next((name, dim) for name, dim in batch_dims.items() if name in flat.inputs)
     graph = flat.graph
@@ -57,7 +39,7 @@ def compute_sizes_from_batch(
         value = node.meta.get("val")
         if node is batch or node in made.values() or not isinstance(value, torch.SymInt):
             continue
-        size = dim_of(value, symbol)
+        size = flat.dim(value)
         if size is None:
             continue
         if size not in made:
@@ -71,7 +53,7 @@ def compute_sizes_from_batch(
         graph.erase_node(node)
 
 
-def bind_randomness(flat: FlatGraph, symbol: sympy.Symbol | None, shared: frozenset[int]) -> frozenset[int]:
+def bind_randomness(flat: FlatGraph, shared: frozenset[int]) -> frozenset[int]:
     """Number every random operation and seed it by its work; return the ordinals that samples share.
 
     `shared` holds those ordinals from the capture with a symbolic batch, where the batch here is one sample.
@@ -87,9 +69,7 @@ def bind_randomness(flat: FlatGraph, symbol: sympy.Symbol | None, shared: frozen
         flat.work = flat.graph.placeholder("work")
     flat.work.meta = {"val": None, "segment": 0}
     return frozenset(
-        ordinal
-        for ordinal, node in enumerate(random_nodes)
-        if _bind(flat, node, ordinal, symbol, ordinal in shared)
+        ordinal for ordinal, node in enumerate(random_nodes) if _bind(flat, node, ordinal, ordinal in shared)
     )
 
 
@@ -102,7 +82,7 @@ def _draws(node: fx.Node) -> bool:
     return randomness.draws(target, node.args, node.kwargs)
 
 
-def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | None, shared: bool) -> bool:
+def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
     """Replace one random node by a seeded one; return whether all samples share its draw."""
     graph, work = flat.graph, flat.work
     target: Any = node.target
@@ -113,24 +93,25 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | N
         return False
     in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
-    results = [_sample_dim(value, symbol) for value in values]
+    results = [_sample_dim(flat, value) for value in values]
     leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
     arguments = [
-        _sample_dim(leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, symbol) for leaf in leaves
+        _sample_dim(flat, leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf) for leaf in leaves
     ]
-    batched = any(dim is not None for dim in (*arguments, *results)) if symbol is not None else not shared
+    single = flat.symbol is None  # the batch is one sample
+    batched = not shared if single else any(dim is not None for dim in (*arguments, *results))
     with graph.inserting_before(node):
         if node.target in _DROPOUTS:
             found = results[0]
-            if batched and symbol is None:
-                found = (0, values[0].shape[0])  # the batch is one sample, which owns the whole value
+            if batched and single:
+                found = (0, values[0].shape[0])  # the sample owns the whole value
             dim, per_sample = found if found is not None else (None, 0)
             new = graph.call_function(randomness.dropout, (*node.args[:2], work, ordinal, dim, per_sample))
         else:
-            divisible = symbol is not None and all(dim is not None for dim in results)
+            divisible = not single and all(dim is not None for dim in results)
             num_samples: Any = None
             if batched:
-                num_samples = 1 if symbol is None else flat.batch
+                num_samples = 1 if single else flat.batch
             new = graph.call_function(
                 randomness.draw_in_place if in_place else randomness.draw,
                 (target, list(node.args), dict(node.kwargs), work, ordinal),
@@ -147,11 +128,11 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, symbol: sympy.Symbol | N
     return not batched
 
 
-def _sample_dim(value: Any, symbol: sympy.Symbol | None) -> randomness.SampleDim | None:
+def _sample_dim(flat: FlatGraph, value: Any) -> randomness.SampleDim | None:
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     for i, size in enumerate(sizes):
         if isinstance(size, torch.SymInt):
-            dim = dim_of(size, symbol)
+            dim = flat.dim(size)
             if dim is not None and dim.per_sample and not dim.fixed:
                 return i, dim.per_sample
     return None

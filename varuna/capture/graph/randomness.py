@@ -10,8 +10,6 @@ a model in the order in which they run. Each sample draws from a generator seede
 The names of `dropout`, `draw`, `draw_in_place` and their keywords enter a model's fingerprint: keep them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

@@ -1,7 +1,5 @@
 """The batch: which inputs have one, along which dimension, and which sizes follow from it."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

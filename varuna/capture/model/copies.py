@@ -3,8 +3,6 @@
 model ──meta_copy──► the same modules on `meta` ──fake_copy──► the same modules on fake tensors, to trace
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ layout. These functions make the tensors of a module, the first one that knows h
     2. the model's _init_weights(module) (Hugging Face), for the module and those around it
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,10 +1,9 @@
 """A model to capture, possibly several times: for training and evaluation, and for each shape of inputs."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from varuna.capture.run.captured import Captured
 from varuna.capture.trace.cutpoint import cutpoints
 from varuna.capture.trace.opaque_module import is_opaque, opaque
 from varuna.capture.trace.refusals import DataDependentError
-from varuna.capture.trace.trace import Trace, trace
+from varuna.capture.trace.trace import Trace, TraceRequest, trace
 from varuna.errors import CaptureError
 from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import Partition, PrecisionName
@@ -81,44 +80,33 @@ class Source:
         convention = convention or CallConvention()
         convention.check(self.meta_model, inputs)
         batch = batch or self.batch(inputs)
-        precision = precision or self.precision
-        key = (input_signature(inputs, batch), training, convention.key, precision)
+        request = TraceRequest(inputs, batch, convention, precision or self.precision, self.device)
+        return self._capture(request, training)
+
+    def _capture(self, request: TraceRequest, training: bool) -> Captured:
+        signature = input_signature(request.inputs, request.batch)
+        key = (signature, training, request.convention.key, request.precision)
         if key not in self._captured:
-            self._captured[key] = self._capture(inputs, batch, training, convention, precision)
+            self._captured[key] = self._new_capture(request, training)
         return self._captured[key]
 
-    def _capture(
-        self,
-        inputs: Mapping[str, object],
-        batch: Batch,
-        training: bool,
-        convention: CallConvention,
-        precision: PrecisionName,
-    ) -> Captured:
+    def _new_capture(self, request: TraceRequest, training: bool) -> Captured:
         shared: frozenset[int] = frozenset()
-        if batch.size == 1 and training:
+        if request.batch.size == 1 and training:
             # Shapes with one sample do not show which draws belong to it; those with two samples do.
-            shared = self.capture(
-                _doubled(inputs, batch),
-                training=True,
-                batch=Batch(2, batch.dims),
-                convention=convention,
-                precision=precision,
-            ).shared_draws
+            shared = self._capture(_doubled(request), training=True).shared_draws
         elif self._partition is not None and self._partitioned is None and not training:
             # The partition cuts a capture in training mode; others follow it.
-            self.capture(inputs, training=True, batch=batch, convention=convention, precision=precision)
+            self._capture(request, training=True)
         self._set_mode(training)
-        traced = self._trace(inputs, batch, convention, precision)
+        traced = self._trace(request)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
-            flatten(traced, self.canonical),
-            batch,
+            flatten(traced, self.canonical, request.batch.dims),
+            request,
             ties=self.ties,
             shared_draws=shared,
             momentum=_momentum(self.meta_model),
-            precision=precision,
-            device=self.device,
             structure=traced.structure,
             partition=partition,
             cut_like=None if partition is None else self._partitioned,
@@ -127,27 +115,13 @@ class Source:
             self._partitioned = self._partitioned or captured
         return captured
 
-    def _trace(
-        self,
-        inputs: Mapping[str, object],
-        batch: Batch,
-        convention: CallConvention,
-        precision: PrecisionName,
-    ) -> Trace:
+    def _trace(self, request: TraceRequest) -> Trace:
         try:
-            return trace(
-                self.meta_model,
-                inputs,
-                batch,
-                precision=precision,
-                device=self.device,
-                convention=convention,
-                watch=self._watch,
-            )
+            return trace(self.meta_model, request, self._watch)
         except DataDependentError as error:
             if not self._make_experts_opaque(error.module):
                 raise
-        return self._trace(inputs, batch, convention, precision)
+        return self._trace(request)
 
     def _make_experts_opaque(self, path: str) -> bool:
         """Make experts that loop over the chosen ones opaque: they treat each token separately."""
@@ -192,13 +166,15 @@ def _look_up(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _doubled(inputs: Mapping[str, object], batch: Batch) -> dict[str, object]:
-    return {
-        name: torch.cat([value, value], dim=batch.dims[name])
-        if isinstance(value, Tensor) and name in batch.dims
-        else value
-        for name, value in inputs.items()
-    }
+def _doubled(request: TraceRequest) -> TraceRequest:
+    """Return the request with every sample twice."""
+    dims = request.batch.dims
+    inputs = dict(request.inputs)
+    for name, dim in dims.items():
+        value = inputs[name]
+        assert isinstance(value, Tensor)
+        inputs[name] = torch.cat([value, value], dim=dim)
+    return replace(request, inputs=inputs, batch=Batch(2, dims))
 
 
 def _momentum(model: nn.Module) -> dict[str, float | None]:

@@ -1,7 +1,5 @@
 """The parameters and buffers of one stage, under their names in the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Tied weights: groups of names that mean one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

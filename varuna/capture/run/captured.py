@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import torch
-
 from varuna.capture.cuts import automatic
 from varuna.capture.cuts.carver import Carver
 from varuna.capture.cuts.separability import Separability
@@ -15,15 +13,16 @@ from varuna.capture.graph import checks, passes
 from varuna.capture.graph.attention_masks import replace_masks
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
-from varuna.capture.model.batch import Batch
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.run.program import SpanProgram
+from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError, some
 from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 
 class Captured:
     graph: ModelGraph
+    precision: PrecisionName
     num_segments: int
     cut_automatically: bool  # by a partition, not by CutPoints
     random: bool  # whether any operation draws random numbers
@@ -33,52 +32,45 @@ class Captured:
     def __init__(
         self,
         flat: FlatGraph,
-        batch: Batch,
+        request: TraceRequest,
         *,
         ties: Sequence[tuple[str, ...]],
         shared_draws: frozenset[int],
         momentum: Mapping[str, float | None],
-        precision: PrecisionName,
-        device: torch.device,
         structure: OutputStructure,
         partition: Partition | None = None,
         cut_like: Captured | None = None,
     ) -> None:
         """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition."""
-        symbol = passes.batch_symbol(flat, batch.dims)
-        passes.compute_sizes_from_batch(flat, batch.dims, symbol)
+        self.batch_dims = dict(request.batch.dims)
+        self.precision, self.device = request.precision, request.device
+        passes.compute_sizes_from_batch(flat, self.batch_dims)
         replace_masks(flat)
-        self.shared_draws = passes.bind_randomness(flat, symbol, shared_draws)
+        self.shared_draws = passes.bind_randomness(flat, shared_draws)
         passes.move_items_to_their_list(flat)
         passes.move_buffer_updates_to_their_values(flat)
         passes.drop_needless_detaches(flat)
         passes.drop_dead_nodes(flat)
-        checks.refuse_coupled_samples(flat, symbol)
-        checks.refuse_reordered_samples(flat, symbol)
+        checks.refuse_coupled_samples(flat)
+        checks.refuse_reordered_samples(flat)
         checks.refuse_sparse_gradients(flat)
         flow = Flow(flat)
         self._misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:
-            self._misplaced = automatic.cut_like(
-                flat, flow, cut_like._places, cut_like._holders, cut_like._unused
-            )
+            self._misplaced = automatic.cut_like(flow, cut_like._places, cut_like._holders, cut_like._unused)
             flow = Flow(flat)
         elif partition is not None:
-            automatic.cut(flat, flow, symbol, partition)
+            automatic.cut(flow, partition)
             flow = Flow(flat)
-        checks.refuse_divided_buffers(flat, flow)
-        self.graph = summarize(flat, flow, ties, symbol)
+        checks.refuse_divided_buffers(flow)
+        self.graph = summarize(flow, ties)
         self.num_segments = flat.num_segments
         self.cut_automatically = partition is not None
         self._flat = flat
-        self._symbol = symbol
         self.random = flat.work is not None and bool(flat.work.users)
         self.momentum = {**momentum, **flow.momentum(momentum)}
-        self.precision: PrecisionName = precision
-        self.device = device
-        self.batch_dims = dict(batch.dims)
         self.structure = structure
-        self._carver = Carver(flat, flow, symbol=symbol, precision=precision, device=device)
+        self._carver = Carver(flow, self.precision, self.device)
         self._programs: dict[tuple[int, int], SpanProgram] = {}
 
     def carve(self, first: int, stop: int) -> SpanProgram:
@@ -105,7 +97,7 @@ class Captured:
 
     @cached_property
     def _separability(self) -> Separability:
-        return Separability(self._flat, self.batch_dims, self._symbol)
+        return Separability(self._flat, self.batch_dims)
 
     @property
     def changes_buffers(self) -> bool:
@@ -159,4 +151,4 @@ class Captured:
     @property
     def listing(self) -> list[str]:
         """The model line by line, to find out why two fingerprints differ."""
-        return listing(self._flat, self.graph.ties, self._symbol)
+        return listing(self._flat, self.graph.ties)

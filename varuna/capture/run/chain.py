@@ -26,7 +26,7 @@ UNCOMPILED_SHARE = 0.05
 """Largest share of a chain's operations that is not compiled."""
 
 
-class ChainLink(NamedTuple):
+class ProgramLink(NamedTuple):
     program: SpanProgram  # of the first segment of this kind
     places: tuple[int, ...]  # indices of its state in the chain's state
     first_ordinal: int  # number of its first random operation
@@ -36,7 +36,7 @@ class ChainLink(NamedTuple):
 class ProgramChain:
     """Several programs with the interface of one `SpanProgram`."""
 
-    links: tuple[ChainLink, ...]
+    links: tuple[ProgramLink, ...]
     state: tuple[str, ...]
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
@@ -96,7 +96,7 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
         start = _first_ordinal(program)
         if kind not in shared:
             shared[kind] = _numbered_from_zero(program.to(device), start)
-        links.append(ChainLink(shared[kind], tuple(place_of[name] for name in program.state), start))
+        links.append(ProgramLink(shared[kind], tuple(place_of[name] for name in program.state), start))
     return ProgramChain(
         tuple(links),
         state,

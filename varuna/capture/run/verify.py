@@ -1,7 +1,5 @@
 """Verifies a capture: compares loss and gradients of the carved programs with the model's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

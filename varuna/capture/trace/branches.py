@@ -1,7 +1,5 @@
 """Branches on data whose outcome is known without the data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 torch.export would trace into the forward of a Function and lose the backward that belongs to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

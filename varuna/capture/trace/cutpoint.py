@@ -1,7 +1,5 @@
 """Places where a model may be cut: `CutPoint`, and `cut_after` for models that you do not edit."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re

@@ -4,11 +4,10 @@ In the graph such a module is one operation. A program runs the module's own for
 parameters. It cannot be cut inside. Its random numbers are seeded per sample, as everywhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import sympy
@@ -102,7 +101,7 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
     opaque_ones = {name: module for name, module in model.named_modules() if is_opaque(module)}
     for name, module in opaque_ones.items():
         if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
-            module.__dict__["forward"] = _OpaqueForward(name, module)
+            module.__dict__["forward"] = partial(_recorded_forward, name, module)
             marked.append(module)
     try:
         yield
@@ -111,15 +110,8 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
-class _OpaqueForward:
-    """Replaces the forward of an opaque module."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return record_call(self._name, self._module, args, kwargs)
+def _recorded_forward(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return record_call(name, module, args, kwargs)
 
 
 def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,8 +10,6 @@ Copied results differ from torch's own: they are not views, share a storage, and
 place, passes it to a nested graph, or uses a parameter that autocast would have cached.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,21 +41,17 @@ class _Unhashable(Exception):
     """A key cannot hold this argument."""
 
 
-class _InputNode(NamedTuple):
-    """Stands for the node of the call's tensor with this number."""
+@dataclass(frozen=True)
+class _NodeRef:
+    """Refers to the node of a call's tensor, or to a node that the call itself made."""
 
-    number: int
-
-
-class _OwnNode(NamedTuple):
-    """Stands for the call's own node with this number."""
-
+    is_input: bool
     number: int
 
 
 class _CachedNode(NamedTuple):
     target: Any
-    args: Any  # with nodes replaced by _InputNode and _OwnNode
+    args: Any  # with _NodeRef in place of nodes
     kwargs: Any
     name: str
     meta: dict[str, Any]
@@ -242,8 +237,12 @@ class OperationCache(TorchFunctionMode):
         }
         line = self._line(sys._getframe(2))
         made: list[fx.Node] = []
+
+        def node_of(arg: Any) -> Any:
+            return (inputs if arg.is_input else made)[arg.number] if isinstance(arg, _NodeRef) else arg
+
         for node in earlier.nodes:
-            args, kwargs = _filled((node.args, node.kwargs), inputs, made)
+            args, kwargs = map_aggregate((node.args, node.kwargs), node_of)
             new = tracer.graph.create_node("call_function", node.target, args, kwargs, node.name)
             new.meta = {**node.meta, "nn_module_stack": dict(stack), "stack_trace": line}
             made.append(new)
@@ -302,10 +301,10 @@ def _cached_nodes(
     """Describe the nodes of a call and number them in `own`; None where they cannot be copied."""
     cached: list[_CachedNode] = []
 
-    def placed(arg: Any) -> Any:
-        if arg in own:
-            return _OwnNode(own[arg])
-        return _InputNode(inputs[arg]) if arg in inputs else arg
+    def reference(arg: Any) -> Any:
+        if isinstance(arg, fx.Node) and arg in own:
+            return _NodeRef(False, own[arg])
+        return _NodeRef(True, inputs[arg]) if isinstance(arg, fx.Node) and arg in inputs else arg
 
     for node in nodes:
         leaves = tree_leaves(node.meta.get("val"))
@@ -319,27 +318,7 @@ def _cached_nodes(
             holds_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(arg.meta.get("val")))
             if arg not in inputs and arg not in own and (holds_tensor or arg.op != "call_function"):
                 return None
-        args, kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda arg: placed(arg) if isinstance(arg, fx.Node) else arg
-        )
+        args, kwargs = map_aggregate((node.args, node.kwargs), reference)
         own[node] = len(cached)
         cached.append(_CachedNode(node.target, args, kwargs, node.name, dict(node.meta)))
     return cached
-
-
-def _filled(arg: Any, inputs: Sequence[fx.Node], made: Sequence[fx.Node]) -> Any:
-    """Replace _InputNode and _OwnNode by nodes."""
-    kind = type(arg)
-    if kind is _InputNode:
-        return inputs[arg.number]
-    if kind is _OwnNode:
-        return made[arg.number]
-    if isinstance(arg, tuple):
-        return tuple(_filled(item, inputs, made) for item in arg)
-    if isinstance(arg, list):
-        return [_filled(item, inputs, made) for item in arg]
-    if isinstance(arg, dict):
-        return {name: _filled(item, inputs, made) for name, item in arg.items()}
-    if kind is slice:
-        return slice(*[_filled(item, inputs, made) for item in (arg.start, arg.stop, arg.step)])
-    return arg

@@ -4,8 +4,6 @@ A patch may rely on private names of torch. tests/capture/test_patches.py has on
 fails with the patch's name when a torch release changes what the patch relies on.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import gc

@@ -4,8 +4,6 @@ One recorder is active at a time, and only while a model is traced. CutPoints an
 with `active()`, which returns None outside a capture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Refusals: errors that name the line of the model that cannot be captured, and what to do about it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import linecache

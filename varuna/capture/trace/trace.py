@@ -4,8 +4,6 @@ The trace uses fake tensors: no values, no memory, any model size. The batch siz
 other sizes are those of the example.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings
@@ -42,6 +40,15 @@ LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16
 
 
 @dataclass(frozen=True)
+class TraceRequest:
+    inputs: Mapping[str, object]
+    batch: Batch
+    convention: CallConvention
+    precision: PrecisionName
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class Trace:
     exported: ExportedProgram
     num_cuts: int
@@ -52,47 +59,26 @@ class Trace:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def trace(
-    model: nn.Module,
-    inputs: Mapping[str, object],
-    batch: Batch,
-    *,
-    precision: PrecisionName,
-    device: torch.device,
-    convention: CallConvention,
-    watch: CaptureProgress | None = None,
-) -> Trace:
+def trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | None = None) -> Trace:
     """Trace a model on `meta`. A batch of one sample is a fixed size: torch.export fixes sizes 0 and 1.
 
     Gradients are always enabled: without them a `no_grad` of the model would not show in the graph, and a
     graph that is captured for evaluation may be trained later.
     """
-    attempt = functools.partial(
-        _trace, model, inputs, batch, precision=precision, device=device, convention=convention, watch=watch
-    )
     try:
-        return attempt(reuse=True)
+        return _trace(model, request, watch, reuse=True)
     except Exception as error:  # errors of the model too: report the one that torch itself raises
         log.debug("tracing again without the operation cache: %r", error)
-        return attempt(reuse=False)
+        return _trace(model, request, watch, reuse=False)
 
 
-def _trace(
-    model: nn.Module,
-    inputs: Mapping[str, object],
-    batch: Batch,
-    *,
-    precision: PrecisionName,
-    device: torch.device,
-    convention: CallConvention,
-    watch: CaptureProgress | None,
-    reuse: bool,
-) -> Trace:
+def _trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | None, *, reuse: bool) -> Trace:
+    inputs, convention, device = request.inputs, request.convention, request.device
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake_copy(model, mode, device)
-    size = 1 if batch.size == 1 else hint_size(inputs)
+    size = 1 if request.batch.size == 1 else hint_size(inputs)
     with mode:
-        example, shapes = _example(inputs, batch, size, device)
+        example, shapes = _example(inputs, request.batch, size, device)
     with ExitStack() as stack:
         on_progress = stack.enter_context(watch(_num_runnable(faked))) if watch is not None else None
         recorder = stack.enter_context(recording(faked, on_progress))
@@ -102,7 +88,7 @@ def _trace(
         stack.enter_context(convention.adapted(faked, inputs))
         cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
         stack.enter_context(_running_in([_adapted_calls(recorder), cache], faked))
-        stack.enter_context(autocast(precision, device))
+        stack.enter_context(autocast(request.precision, device))
         stack.enter_context(warnings.catch_warnings())
         # Recurrent modules list their weights again in an attribute; it is not state.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")

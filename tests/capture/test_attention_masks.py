@@ -45,7 +45,7 @@ class Attends(nn.Module):
 
 
 def attention_of(mask: Mask) -> tuple[str, Tensor, Tensor]:
-    """What the captured attention is given, the captured loss, and the model's own."""
+    """Return the kind of mask of the captured attention, the captured loss, and the model's loss."""
     model, x = Attends(mask), torch.randn(5, TOKENS, 4)
     program = Source(model).capture({"x": x}, training=True).carve(0, 1)
     (node,) = [node for node in program.graph_module.graph.nodes if node.target is ATTENTION]
@@ -66,13 +66,13 @@ def attention_of(mask: Mask) -> tuple[str, Tensor, Tensor]:
         (padding, "mask"),
     ],
 )
-def test_a_mask_is_named_where_it_follows_from_sizes_and_means_it(mask: Mask, name: str) -> None:
+def test_a_mask_that_depends_on_sizes_alone_becomes_a_flag(mask: Mask, name: str) -> None:
     found, ours, theirs = attention_of(mask)
     assert found == name
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_mask_that_adds_something_is_kept() -> None:
+def test_only_masks_of_zeros_and_minimum_values_have_a_meaning() -> None:
     assert meaning_of(torch.zeros(3, 3)) == "nothing"
     assert (
         meaning_of(torch.full((3, 3), float("-inf")).triu(1).nan_to_num(0.0, neginf=-torch.inf)) == "causal"
@@ -81,8 +81,8 @@ def test_a_mask_that_adds_something_is_kept() -> None:
     assert meaning_of(torch.ones(2, 3, dtype=torch.bool).tril()) is None
 
 
-def test_gpt2_of_hugging_face_keeps_no_mask() -> None:
-    """It passes a flag where it is not traced, and a mask where it is."""
+def test_gpt2_of_hugging_face_runs_with_the_causal_flag() -> None:
+    """It passes a mask only while it is traced."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=16, vocab_size=16)
     tokens = torch.randint(16, (3, 16))

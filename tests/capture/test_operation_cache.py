@@ -1,4 +1,4 @@
-"""Operations that come again are written down again, and the graph is the one that torch would trace."""
+"""With the operation cache, the graph equals the one that torch traces without it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ WIDTH = 6
 
 
 class Repeated(nn.Module):
-    """So many layers that do the same."""
+    """Several equal layers."""
 
     def __init__(self, run: Callable[["Repeated", nn.Module, Tensor], Tensor], layers: int = 3) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _statistics(model: Repeated, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _state(model: Repeated, layer: nn.Module, x: Tensor) -> Tensor:
-    """The model's own code runs in every layer: what it keeps is of this layer."""
+    """Keeps a value of each layer: the model's own code runs in every layer."""
     x = torch.tanh(layer(x)) * (1 + len(model.kept))
     model.kept.append(x)
     return x
@@ -108,7 +108,7 @@ def _capture(model: nn.Module, precision: PrecisionName = "fp32") -> Captured:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("run", RUNS)
-def test_the_graph_is_the_one_that_torch_traces(
+def test_the_graph_equals_the_one_that_torch_traces(
     run: Any, precision: PrecisionName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = _capture(Repeated(run), precision)
@@ -117,8 +117,8 @@ def test_the_graph_is_the_one_that_torch_traces(
     assert quick.listing == plain.listing and quick.graph == plain.graph
 
 
-def test_a_layer_that_comes_again_costs_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R12: a deep model is captured in the time of a shallow one, and that in which its code runs."""
+def test_torch_traces_a_repeated_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R12: deep models trace as many operations as shallow ones."""
     create = torch.fx.proxy.TracerBase.create_node
     traced: list[object] = []
 
@@ -137,7 +137,7 @@ def test_a_layer_that_comes_again_costs_torch_nothing(monkeypatch: pytest.Monkey
     assert counts[0] == counts[1]
 
 
-def test_opaque_modules_stay_apart() -> None:
+def test_opaque_modules_are_not_cached() -> None:
     model = Repeated(_parts)
     opaque(model, "layers.*")
     assert sum("opaque" in line or "leaf" in line for line in _capture(model).listing) >= 3

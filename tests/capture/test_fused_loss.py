@@ -1,4 +1,4 @@
-"""A loss over many words, made together with its scores, is the loss that the model says."""
+"""The fused loss over a large vocabulary equals the model's plain loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,10 +62,10 @@ def run(model: nn.Module, program: SpanProgram, inputs: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("finish", [as_hugging_face, of_all_but_the_last])
-def test_a_joint_loss_has_the_value_and_the_gradients_of_the_plain_one(
+def test_the_fused_loss_has_the_value_and_gradients_of_the_plain_one(
     finish: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V10, V21: in parts that do not come out even, with labels that do not count."""
+    """V10, V21: in uneven blocks, with ignored labels."""
     monkeypatch.setattr(loss, "BLOCK_BYTES", 5 * 4160 * 8)
     model = Language(finish, bias=bias)
     if finish is of_all_but_the_last:
@@ -80,8 +80,8 @@ def test_a_joint_loss_has_the_value_and_the_gradients_of_the_plain_one(
     torch.testing.assert_close(found, run(model, joint, inputs)[0])
 
 
-def test_in_bf16_it_is_as_near_to_the_exact_one_as_the_plain_one_is() -> None:
-    """V14: exact to the precision's rounding."""
+def test_in_bf16_it_is_as_accurate_as_the_plain_loss() -> None:
+    """V14: up to rounding."""
     model = Language(as_hugging_face, bias=True)
     program, inputs = captured(model, "bf16")
     exact = run(model, captured(model)[0], inputs)
@@ -91,7 +91,7 @@ def test_in_bf16_it_is_as_near_to_the_exact_one_as_the_plain_one_is() -> None:
         assert (joint - right).norm() <= 1.5 * (plain - right).norm() + 1e-4 * right.norm()
 
 
-def test_its_backward_can_be_taken_in_two_parts() -> None:
+def test_its_backward_can_be_split() -> None:
     """V21: a zero-bubble schedule sends the inputs' gradients first."""
     x, inner = torch.rand(3, WIDTH, requires_grad=True), torch.rand(WIDTH, WIDTH, requires_grad=True)
     weight, labels = torch.rand(WORDS, WIDTH, requires_grad=True), torch.tensor([1, -100, 7])
@@ -107,18 +107,18 @@ def test_its_backward_can_be_taken_in_two_parts() -> None:
     )
 
 
-def test_what_nobody_knows_the_shape_of_is_left_alone() -> None:
+def test_a_loss_of_unknown_shape_is_not_fused() -> None:
     program, _ = captured(Language(as_hugging_face, bias=True))
     for node in program.graph_module.graph.nodes:
         node.meta.pop("val", None)
     assert fuse_losses(program) is program
 
 
-def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:
+def test_other_losses_are_not_fused() -> None:
     models = [
         Language(smoothed, bias=True),
         Language(used_twice, bias=True),
-        Language(as_hugging_face, bias=True).double(),  # whose scores the model itself makes coarser
+        Language(as_hugging_face, bias=True).double(),  # whose scores the model rounds itself
         Language(as_hugging_face, bias=True, words=9),
     ]
     for model in models:
@@ -126,19 +126,19 @@ def test_what_is_more_than_a_loss_over_many_words_stays_as_it_is() -> None:
         assert fuse_losses(program) is program
 
 
-def test_a_processor_keeps_the_plain_loss() -> None:
+def test_the_cpu_keeps_the_plain_loss() -> None:
     program, _ = captured(Language(as_hugging_face, bias=True))
     assert with_fused_loss(program) is program
 
 
-def test_labels_of_which_none_counts_give_what_torch_gives() -> None:
+def test_a_batch_of_ignored_labels_gives_nan_like_torch() -> None:
     hidden, weight = torch.rand(2, WIDTH, requires_grad=True), torch.rand(WORDS, WIDTH)
     found = fused_cross_entropy(hidden, weight, None, torch.tensor([-100, -100]), -100, True)
     assert found.isnan() and F.cross_entropy(hidden @ weight.t(), torch.tensor([-100, -100])).isnan()
 
 
 @given(st.integers(0, 5000), st.integers(1, 1 << 30))
-def test_parts_follow_each_other_and_fit(count: int, row_bytes: int) -> None:
+def test_blocks_cover_all_rows_and_fit(count: int, row_bytes: int) -> None:
     found = row_blocks(count, row_bytes)
     assert [row for first, stop in found for row in range(first, stop)] == list(range(count))
     assert all(

@@ -1,4 +1,4 @@
-"""Any span of segments, carved out and chained with the others, is the model."""
+"""Programs of any spans, run one after another, equal the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from varuna.types import Work
 
 
 def layouts(n: int) -> list[list[int]]:
-    """Every way to cut n segments into stages."""
+    """All divisions of n segments into stages."""
     return [[0, *cuts, n] for depth in range(n) for cuts in itertools.combinations(range(1, n), depth)]
 
 
@@ -45,7 +45,7 @@ def test_any_value_may_cross_any_cut() -> None:
     assert_same(Everything(), tokens(4), batch=4, layouts=layouts(4))
 
 
-def test_one_capture_serves_every_batch_size_and_one_sample_has_its_own() -> None:
+def test_one_capture_serves_all_batch_sizes_but_one_sample() -> None:
     torch.manual_seed(0)
     source = Source(model := Everything())
     two = source.capture(tokens(2), training=True)
@@ -55,7 +55,7 @@ def test_one_capture_serves_every_batch_size_and_one_sample_has_its_own() -> Non
         assert_same(model, tokens(size), batch=size, source=source)
 
 
-def test_no_layer_is_lost_where_a_span_is_impossible() -> None:
+def test_an_impossible_span_is_refused_and_segments_hold_all_parameters() -> None:
     """V2"""
     captured = Source(Mlp()).capture(batch_of(2), training=True)
     for first, stop in ((0, 5), (2, 2), (-1, 2)):
@@ -65,7 +65,7 @@ def test_no_layer_is_lost_where_a_span_is_impossible() -> None:
     assert sorted(parameters) == sorted(name for name, _ in Mlp().named_parameters())
 
 
-def test_values_that_follow_from_the_inputs_are_made_again_and_not_sent() -> None:
+def test_values_that_follow_from_the_inputs_are_recomputed_and_not_sent() -> None:
     """V3"""
     captured = Source(Everything()).capture(tokens(2), training=True)
     kinds = [[spec.needs_grad for spec in captured.carve(i, 4).received] for i in (1, 2, 3)]
@@ -77,7 +77,7 @@ def test_values_that_follow_from_the_inputs_are_made_again_and_not_sent() -> Non
     assert "ids" in captured.carve(2, 3).inputs
 
 
-def test_a_value_that_needs_no_gradient_and_is_dear_is_sent_without_a_way_back() -> None:
+def test_an_expensive_value_without_gradient_is_sent_one_way() -> None:
     """V3"""
 
     class Frozen(nn.Module):
@@ -99,7 +99,7 @@ def test_a_value_that_needs_no_gradient_and_is_dear_is_sent_without_a_way_back()
     ]
 
 
-def test_a_weight_seen_through_a_view_is_read_where_it_is_used_and_not_sent() -> None:
+def test_a_view_of_a_weight_is_recomputed_where_it_is_used() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +131,7 @@ def test_buffers_change_once_for_each_run_of_their_stage() -> None:
         assert torch.equal(found[f"buffer {name}"], buffer), name
 
 
-def test_eval_is_a_capture_of_its_own_that_touches_no_buffer() -> None:
+def test_evaluation_is_captured_separately_and_updates_no_statistics() -> None:
     torch.manual_seed(0)
     source = Source(model := Everything(dropout=0.5))
     captured = source.capture(tokens(4), training=False)
@@ -191,7 +191,7 @@ def test_inputs_may_be_shared_by_all_samples_or_have_their_batch_elsewhere() -> 
         Source(model).capture(inputs, training=True)
 
 
-def test_inputs_that_are_one_tensor_in_the_example_stay_two() -> None:
+def test_two_inputs_that_are_one_tensor_in_the_example_stay_separate() -> None:
     ids = torch.randint(0, 11, (3, 5))
     source = Source(model := Everything())
     source.capture({"ids": ids, "labels": ids, "scale": 0.5, "nothing": None}, training=True)
