@@ -77,7 +77,6 @@ def test_unchecked_distributions() -> None:
     name = "unchecked_distributions"
     default = getattr(Distribution, "_validate_args", None)
     require(name, isinstance(default, bool), "Distribution._validate_args")
-    require_parameters(name, Distribution, "set_default_validate_args", "value")
 
 
 def test_symbolic_len() -> None:

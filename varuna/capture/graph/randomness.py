@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from varuna.capture.graph.dropout_attention import attention
 from varuna.types import Work
 
 SHARED = -1
-_generators: dict[torch.device, torch.Generator] = {}
 
 
 SampleDim = tuple[int, int]
@@ -138,18 +138,13 @@ def _of_sample(leaf: Any, sample_dim: SampleDim | None, i: int) -> Any:
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device:
-    for leaf in leaves:
-        if isinstance(leaf, torch.device):
-            return leaf
-        if isinstance(leaf, Tensor):
-            return leaf.device
-    return torch.device("cpu")
+    found = next((leaf for leaf in leaves if isinstance(leaf, torch.device | Tensor)), torch.device("cpu"))
+    return found.device if isinstance(found, Tensor) else found
 
 
+@cache
 def _generator(device: torch.device) -> torch.Generator:
-    if device not in _generators:
-        _generators[device] = torch.Generator(device)
-    return _generators[device]
+    return torch.Generator(device)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -54,18 +55,16 @@ class CallConvention:
 
         Only the loss leaves the graph: what only other outputs need is not computed.
         """
-        hook = model.register_forward_hook(lambda _module, _args, output: find_loss(output))
         original = model.forward
 
         def forward(**given: Any) -> Any:
             return original(**given)
 
-        model.forward = _declaring(forward, inputs)
-        try:
+        with (
+            model.register_forward_hook(lambda _module, _args, output: find_loss(output)),
+            patch.object(model, "forward", _declaring(forward, inputs)),
+        ):
             yield
-        finally:
-            hook.remove()
-            model.forward = original
 
     def structure(self) -> OutputStructure:
         """Return the structure of the last output of the adapted model."""
@@ -127,11 +126,8 @@ class StructuredCall(CallConvention):
             )
             return self._output_tensors(original(*bound.args, **bound.kwargs), set(map(id, leaves.values())))
 
-        model.forward = _declaring(forward, inputs)
-        try:
+        with patch.object(model, "forward", _declaring(forward, inputs)):
             yield
-        finally:
-            model.forward = original
 
     def structure(self) -> OutputStructure:
         assert self._structure is not None, "the model has not run yet"

@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -160,8 +161,7 @@ class Source:
 
 
 def _look_up(model: nn.Module, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    found = getattr(model.get_submodule(path), leaf)
+    found = attrgetter(name)(model)
     assert isinstance(found, Tensor)
     return found
 

@@ -62,19 +62,18 @@ class ProgramChain:
     def compiled(self) -> ProgramChain:
         """Return the chain with its programs compiled at their first run, except those not worth it."""
         programs = {id(link.program): link.program for link in self.links}
-        skipped = self._not_worth_compiling()
+        skipped = self._not_worth_compiling(programs)
         made = {key: program if key in skipped else program.compiled() for key, program in programs.items()}
         return replace(
             self, links=tuple(link._replace(program=made[id(link.program)]) for link in self.links)
         )
 
-    def _not_worth_compiling(self) -> set[int]:
+    def _not_worth_compiling(self, programs: Mapping[int, SpanProgram]) -> set[int]:
         """Return ids of small programs that run once and before the loss, such as an embedding.
 
         Each takes as long to compile as a whole block.
         """
         times = Counter(id(link.program) for link in self.links)
-        programs = {id(link.program): link.program for link in self.links}
         sizes = {key: _num_operations(program) for key, program in programs.items()}
         left = UNCOMPILED_SHARE * sum(times[key] * size for key, size in sizes.items())
         found = set()

@@ -38,7 +38,7 @@ class SpanProgram:
 
     @property
     def repeats(self) -> bool:
-        """Whether it runs the same operations for all values and all work."""
+        """True if it runs the same operations for all values and all work."""
         return not self.random and not self.leaves
 
     def __call__(

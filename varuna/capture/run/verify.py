@@ -12,7 +12,7 @@ from varuna.capture.model.tied_weights import canonical_names
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram
-from varuna.capture.trace.trace import autocast
+from varuna.capture.trace.trace import autocast, without_kv_cache
 from varuna.errors import CaptureError
 from varuna.types import Work
 
@@ -58,16 +58,12 @@ def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any]) -> R
     name, dim = next(iter(captured.batch_dims.items()))
     batch = inputs[name].shape[dim]
     draws = plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch)
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    if use_cache is not None:
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
-        with draws.with_shared_draws(captured.shared_draws), autocast(captured.precision, captured.device):
-            loss = find_loss(model(**inputs))
-    finally:
-        if use_cache is not None:
-            config.use_cache = use_cache  # type: ignore[union-attr]
+    with (
+        without_kv_cache(model),
+        draws.with_shared_draws(captured.shared_draws),
+        autocast(captured.precision, captured.device),
+    ):
+        loss = find_loss(model(**inputs))
     named = model.named_parameters(remove_duplicate=False)
     trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()

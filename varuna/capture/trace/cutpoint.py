@@ -1,9 +1,8 @@
 """Places where a model may be cut: `CutPoint`, and `cut_after` for models that you do not edit."""
 
 import difflib
-import fnmatch
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,9 +90,7 @@ def cut_after(model: nn.Module, *patterns: str) -> list[str]:
 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(
-        re.fullmatch(fnmatch.translate(want), part) for part, want in zip(parts, wanted, strict=True)
-    )
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:

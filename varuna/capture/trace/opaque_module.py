@@ -5,10 +5,11 @@ parameters. It cannot be cut inside. Its random numbers are seeded per sample, a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -97,17 +98,13 @@ class RecordedCall:
 @contextmanager
 def leaves_marked(model: nn.Module) -> Iterator[None]:
     """Let each opaque module of the model add one operation to the graph in place of its own."""
-    marked: list[nn.Module] = []
     opaque_ones = {name: module for name, module in model.named_modules() if is_opaque(module)}
-    for name, module in opaque_ones.items():
-        if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
-            module.__dict__["forward"] = partial(_recorded_forward, name, module)
-            marked.append(module)
-    try:
+    with ExitStack() as stack:
+        for name, module in opaque_ones.items():
+            if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
+                forward = partial(_recorded_forward, name, module)
+                stack.enter_context(patch.object(module, "forward", forward))
         yield
-    finally:
-        for module in marked:
-            del module.__dict__["forward"]
 
 
 def _recorded_forward(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ cache instead copies the nodes of the earlier call for the new tensors, and make
 ones. A call that may differ is left to torch.
 
 Copied results differ from torch's own: they are not views, share a storage, and have a substitute for a
-`grad_fn`. `CannotReuse` asks for a trace without the cache where that would show: the model changes one in
+`grad_fn`. `CannotReuse` requests a trace without the cache where that would show: the model changes one in
 place, passes it to a nested graph, or uses a parameter that autocast would have cached.
 """
 

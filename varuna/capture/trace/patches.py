@@ -115,12 +115,8 @@ def gradient_calls(wrap: Callable[[str, Any], Any]) -> Iterator[None]:
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
     """Stop distributions from checking their arguments, which are unknown while tracing."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
+    with patch.object(Distribution, "_validate_args", False):
         yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def _trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | Non
         recorder = stack.enter_context(recording(faked, on_progress))
         stack.enter_context(explained_failures(recorder, size))
         stack.enter_context(leaves_marked(faked))
-        stack.enter_context(_without_kv_cache(faked))
+        stack.enter_context(without_kv_cache(faked))
         stack.enter_context(convention.adapted(faked, inputs))
         cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
         stack.enter_context(_running_in([_adapted_calls(recorder), cache], faked))
@@ -146,11 +147,8 @@ def _running_in(contexts: Sequence[AbstractContextManager[Any]], model: nn.Modul
                 stack.enter_context(context)
             return original(*args, **kwargs)
 
-    model.forward = forward
-    try:
+    with patch.object(model, "forward", forward):
         yield
-    finally:
-        model.forward = original
 
 
 def _num_runnable(model: nn.Module) -> int:
@@ -166,15 +164,11 @@ def autocast(precision: PrecisionName, device: torch.device) -> Any:
 
 
 @contextmanager
-def _without_kv_cache(model: nn.Module) -> Iterator[None]:
+def without_kv_cache(model: nn.Module) -> Iterator[None]:
     """Switch off the key-value cache that Hugging Face models fill by default."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "use_cache")}
-    before = {key: config.use_cache for key, config in configs.items()}
-    for config in configs.values():
-        config.use_cache = False
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(patch.object(config, "use_cache", False))
         yield
-    finally:
-        for key, config in configs.items():
-            config.use_cache = before[key]
