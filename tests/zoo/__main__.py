@@ -1,4 +1,4 @@
-"""`python -m tests.zoo [--here] [name ...]`: every model at every layout, and what became of it."""
+"""`python -m tests.zoo [--here] [name ...]`: test every model at every layout and print the results."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Modules that nobody would write: random operations on random values, with random results."""
+"""Random graphs: modules of random operations on random values."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Values = list[Tensor]
 
 
 class Graph(nn.Module):
-    """Every step takes some of the values so far, all of them [batch, WIDTH], and adds one."""
+    """Every step takes some earlier values of shape [batch, WIDTH] and adds one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

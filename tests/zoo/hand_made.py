@@ -31,7 +31,7 @@ def sequence(n: int, g: torch.Generator) -> Call:
 
 
 def mean_square(out: Any) -> Tensor:
-    """Of all floating tensors in the outputs: a mean over the samples."""
+    """Return the mean over the samples of all floating-point outputs."""
     tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors:
         return torch.zeros(())
@@ -220,7 +220,7 @@ class TimeFirst(nn.Module):
         return self.head(self.body(x)[0]).mean(0)
 
 
-# ------------------------------------------------------------------ ways of writing
+# ------------------------------------------------------------------ styles of code
 
 
 class Siamese(nn.Module):
@@ -606,7 +606,7 @@ class FixedBatch(nn.Module):
 
 
 class Filtered(nn.Module):
-    """A number of rows that only the data tell, back in a size that is known."""
+    """Selects rows by data, and returns to a known size."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The quick way: all stages of a model in one process, one after the other, against the model itself.
+"""Runs all stages of a model in one process, one after another, and compares them with the model.
 
-What crosses a cut is taken off its graph and put onto the next stage's, as between processes.
+Values that cross a cut are detached and become inputs of the next stage, as between processes.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ FINEST = 0
 
 
 def run_here(case: Case, stages: Sequence[int] = (2, FINEST), sizes: Sequence[int] = (7,)) -> int:
-    """Raises where any cut changes outputs, gradients or buffers; gives the number of segments."""
+    """Raise if any cut changes outputs, gradients or buffers; return the number of segments."""
     with default_dtype(case.dtype):
         model = made(case)
         source = Source(model, partition=partition)
@@ -136,7 +136,7 @@ def _forwards(
 
 
 def _assert_held(captured: Captured, first: int, stop: int) -> None:
-    """A stage trains what it uses, all of it and nothing else: what nothing uses is in the first segment."""
+    """Assert that each stage holds the state it uses, and the first segment the unused state."""
     segments = captured.graph.segments
     parameters = {name for segment in segments for name in segment.parameters}
     used = set(captured.carve(0, captured.num_segments).state) & parameters

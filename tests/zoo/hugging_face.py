@@ -1,4 +1,4 @@
-"""Hugging Face models of every kind, small and from their configs alone, as their classes come."""
+"""Hugging Face models of every kind, small, from their configs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +113,7 @@ def words(n: int, g: torch.Generator, length: int = LENGTH) -> Tensor:
 
 
 def padding(n: int, g: torch.Generator) -> Tensor:
-    """Ones, then zeros from where a sentence ends."""
+    """Return ones, and zeros after the end of each sentence."""
     ends = torch.randint(LENGTH // 2, LENGTH + 1, (n, 1), generator=g)
     return (torch.arange(LENGTH) < ends).long()
 
@@ -152,7 +152,7 @@ def labelled_pictures(n: int, g: torch.Generator) -> Call:
 
 
 def large_pictures(n: int, g: torch.Generator) -> Call:
-    """Of which four pixels are left at the end: BatchNorm takes no single one."""
+    """Images that have four pixels at the end: BatchNorm rejects a single one."""
     picture = torch.randn(n, 3, 64, 64, generator=g, dtype=torch.float64).to(torch.get_default_dtype())
     return (), {"pixel_values": picture, "labels": torch.randint(0, 5, (n,), generator=g)}
 
@@ -177,7 +177,7 @@ def of_loss(out: Any) -> Tensor:
 
 
 def of_scores(out: Any) -> Tensor:
-    """A loss outside of the model: a mean over the samples."""
+    """A loss outside the model: a mean over the samples."""
     scores: Tensor = out[0]
     return scores.square().flatten(1).mean(1).mean() if scores.shape[0] else scores.sum()
 
@@ -196,7 +196,7 @@ def hugging_face(
 
 
 def experts(*args: Any, **kwargs: Any) -> Case:
-    """In fp32: the product of groups knows no fp64."""
+    """A case in fp32: grouped_mm has no fp64."""
     return case(*args, **kwargs, dtype=torch.float32)
 
 
@@ -217,7 +217,7 @@ def case(
 
 
 class Embeddings(nn.Module):
-    """Both towers, without the scores of every text against every picture."""
+    """Both towers of CLIP, without the scores of every text against every image."""
 
     def __init__(self, towers: nn.Module) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ CASES: dict[str, Case] = {
         ),
         translated,
         of_loss,
-        by_microbatch=True,  # whose tokens a mask of the experts' dropout is for, only a run can tell
+        by_microbatch=True,  # the tokens of the experts' dropout masks are known only at run time
         dtype=torch.float32,
     ),
     "Qwen2-MoE": experts("Qwen2Moe", CAUSAL, {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 16}),

@@ -1,4 +1,4 @@
-"""More of Hugging Face's models: those that nobody here had in mind when the capture was written."""
+"""More Hugging Face models, which the capture was not written for."""
 
 import torch
 

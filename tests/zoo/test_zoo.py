@@ -1,6 +1,6 @@
-"""Unlike models, wrapped as they are at several layouts, against one plain process.
+"""Different models, wrapped without changes at several layouts, compared with one plain process.
 
-`python -m tests.zoo` walks through all of them; here are those that ask most of a capture.
+`python -m tests.zoo` tests all of them; here are the hardest to capture.
 """
 
 from typing import Any
@@ -19,15 +19,15 @@ from tests.zoo.trial import Layout, made
 from varuna.errors import CaptureError
 
 
-def test_parameters_that_no_loss_reaches_are_left_alone(pool: Pool) -> None:
-    """R5: they have no gradient, as in one process, and so no decay; over stages and replicas."""
+def test_parameters_without_gradient_do_not_change(pool: Pool) -> None:
+    """R5: no gradient and no decay, as in one process, over stages and replicas."""
     for layouts in ([Layout((1, 1)), Layout((2,), 3)], [Layout((2, 2))]):
         for answers in pool.run(try_one, layouts[0].world, "unused parameters", layouts):
             assert answers == ["ok"] * len(layouts)
 
 
 @pytest.mark.parametrize("name", ["Switch Transformers", "Bloom"])
-def test_hugging_face_models_train_as_they_are(pool: Pool, name: str) -> None:
+def test_hugging_face_models_train_without_changes(pool: Pool, name: str) -> None:
     """B8, R5, R6: an encoder and a decoder whose experts loop over data; an autograd.Function."""
     layouts = [Layout((1, 1)), Layout((2,), 3)]
     for answers in pool.run(try_one, 2, name, layouts, timeout=150):
@@ -66,19 +66,19 @@ def test_random_graphs_are_cut_anywhere(seed: int) -> None:
         ("numpy inside", "y.detach().numpy()"),
     ],
 )
-def test_what_means_something_else_in_each_microbatch_is_refused_by_its_line(name: str, words: str) -> None:
+def test_models_that_cannot_be_captured_are_refused_by_their_line(name: str, words: str) -> None:
     """R6"""
     with pytest.raises(CaptureError) as refusal:
         run_here(hand_made.CASES[name])
     assert "hand_made.py:" in str(refusal.value) and words in str(refusal.value)
 
 
-def test_inputs_of_another_shape_or_dtype_are_captured_anew(pool: Pool) -> None:
-    """R2: and cut alike, on all ranks; evaluation and autocast too."""
-    pool.run(call_in_many_ways, 2)
+def test_inputs_of_another_shape_or_dtype_are_captured_separately(pool: Pool) -> None:
+    """R2: and cut at the same places on all ranks; also evaluation and autocast."""
+    pool.run(call_with_other_inputs, 2)
 
 
-def call_in_many_ways() -> None:
+def call_with_other_inputs() -> None:
     case = case_of("Llama, no labels")
     plain, model = made(case), made(case)
     wrapped = RaNNCModule(model, device="cpu", partition_num=2, pipeline_num=2, timeout_seconds=60)

@@ -1,4 +1,4 @@
-"""Walks through the zoo: each model in turn, and one line on what became of it."""
+"""Tests each model in turn and prints one line per model."""
 
 import multiprocessing as mp
 import os
@@ -37,7 +37,7 @@ MANY = [
     Layout((8,), 1),
     Layout((5,), 1),
 ]
-"""Of 5 to 8 ranks, of which each model has its turn with one: batches are smaller than these are wide."""
+"""Layouts of 5 to 8 ranks, one for each model in turn; some ranks get no samples."""
 
 
 def case_of(name: str) -> Case:
@@ -46,7 +46,7 @@ def case_of(name: str) -> Case:
 
 
 def cases(wanted: list[str]) -> dict[str, Case]:
-    # Which take their time: who asks for another case need not wait.
+    # Imported late: these modules are slow to import.
     from tests.zoo import hugging_face, more_hugging_face
 
     everything = {**hugging_face.CASES, **more_hugging_face.CASES, **hand_made.CASES}
@@ -68,7 +68,7 @@ def tour_here(wanted: list[str]) -> None:
 
 
 def try_one(name: str, layouts: list[Layout]) -> list[str]:
-    """On one rank: what became of each layout."""
+    """Return the result of each layout on this rank."""
     found = []
     for layout in layouts:
         try:
@@ -84,7 +84,7 @@ def try_one(name: str, layouts: list[Layout]) -> list[str]:
 
 
 def tour(wanted: list[str]) -> None:
-    """Each model is captured in a process of its own, whose children are the ranks of every layout."""
+    """Capture each model in a separate process, whose children are the ranks of every layout."""
     torch.set_num_threads(1)
     for number, name in enumerate(cases(wanted)):
         began = time.monotonic()
@@ -93,7 +93,7 @@ def tour(wanted: list[str]) -> None:
 
 
 def _visit(_rank: int, name: str, many: Layout) -> str:
-    """What became of one model: where layouts differ from one process, of the first that does."""
+    """Return the result of one model: the first layout that differs from one process, if any."""
     case = case_of(name)
     os.environ["MASTER_PORT"] = str(free_port())
     for layout in (Layout((1,)), Layout((1,), max(trial.BATCHES))):  # also with one sample each
@@ -126,7 +126,7 @@ def _as_rank(rank: int, name: str, layout: Layout, port: int) -> str:
 
 
 def _answers(ranks: int, task: Any, *args: Any) -> list[str]:
-    """What forked processes say, each of which knows all that this one does."""
+    """Return the results of forked processes, which share this one's memory."""
     fork = mp.get_context("fork")
     found = ["no answer"] * ranks
     workers, pending = [], {}

@@ -1,4 +1,4 @@
-"""One model, wrapped and plain: the same steps by both, compared by every rank, element by element."""
+"""Trains a wrapped model and the plain one, and compares them element by element on every rank."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,19 +19,19 @@ from varuna.types import spread_evenly
 
 SEED = 7
 BATCHES = (7, 7, 5)
-"""Of the steps: no size of any model here, so that nobody takes another dimension for the batch."""
+"""Batch sizes of the steps. No model has a dimension of these sizes."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is called with, and what is made of its outputs."""
+    """A model with its inputs and its loss."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[int, torch.Generator], Call]  # of so many samples
+    inputs: Callable[[int, torch.Generator], Call]  # for a number of samples
     loss: Callable[[Any], Tensor]
-    by_microbatch: bool = False  # as BatchNorm is: the samples that run together see each other
+    by_microbatch: bool = False  # as with BatchNorm: the samples of a micro-batch influence each other
     options: Mapping[str, Any] = field(default_factory=dict)  # of the wrapper
     dtype: torch.dtype = torch.float64
 
@@ -52,7 +52,7 @@ class Layout:
 
 
 def shares(step: int, layout: Layout) -> tuple[int, ...]:
-    """Of each rank: in the last step the first rank has none, where there are several."""
+    """Return the samples of each rank; in the last step of several ranks, the first has none."""
     size, ranks = BATCHES[step], layout.world
     if step < len(BATCHES) - 1 or ranks == 1:
         return spread_evenly(size, parts=ranks)
@@ -60,13 +60,13 @@ def shares(step: int, layout: Layout) -> tuple[int, ...]:
 
 
 def run(case: Case, layout: Layout, *, key: Hashable) -> None:
-    """On every rank: raises where the wrapped model differs from the plain one."""
+    """Raise, on every rank, if the wrapped model differs from the plain one."""
     with default_dtype(case.dtype), remembering(key):
         _compare(_wrapped(case, layout), _plain(case, layout), layout)
 
 
 def fits(case: Case, layout: Layout) -> bool:
-    """Samples that see each other have one process to be compared with where all replicas are alike."""
+    """Return whether one process can compute the same, although samples may influence each other."""
     return not case.by_microbatch or len(set(layout.replicas)) == 1
 
 
@@ -86,7 +86,7 @@ def made(case: Case) -> nn.Module:
 
 
 def made_plain(case: Case) -> nn.Module:
-    """The same without a cache for generation among its outputs: a wrapped model makes none."""
+    """Drop the cache for generation from the outputs: a wrapped model makes none."""
     model = made(case)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
@@ -189,7 +189,7 @@ def _plain(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def _microbatches(step: int, layout: Layout) -> list[tuple[int, int]]:
-    """As the pipeline cuts it: evenly over replicas (of one stage: as it was given), each into so many."""
+    """Divide a batch like the pipeline: over replicas (one stage: as given), then into micro-batches."""
     found, first = [], 0
     (width,) = set(layout.replicas)
     one_stage = len(layout.replicas) == 1
@@ -247,7 +247,7 @@ def _kind(gradient: Tensor | None) -> str:
 
 
 def close(found: Any, expected: Tensor, what: str, *, atol: float) -> None:
-    if expected.dtype == torch.float32:  # whose sums depend on their order by so much
+    if expected.dtype == torch.float32:  # rounding of sums in another order
         atol = max(atol, 1e-5)
     torch.testing.assert_close(
         found, expected, rtol=1e-5, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
@@ -255,14 +255,14 @@ def close(found: Any, expected: Tensor, what: str, *, atol: float) -> None:
 
 
 class _Remembering(RememberingSource):
-    """Of the case at hand alone: the models of a zoo are many."""
+    """Remembers the captures of the current case only."""
 
     remembered: ClassVar[dict[Hashable, Captured]] = {}
 
 
 @contextmanager
 def remembering(case: Hashable) -> Iterator[None]:
-    """Within, what is wrapped is this case."""
+    """Remember captures of this case inside the context."""
     if case != _Remembering.toy:
         _Remembering.remembered.clear()
     pyrannc.partitioning.Source, _Remembering.toy = _Remembering, case  # type: ignore[misc]
