@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from varuna.capture.model.initialization import initialized, is_poisoned, own_tensor, poisoned
 from varuna.capture.model.source import Source
+from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.run.captured import Captured
 from varuna.errors import CaptureError
 
@@ -94,19 +95,12 @@ def adopted_state(
         else:
             values[name] = source.value(name)
             values[name].data = values[name].data.to(device)
-    for name, shell in _meta_tensors(source).items():
+    for name, shell in named_tensors(source.meta_model).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         places: dict[str, Any] = owner._parameters if isinstance(shell, nn.Parameter) else owner._buffers
         places[leaf] = values.get(source.canonical.get(name, name), shell)
     return _held(source, values)
-
-
-def _meta_tensors(source: Source) -> dict[str, Tensor]:
-    return {
-        **dict(source.meta_model.named_parameters(remove_duplicate=False)),
-        **dict(source.meta_model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[str, Tensor]:
@@ -115,7 +109,7 @@ def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[s
     wanted = {name for segment in segments for name in (*segment.parameters, *segment.buffers)}
     # Values that are recomputed after a cut read buffers of earlier segments.
     wanted.update(captured.carve(first, stop).state)
-    return {name: shell for name, shell in _meta_tensors(source).items() if name in wanted}
+    return {name: shell for name, shell in named_tensors(source.meta_model).items() if name in wanted}
 
 
 def _like(shell: Tensor, value: Tensor) -> Tensor:

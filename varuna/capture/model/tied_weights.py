@@ -7,15 +7,18 @@ from torch import Tensor, nn
 from varuna.errors import CaptureError
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name, tied ones under each of their names."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return {**tensors, **dict(module.named_buffers(remove_duplicate=False))}
+
+
 def find_ties(model: nn.Module, declared: Sequence[tuple[str, str]] | None) -> tuple[tuple[str, ...], ...]:
     """Return groups of two or more names of one tensor; the first name of a group is the canonical one."""
     groups: list[list[str]] = []
     by_key: dict[object, list[str]] = {}
-    everything = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in everything:
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
         group = by_key.get(id(tensor)) or by_key.get(_storage_key(tensor))
         if group is None:
             group = []
@@ -24,8 +27,8 @@ def find_ties(model: nn.Module, declared: Sequence[tuple[str, str]] | None) -> t
         by_key[id(tensor)] = group
         by_key[_storage_key(tensor)] = group
     for pair in declared or ():
-        _join(groups, pair, dict(everything))
-    position = {name: i for i, (name, _) in enumerate(everything)}
+        _join(groups, pair, tensors)
+    position = {name: i for i, name in enumerate(tensors)}
     tied = [sorted(group, key=position.__getitem__) for group in groups if len(group) > 1]
     return tuple(tuple(group) for group in sorted(tied, key=lambda group: position[group[0]]))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture.model.call_convention import find_loss
-from varuna.capture.model.tied_weights import canonical_names
+from varuna.capture.model.tied_weights import canonical_names, named_tensors
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram
@@ -24,8 +24,7 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, obj
 
     Leaves the model unchanged.
     """
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
+    tensors = named_tensors(model)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modes = {name: module.training for name, module in model.named_modules()}
     rng = torch.get_rng_state()

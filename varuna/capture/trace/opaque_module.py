@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna.capture.model.copies import uninitialized_copy
+from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.trace import patches
 from varuna.capture.trace.cutpoint import modules_named
@@ -220,9 +221,7 @@ class OpaqueLeaf(nn.Module):
         self.name = call.name
         # In a tuple, so that its parameters are not registered: every call passes them in.
         self._module = (call.module,)
-        self.names = tuple(dict(call.module.named_parameters(remove_duplicate=False))) + tuple(
-            dict(call.module.named_buffers(remove_duplicate=False))
-        )
+        self.names = tuple(named_tensors(call.module))
 
     @property
     def module(self) -> nn.Module:
