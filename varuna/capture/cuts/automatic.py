@@ -67,10 +67,7 @@ class MisplacedState:
 
 
 def cut_like(
-    flow: Flow,
-    segment_of: Mapping[Place, int],
-    holders: Mapping[str, set[int]],
-    unused: Collection[str],
+    flow: Flow, segment_of: Mapping[Place, int], holders: Mapping[str, set[int]], unused: Collection[str]
 ) -> list[MisplacedState]:
     """Cut the graph like an earlier capture, and return the state that does not fit.
 

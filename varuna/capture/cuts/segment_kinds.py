@@ -18,11 +18,7 @@ from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.program import SpanProgram, attributes, build, under_autocast
 
-ORDINAL_INDICES: dict[Any, int] = {
-    randomness.dropout: 3,
-    randomness.draw: 4,
-    randomness.draw_in_place: 4,
-}
+ORDINAL_INDICES: dict[Any, int] = {randomness.dropout: 3, randomness.draw: 4, randomness.draw_in_place: 4}
 """Index of the argument that holds the ordinal."""
 
 

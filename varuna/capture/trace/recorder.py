@@ -136,10 +136,7 @@ def recording(model: nn.Module, on_progress: Callable[[int], None] | None = None
     if _active is not None:
         raise RuntimeError("another capture is already running in this process")
     recorder = TraceRecorder(model, on_progress)
-    hooks = [
-        register_module_forward_pre_hook(recorder._enter),
-        register_module_forward_hook(recorder._leave),
-    ]
+    hooks = [register_module_forward_pre_hook(recorder._enter), register_module_forward_hook(recorder._leave)]
     _active = recorder
     try:
         yield recorder
