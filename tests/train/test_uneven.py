@@ -168,7 +168,7 @@ def test_samples_weigh_as_asked_and_shares_of_different_batches_are_refused(pool
     """Features of one sample must not meet the label of another, unnoticed."""
     for found in pool.run(weigh_and_refuse, 3):
         assert found["weighted"] == pytest.approx(weighted_loss(), rel=1e-10)
-        assert "not the same on stages 0 and 1" in found["dealt in turn"]
+        assert "differs between stages 0 and 1" in found["dealt in turn"]
         assert "SampleOrder" in found["dealt in turn"]
         assert "were given different batches" in found["too few"] and "stage 1: [3]" in found["too few"]
         assert "different 'x'" in found["another order"]

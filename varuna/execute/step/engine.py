@@ -9,7 +9,7 @@ The engine does not know models or optimizers: a job names the program and its i
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from varuna.execute.device.event_times import recorder_for
 from varuna.execute.device.host_copy import HostCopy, runs_ahead
 from varuna.execute.step.scatter import MicroBatch
 from varuna.execute.step.stage import Stage, StageProgram
+from varuna.observe.record import Recorder
 from varuna.schedule import Cursor
 from varuna.types import Instruction, Op, TensorSpec, Work
 
@@ -69,31 +70,23 @@ class TrainingStep:
     seeds: dict[float, Tensor] = field(default_factory=dict)  # micro-batches of equal weight share one
 
 
+@dataclass
 class Engine:
-    def __init__(
-        self,
-        stage: Stage,
-        *,
-        index: int,
-        stages: int,
-        upstream: AdjacentStage | None,
-        downstream: AdjacentStage | None,
-        waiter: Waiter | None,
-        device: torch.device,
-        poll: Callable[[], None] = lambda: None,  # reads what has arrived
-        delay: Callable[[Op, int], float] | None = None,  # extra seconds: simulates slow machines
-    ) -> None:
-        self.stage = stage
-        self.index = index
-        self.stages = stages
-        self.upstream = upstream
-        self.downstream = downstream
-        self.waiter = waiter
-        self.device = device
-        self.poll = poll
-        self.delay = delay
-        self.recorder = recorder_for(device)
-        self.where = ""  # the current operation, for errors
+    stage: Stage
+    _: KW_ONLY
+    index: int
+    stages: int
+    upstream: AdjacentStage | None
+    downstream: AdjacentStage | None
+    waiter: Waiter | None
+    device: torch.device
+    poll: Callable[[], None] = lambda: None  # reads what has arrived
+    delay: Callable[[Op, int], float] | None = None  # extra seconds: simulates slow machines
+    recorder: Recorder = field(init=False)
+    where: str = field(default="", init=False)  # the current operation, for errors
+
+    def __post_init__(self) -> None:
+        self.recorder = recorder_for(self.device)
 
     def train(
         self,

@@ -102,10 +102,8 @@ class Trainer:
             microbatches = self._scatter(inputs, num_samples, dims)
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
-        buffers = self._changing_buffers()
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
         self.reducer.begin()
-        with self._patience(jobs):
+        with self._patience(jobs), self._synchronized_buffers(shares):
             self._run(jobs, shares.total_weight, loss_scale)
             self.engine.where = f"stage {self.session.stage}, reducing the gradients"
             started = time.perf_counter()
@@ -116,7 +114,6 @@ class Trainer:
                 max_norm=max_norm,
             )
             self.engine.recorder.add("reduce", -1, started, time.perf_counter())
-            self._synchronize(before, buffers, shares)
         loss_scale.update(overflow=totals.overflow)
         self.iteration += 1
         return totals
@@ -173,13 +170,11 @@ class Trainer:
         jobs = self._jobs(programs, microbatches, dims, training, first, idle=IdleProgram((), None))
         self._begin_stage_links(division, jobs)
         shares = ReplicaShares(first, float(division.num_samples), division.num_microbatches)
-        buffers = self._changing_buffers() if training else {}
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
         recompute = self.plan.stages[self.session.stage].recompute
-        results = self.engine.forwards(
-            jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
-        )
-        self._synchronize(before, buffers, shares)
+        with self._synchronized_buffers(shares) if training else nullcontext():
+            results = self.engine.forwards(
+                jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
+            )
         self.iteration += training
         return ForwardedBatch(jobs, results, self.engine.stage.take_held(), division)
 
@@ -207,12 +202,25 @@ class Trainer:
 
     # ------------------------------------------------------------ parts of a step
 
-    def _changing_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that replicas must synchronize.
-
-        As `.data`: autograd has saved them for a later backward, which does not use their values.
-        """
-        return {name: self.state.tensor(name).data for name in self.mutated} if self.session.width > 1 else {}
+    @contextmanager
+    def _synchronized_buffers(self, shares: ReplicaShares) -> Iterator[None]:
+        """Make the buffers that forwards in this block change equal on all replicas."""
+        if self.session.width == 1 or not self.mutated:
+            yield
+            return
+        # As `.data`: autograd has saved them for a later backward, which does not use their values.
+        buffers = {name: self.state.tensor(name).data for name in self.mutated}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        yield
+        with torch.no_grad():
+            synchronize_buffers(
+                before,
+                buffers,
+                momentum=self.traits.momentum,
+                counts=shares.num_microbatches,
+                replica=self.session.replica,
+                reduce=self.reducer.sum_over_replicas,
+            )
 
     def _scatter(
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
@@ -355,17 +363,3 @@ class Trainer:
     @property
     def _is_last(self) -> bool:
         return self.session.stage == self.plan.depth - 1
-
-    @torch.no_grad()
-    def _synchronize(
-        self, before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], shares: ReplicaShares
-    ) -> None:
-        if buffers:
-            synchronize_buffers(
-                before,
-                buffers,
-                momentum=self.traits.momentum,
-                counts=shares.num_microbatches,
-                replica=self.session.replica,
-                reduce=self.reducer.sum_over_replicas,
-            )

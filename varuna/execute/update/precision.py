@@ -10,10 +10,11 @@ from varuna.types import PrecisionName
 
 
 class LossScale:
-    """No scaling."""
+    """A constant scale; without a value, no scaling."""
 
-    value: float = 1.0
-    checks_overflow: bool = False
+    def __init__(self, value: float | None = None) -> None:
+        self.value = 1.0 if value is None else value
+        self.checks_overflow = value is not None
 
     def update(self, *, overflow: bool) -> None:
         """Call it once per step, with the same value on all ranks."""
@@ -25,20 +26,11 @@ class LossScale:
         """Restore the result of `state_dict`, also on another layout."""
 
 
-class StaticLossScale(LossScale):
-    checks_overflow = True
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-
 class DynamicLossScale(LossScale):
     """Halves on an overflow, doubles after `growth_interval` steps without one."""
 
-    checks_overflow = True
-
     def __init__(self, initial: float, minimum: float, growth_interval: int = 2000) -> None:
-        self.value = initial
+        super().__init__(initial)
         self.minimum = minimum
         self.growth_interval = growth_interval
         self.good_steps = 0
@@ -74,4 +66,4 @@ def make_loss_scale(
         return DynamicLossScale(float(init_loss_scale), float(min_loss_scale))
     if isinstance(loss_scale, str) or not loss_scale > 0:
         raise ValueError(f"loss_scale must be a positive number or 'dynamic', not {loss_scale!r}")
-    return StaticLossScale(float(loss_scale))
+    return LossScale(float(loss_scale))
