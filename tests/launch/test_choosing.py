@@ -74,7 +74,7 @@ def test_both_typed_are_kept_and_the_profile_tells_where_to_cut() -> None:
 
 
 def test_without_a_profile_both_must_be_typed() -> None:
-    with pytest.raises(ValueError, match=r"--chunk_size missing .*--profile_folder"):
+    with pytest.raises(ValueError, match=r"--chunk-size missing .*--profile-folder"):
         choose(LayoutRequest(batch_size=32, num_stages=2), num_machines=1, devices_per_machine=4)
 
 
@@ -110,9 +110,9 @@ def test_a_pinned_plan_is_used_as_it_is() -> None:
     ("typed", "devices", "complaint"),
     [
         ({}, 3, "the plan needs 4 devices, there are 3 "),
-        ({"batch_size": 64}, 4, "the plan has --batch_size 32, but 64 was typed"),
+        ({"batch_size": 64}, 4, "the plan has --batch-size 32, but 64 was typed"),
         ({"num_stages": 4}, 4, "the plan has --nstages 2, but 4 was typed"),
-        ({"microbatch_size": 2}, 4, "the plan has --chunk_size 1, but 2 was typed"),
+        ({"microbatch_size": 2}, 4, "the plan has --chunk-size 1, but 2 was typed"),
         (
             {"profile": msgspec.structs.replace(EIGHT, fingerprint="other")},
             4,
@@ -200,7 +200,7 @@ def change(path: Path, **changes: object) -> None:
         (["--batch_size", "32", "--profile_folder", "nowhere"], "nowhere (make one with varuna.Profiler"),
         (["--batch_size", "32", "--profile_folder", "old"], "version is 0, this library reads 1"),
         (["--batch_size", "32", "--profile_folder", "broken"], "is not a valid Profile"),
-        (["--profile_folder", "profiles"], "--batch_size is missing"),
+        (["--profile_folder", "profiles"], "--batch-size is missing"),
         (
             ["--batch_size", "32", "--profile_folder", "profiles", "--nstages", "9"],
             "the model has 8 segments",

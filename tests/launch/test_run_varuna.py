@@ -61,9 +61,9 @@ def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: li
         (["--machine_list", "machines", *SIZES, "--gpus_per_node", "0", "script.py"], "not 0"),
         (
             ["--machine_list", "machines", "--batch_size", "4", "script.py"],
-            "--nstages and --chunk_size missing",
+            "--nstages and --chunk-size missing",
         ),
-        (["--machine_list", "machines", "--nstages", "1", "script.py"], "--batch_size is missing"),
+        (["--machine_list", "machines", "--nstages", "1", "script.py"], "--batch-size is missing"),
         (
             ["--machine_list", "machines", *SIZES, "--env_file", "nowhere", "script.py"],
             "the env file",

@@ -241,11 +241,8 @@ def row_of(found: CheckpointStatus, *, newest: bool) -> CheckpointRow:
 
 def checkpoint_table(rows: Sequence[CheckpointRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("step", "iteration"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("size", "tensors"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("step", "iteration", "state", "size", "tensors"):
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
     for name in ("layout", "created", "job"):
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -318,15 +315,8 @@ def progress_bar(description: str, total_bytes: int) -> Iterator[Callable[[int],
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    with Progress(
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    hide = not console.is_terminal
+    with Progress("{task.description}", *columns, console=console, transient=True, disable=hide) as bar:
         task = bar.add_task(description, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -42,42 +42,31 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     """Options of `varuna run`. All but NOT_SAVED are saved for --resume. None: not given."""
 
     machine_list: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help=f"One address per line. Default: {DEFAULT_MACHINE_LIST}."),
+        str | None, typer.Option(help=f"File with one address per line. Default: {DEFAULT_MACHINE_LIST}.")
     ] = None
     gpus_per_node: Annotated[
         int | None, typer.Option(help=f"Workers on each machine. Default: {DEFAULT_DEVICES}.")
     ] = None
     profile_folder: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Profile of the model. Choose --nstages and --chunk-size from it."),
+        str | None, typer.Option(help="Profile of the model. Choose --nstages and --chunk-size from it.")
     ] = None
-    plan: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Use the plan that `varuna plan --out` wrote.")
-    ] = None
+    plan: Annotated[str | None, typer.Option(help="Use the plan that `varuna plan --out` wrote.")] = None
     env_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help=f"KEY=VALUE lines for the workers. Default: {DEFAULT_ENV_FILE}, if it exists.",
-        ),
+        typer.Option(help=f"KEY=VALUE lines for workers. Default: {DEFAULT_ENV_FILE}, if present."),
     ] = None
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Resume the last job of --code-dir. Options given now take precedence."
-        ),
+        bool, typer.Option("--resume", help="Resume the last job of --code-dir. New options take precedence.")
     ] = False
     no_morphing: Annotated[
         bool | None,
-        typer.Option("--no-morphing", help="Ignore changes of the machine list. End with the first failure."),
+        typer.Option("--no-morphing", help="Keep the machines. End with the first failure."),
     ] = None
     save_every: Annotated[
         str | None,
         typer.Option(
-            metavar="SECONDS",
             help="Seconds between automatic checkpoints, or off. Default: auto, from the cost of a "
-            "checkpoint and the rate of failures.",
+            "checkpoint and the rate of failures."
         ),
     ] = None
     hang_seconds: Annotated[
@@ -88,31 +77,19 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     ] = None
     exclude_slow: Annotated[
         bool | None,
-        typer.Option(
-            "--exclude-slow",
-            help="Drop machines that compute slower than the others. slow_machines.out lists them.",
-        ),
+        typer.Option("--exclude-slow", help="Drop slow machines. slow_machines.out always lists them."),
     ] = None
     manager_ip: Annotated[
-        str | None,
-        typer.Option(help="Address of this machine for the agents. Default: the one on their route."),
+        str | None, typer.Option(help="Address of this machine for agents. Default: the one on their route.")
     ] = None
     starter: Annotated[
-        str | None,
-        typer.Option(metavar="ssh|slurm|ray", help="Start agents on other machines by this. Default: ssh."),
+        str | None, typer.Option(help="Start agents on other machines by ssh, slurm or ray. Default: ssh.")
     ] = None
-    starter_options: Annotated[
-        str | None, typer.Option(help="Options of sbatch for --starter slurm, as one argument.")
-    ] = None
-    ssh: Annotated[
-        str | None, typer.Option(help="ssh client and its options, such as 'ssh -F FILE'. Default: ssh.")
-    ] = None
-    python: Annotated[
-        str | None, typer.Option(help="Python interpreter on other machines. Default: same as here.")
-    ] = None
+    starter_options: Annotated[str | None, typer.Option(help="Options of sbatch for --starter slurm.")] = None
+    ssh: Annotated[str | None, typer.Option(help="ssh client and its options. Default: ssh.")] = None
+    python: Annotated[str | None, typer.Option(help="Python on other machines. Default: as here.")] = None
     cloud: Annotated[
-        str | None,
-        typer.Option(metavar="aws|azure|gcp", help="Watch for preemption notices of this cloud."),
+        str | None, typer.Option(help="Watch for preemption notices of this cloud: aws, azure or gcp.")
     ] = None
     cloud_url: Annotated[
         str | None, typer.Option(help="Metadata service of the cloud. Default: the cloud's own address.")

@@ -79,7 +79,7 @@ def plan_told(text: str | None, subject: Subject) -> Proposal | None:
     if plan.fingerprint not in ("", subject.fingerprint):
         raise PlanError(
             f"the plan is for the model {plan.fingerprint}, but this one is {subject.fingerprint} "
-            "(profile this model again and plan from that, or start without --plan and --profile_folder)"
+            "(profile this model again and plan from that, or start without --plan and --profile-folder)"
         )
     if plan.precision != subject.precision:
         raise PlanError(
@@ -90,7 +90,7 @@ def plan_told(text: str | None, subject: Subject) -> Proposal | None:
         raise PlanError(
             f"the plan places ranks as {format_stage_map(stage.ranks for stage in plan.stages)!r}, but the "
             f"model is wrapped with the map {format_stage_map(subject.stage_map)!r} (pass the launcher's own "
-            f"map, {variable_name('stage_to_rank_map')}, or start without --plan and --profile_folder)"
+            f"map, {variable_name('stage_to_rank_map')}, or start without --plan and --profile-folder)"
         )
     return proposal
 

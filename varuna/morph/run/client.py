@@ -30,7 +30,7 @@ def request_manager(code_dir: str, what: str, **fields: object) -> ManagerReply:
                 ) from None
         raise ValueError(
             f"the manager of {contact.job} does not answer at {contact.address}:{contact.port} ({error}); "
-            f"if it was killed, `varuna run --resume --code_dir {code_dir}` resumes the job"
+            f"if it was killed, `varuna run --resume --code-dir {code_dir}` resumes the job"
         ) from None
 
 

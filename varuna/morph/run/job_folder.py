@@ -52,7 +52,7 @@ class JobFolder:
             os.close(fd)
             raise ValueError(
                 "a manager already runs a job from this folder (`varuna status` shows it, `varuna stop` "
-                "ends it; use another --code_dir for a second job)"
+                "ends it; use another --code-dir for a second job)"
             ) from None
         return fd
 
@@ -75,7 +75,7 @@ def listen(address: str, port: int) -> socket.socket:
         except OSError:
             if not wanted:
                 raise ValueError(
-                    f"cannot listen on {address} (set --manager_ip to an address of this machine)"
+                    f"cannot listen on {address} (set --manager-ip to an address of this machine)"
                 ) from None
     raise AssertionError("one of the two returns or raises")
 

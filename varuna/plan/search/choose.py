@@ -141,9 +141,9 @@ def _as_pinned(
 ) -> Choice:
     plan, num_devices = pinned.plan, num_machines * devices_per_machine
     for option, typed, planned in (
-        ("--batch_size", request.batch_size, plan.batch_size),
+        ("--batch-size", request.batch_size, plan.batch_size),
         ("--nstages", request.num_stages, plan.depth),
-        ("--chunk_size", request.microbatch_size, plan.microbatch_size),
+        ("--chunk-size", request.microbatch_size, plan.microbatch_size),
     ):
         if typed is not None and typed != planned:
             raise PlanError(
@@ -222,12 +222,12 @@ def lay_out_as_typed(
     if num_stages is None or microbatch_size is None:
         missing = [
             name
-            for name, value in [("--nstages", num_stages), ("--chunk_size", microbatch_size)]
+            for name, value in [("--nstages", num_stages), ("--chunk-size", microbatch_size)]
             if value is None
         ]
         raise ValueError(
             f"{' and '.join(missing)} missing (give them, or a profile made by varuna.Profiler from which to "
-            "choose them: `varuna.run_varuna --profile_folder DIR`)"
+            "choose them: `varuna run --profile-folder DIR`)"
         )
     return lay_out(
         num_machines * devices_per_machine,
@@ -240,5 +240,5 @@ def lay_out_as_typed(
 
 def _checked_batch_size(batch_size: int | None) -> int:
     if batch_size is None:
-        raise ValueError("--batch_size is missing: the samples per step of the whole job")
+        raise ValueError("--batch-size is missing: the samples per step of the whole job")
     return batch_size
