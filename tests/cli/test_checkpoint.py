@@ -63,10 +63,8 @@ def broken_store(store: Store) -> None:
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
 
 
-def test_a_list_tells_what_each_checkpoint_is_and_which_is_the_newest_complete_one(
-    cli: Cli, store: Store
-) -> None:
-    """V37: an interrupted, truncated or foreign one is never taken for complete."""
+def test_ls_shows_the_state_of_each_checkpoint_and_the_newest_complete_one(cli: Cli, store: Store) -> None:
+    """V37: interrupted, truncated and newer-format checkpoints never count as complete."""
     broken_store(store)
     assert cli("checkpoint", "ls", store.url) == 0
     lines = [" ".join(line.split()) for line in cli.out.splitlines()]
@@ -84,7 +82,7 @@ def test_a_list_tells_what_each_checkpoint_is_and_which_is_the_newest_complete_o
     assert "has version 99" in lines[8] and len(lines) == 9
 
 
-def test_a_list_for_programs(cli: Cli, store: Store) -> None:
+def test_ls_prints_json(cli: Cli, store: Store) -> None:
     broken_store(store)
     assert cli("checkpoint", "ls", store.url, "--json") == 0
     listing = json.loads(cli.out)
@@ -107,14 +105,14 @@ def test_a_list_for_programs(cli: Cli, store: Store) -> None:
     }
 
 
-def test_an_empty_store_is_no_error(cli: Cli, tmp_path: Path) -> None:
+def test_ls_of_an_empty_store_is_no_error(cli: Cli, tmp_path: Path) -> None:
     assert cli("checkpoint", "ls", tmp_path) == 0
     assert cli.out == f"{tmp_path} holds no checkpoints\n"
     assert cli("checkpoint", "ls", tmp_path, "--json") == 0
     assert json.loads(cli.out) == {"store": str(tmp_path), "newest": None, "checkpoints": []}
 
 
-def test_a_person_at_a_terminal_sees_how_far_it_is(store: Store) -> None:
+def test_verify_shows_a_progress_bar_on_a_terminal(store: Store) -> None:
     save(store, 1)
     seen = on_a_terminal("checkpoint", "verify", store.url)
     assert "reading" in seen and "checkpoint 1: intact" in seen
@@ -123,7 +121,7 @@ def test_a_person_at_a_terminal_sees_how_far_it_is(store: Store) -> None:
 # ---------------------------------------------------------------- verify
 
 
-def test_verifying_reads_the_newest_complete_one_or_the_one_named_or_all(cli: Cli, store: Store) -> None:
+def test_verify_reads_the_newest_complete_checkpoint_or_a_given_step_or_all(cli: Cli, store: Store) -> None:
     for step in (1, 2, 3):
         save(store, step)
     assert cli("checkpoint", "verify", store.url) == 0
@@ -141,7 +139,7 @@ def test_verifying_reads_the_newest_complete_one_or_the_one_named_or_all(cli: Cl
     assert "exclude each other" in cli.err
 
 
-def test_verifying_names_every_broken_thing_and_the_newest_complete_one(cli: Cli, store: Store) -> None:
+def test_verify_names_every_damaged_tensor_and_the_newest_complete_checkpoint(cli: Cli, store: Store) -> None:
     """V37: the message names what is missing or broken and the newest complete one."""
     for step in (1, 2, 3):
         save(store, step)
@@ -157,8 +155,8 @@ def test_verifying_names_every_broken_thing_and_the_newest_complete_one(cli: Cli
     )
 
 
-def test_verifying_all_names_what_is_wrong_with_each(cli: Cli, store: Store) -> None:
-    """V37, with every kind of damage in one store; what is left of a broken one is read too."""
+def test_verify_all_names_the_problems_of_each_checkpoint(cli: Cli, store: Store) -> None:
+    """V37, with every kind of damage in one store. The rest of a broken checkpoint is read too."""
     broken_store(store)
     flip_a_bit(store, 2)
     save(store, 6)
@@ -179,7 +177,7 @@ def test_verifying_all_names_what_is_wrong_with_each(cli: Cli, store: Store) -> 
     assert cli.err == "varuna: 5 of 6 verified are broken; the newest complete checkpoint is step 1\n"
 
 
-def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
+def test_verify_detects_a_damaged_header(cli: Cli, store: Store) -> None:
     save(store, 1)
     data = bytearray(file_of(store, 1).read_bytes())
     data[20] ^= 1
@@ -189,7 +187,7 @@ def test_a_damaged_header_is_seen(cli: Cli, store: Store) -> None:
     assert "no complete checkpoint is left" in cli.err
 
 
-def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -> None:
+def test_verify_without_a_checkpoint_is_an_error(cli: Cli, store: Store, tmp_path: Path) -> None:
     assert cli("checkpoint", "verify", tmp_path) == 1
     assert cli.err == f"varuna: {tmp_path} has no complete checkpoint\n"
     assert cli("checkpoint", "verify", tmp_path, "--all") == 1
@@ -202,7 +200,7 @@ def test_verifying_nothing_is_an_error(cli: Cli, store: Store, tmp_path: Path) -
 # ---------------------------------------------------------------- export and import
 
 
-def test_a_model_goes_through_the_command_line_and_comes_back(cli: Cli, store: Store, tmp_path: Path) -> None:
+def test_an_exported_model_can_be_imported_again(cli: Cli, store: Store, tmp_path: Path) -> None:
     """V38."""
     save(store, 1)
     save(store, 2, {name: tensor + 1 for name, tensor in STATE.items()})
@@ -221,7 +219,7 @@ def test_a_model_goes_through_the_command_line_and_comes_back(cli: Cli, store: S
     assert cli("checkpoint", "verify", store.url, "--all") == 0
 
 
-def test_what_is_there_is_not_overwritten_without_a_word(cli: Cli, store: Store, tmp_path: Path) -> None:
+def test_existing_data_is_not_overwritten_without_the_flag(cli: Cli, store: Store, tmp_path: Path) -> None:
     save(store, 1)
     save_file(STATE, tmp_path / "x.safetensors")
     assert cli("checkpoint", "export", store.url, tmp_path / "x.safetensors") == 1
@@ -245,7 +243,7 @@ def test_a_broken_checkpoint_is_not_exported(cli: Cli, store: Store, tmp_path: P
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_an_import_waits_for_no_running_job(cli: Cli, store: Store, tmp_path: Path) -> None:
+def test_import_into_the_store_of_a_running_job_is_refused(cli: Cli, store: Store, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "x.safetensors")
     claim = store.claim(Owner("running", "t", "there", 2))
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", store.url) == 1
@@ -254,7 +252,7 @@ def test_an_import_waits_for_no_running_job(cli: Cli, store: Store, tmp_path: Pa
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", store.url) == 0
 
 
-def test_a_store_elsewhere_is_served_alike(cli: Cli, tmp_path: Path) -> None:
+def test_all_commands_work_on_a_remote_store(cli: Cli, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "x.safetensors")
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", "memory://cli/store") == 0
     assert cli("checkpoint", "verify", "memory://cli/store") == 0

@@ -1,4 +1,4 @@
-"""`varuna plan`, `explain` and `simulate`, as they are typed, on profiles made by hand."""
+"""`varuna plan`, `explain` and `simulate` on hand-made profiles."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from varuna.types import Duration, Profile
 
 
 class Planner(Cli):
-    """With a profile in a folder of its own, and plans beside it."""
+    """Runs planning commands on a profile in a temporary folder."""
 
     def __init__(self, folder: Path, *more: Any) -> None:
         super().__init__(*more)
@@ -39,13 +39,13 @@ class Planner(Cli):
         return json.loads(self.tell(*arguments, "--json"))
 
     def refuse(self, *arguments: object) -> str:
-        """One line, and the status of what cannot be."""
+        """Return the one-line error of a command that exits with status 2."""
         assert self(*arguments) == 2 and self.out == ""
         assert self.err.startswith("varuna: ") and self.err.count("\n") == 1
         return self.err.removeprefix("varuna: ").strip()
 
     def plan(self, name: str, *more: object, devices: int = 4) -> Path:
-        """Four devices on two machines, if nothing else is said."""
+        """Write a plan for 4 devices, 2 per machine, by default."""
         file = self.folder / name
         asked = ["--devices", devices, "--per-machine", 2, "--batch-size", 32]
         self.tell("plan", self.folder, *asked, "--out", file, *more)
@@ -64,7 +64,7 @@ def rows(text: str) -> list[list[str]]:
 # ---------------------------------------------------------------- plan
 
 
-def test_a_plan_is_told_with_its_stages_its_runners_up_and_why_they_lost(planner: Planner) -> None:
+def test_plan_shows_stages_runners_up_and_why_they_are_slower(planner: Planner) -> None:
     """B3: each stage's time, memory, bubble; the runners-up and why they lost."""
     told = planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32)
     assert told.startswith("4 devices on 2 machines, batches of 32, bf16 on an abacus\n")
@@ -73,7 +73,7 @@ def test_a_plan_is_told_with_its_stages_its_runners_up_and_why_they_lost(planner
     assert {"compute", "waiting", "all-reduce", "optimizer", "bubble", "memory"} <= {*told.split()}
 
 
-def test_what_is_told_of_a_runner_up_is_the_best_of_its_depth(planner: Planner) -> None:
+def test_a_runner_up_is_the_best_layout_of_its_depth(planner: Planner) -> None:
     """B3: it lost to the best, not to how little was looked at; what is hardly faster, by unequal replicas
     alone, is not told."""
     made = transformer(24)
@@ -99,14 +99,14 @@ def _pin(planner: Planner) -> Path:
     return file
 
 
-def test_depths_to_compare_with_are_those_that_somebody_would_ask_about() -> None:
+def test_runners_up_have_depths_near_the_best_its_double_and_its_half() -> None:
     assert other_depths(4, [6, 1], range(1, 9)) == [6, 8, 2, 5, 3, 1]
     assert other_depths(1, [], range(1, 9)) == [2, 4, 3]
     assert other_depths(1, [], range(1, 2)) == []
     assert other_depths(2, [4], [2, 4]) == [4]
 
 
-def test_more_devices_are_set_side_by_side(planner: Planner) -> None:
+def test_several_numbers_of_devices_are_compared(planner: Planner) -> None:
     """What would eight more give? Step time, throughput, gain and efficiency by number of devices."""
     asked = ["plan", planner.folder, "--per-machine", 2, "--batch-size", 64]
     told = planner.tell(*asked, "--devices", "1,2,4,8")
@@ -126,7 +126,7 @@ def test_more_devices_are_set_side_by_side(planner: Planner) -> None:
     )
 
 
-def test_a_number_of_devices_that_is_too_small_is_told_among_the_others(planner: Planner) -> None:
+def test_a_number_of_devices_that_is_too_small_is_shown_among_the_others(planner: Planner) -> None:
     planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
     asked = ["plan", planner.folder, "--memory", "9GiB", "--batch-size", 8, "--devices"]
     told = planner.tell(*asked, "1,4")
@@ -136,7 +136,7 @@ def test_a_number_of_devices_that_is_too_small_is_told_among_the_others(planner:
     assert gains([2.0, None, 3.0, 6.0]) == ["-", "-", "-", "+100.0%"]
 
 
-def test_wishes_narrow_the_choice(planner: Planner) -> None:
+def test_options_restrict_the_search(planner: Planner) -> None:
     wishes = ["--stages", "2,4", "--chunk-size", 1, "--schedule", "1f1b,gpipe", "--recompute"]
     best = read_plan(planner.plan("plan.json", *wishes, "--runners-up", 0))
     assert best.plan.depth in (2, 4) and best.plan.microbatch_size == 1 and not best.runners_up
@@ -145,7 +145,7 @@ def test_wishes_narrow_the_choice(planner: Planner) -> None:
     assert read_plan(planner.plan("sharded.json", "--shard-optimizer")).shard_optimizer
 
 
-def test_what_if_there_were_less_memory_or_another_network(planner: Planner) -> None:
+def test_plan_for_less_memory_or_another_network(planner: Planner) -> None:
     planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
     roomy = read_plan(planner.plan("roomy.json", "--stages", "1,2,4"))
     tight = read_plan(planner.plan("tight.json", "--memory", "6GiB"))
@@ -157,7 +157,7 @@ def test_what_if_there_were_less_memory_or_another_network(planner: Planner) -> 
     assert "the network between machines is assumed: 0.1 Gbit/s, 1000 µs" in slow.forecast.estimates
 
 
-def test_refusals_and_estimates_are_told(planner: Planner) -> None:
+def test_refused_layouts_and_estimates_are_shown(planner: Planner) -> None:
     """V25: infeasible layouts are reported; what was not measured is a stated estimate."""
     planner.keep(
         profile(
@@ -188,7 +188,7 @@ def write(file: Path, content: object) -> Path:
     return file
 
 
-def test_machines_of_unequal_speed_and_memory_come_from_a_file(planner: Planner) -> None:
+def test_a_cluster_file_describes_machines_of_unequal_speed_and_memory(planner: Planner) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER)
     pinned = planner.folder / "plan.json"
     told = planner.tell(
@@ -205,7 +205,7 @@ def test_machines_of_unequal_speed_and_memory_come_from_a_file(planner: Planner)
     assert read_plan(pinned).idle == ("old:0", "old:1", "old:2", "old:3")  # they would slow down the rest
 
 
-def test_a_cluster_file_may_tell_of_the_network_and_leave_out_the_memory(tmp_path: Path) -> None:
+def test_a_cluster_file_may_describe_the_network_and_omit_the_memory(tmp_path: Path) -> None:
     content = {"network": "10Gbit", "latency": "50us", "machines": [{"name": "a", "devices": 8}]}
     cluster, network = read_cluster(write(tmp_path / "c.json", content), memory_bytes=GB)
     assert network is not None and network.bytes_per_second == 1.25e9
@@ -231,7 +231,7 @@ def test_a_cluster_file_may_tell_of_the_network_and_leave_out_the_memory(tmp_pat
         ({"latency": "5us"}, "latency needs "),
     ],
 )
-def test_a_cluster_file_with_nonsense_is_refused_with_its_key(
+def test_an_invalid_cluster_file_is_refused_with_the_key(
     planner: Planner, change: dict[str, object], told: str
 ) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER | change)
@@ -239,7 +239,7 @@ def test_a_cluster_file_with_nonsense_is_refused_with_its_key(
     assert told in refused and str(file) in refused
 
 
-def test_a_cluster_is_told_once(planner: Planner) -> None:
+def test_a_cluster_is_given_exactly_once(planner: Planner) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER)
     asked = ["plan", planner.folder, "--batch-size", 8]
     assert "exclude each other" in planner.refuse(*asked, "--cluster", file, "--devices", 8)
@@ -255,7 +255,7 @@ def test_a_cluster_is_told_once(planner: Planner) -> None:
 # ---------------------------------------------------------------- explain
 
 
-def test_a_pinned_plan_is_explained_with_all_that_it_was_chosen_over(planner: Planner) -> None:
+def test_explain_shows_a_plan_and_its_runners_up(planner: Planner) -> None:
     """B3"""
     pinned = planner.plan("plan.json")
     asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
@@ -265,7 +265,7 @@ def test_a_pinned_plan_is_explained_with_all_that_it_was_chosen_over(planner: Pl
     assert planner.load("explain", pinned) == json.loads(pinned.read_text())
 
 
-def test_two_plans_are_told_apart(planner: Planner) -> None:
+def test_explain_shows_the_differences_of_two_plans(planner: Planner) -> None:
     """B3: JSON, with a diff."""
     one = planner.plan("one.json", "--schedule", "1f1b", "--stages", 2)
     other = planner.plan("other.json", "--schedule", "1f1b", "--stages", 4)
@@ -277,7 +277,7 @@ def test_two_plans_are_told_apart(planner: Planner) -> None:
     assert "is a profile" in planner.refuse("explain", planner.folder, "--diff", one)
 
 
-def test_a_profile_is_explained_with_what_was_not_measured(planner: Planner) -> None:
+def test_explain_shows_a_profile_and_its_missing_measurements(planner: Planner) -> None:
     """V24: what is in it, and what is not."""
     made = profile(
         [segment(1e-3, parameter_bytes=8 * MB), segment(2e-3)],
@@ -307,7 +307,7 @@ def test_a_profile_is_explained_with_what_was_not_measured(planner: Planner) -> 
     assert planner.load("explain", planner.folder / "profile.json")["device"] == "an abacus"
 
 
-def test_many_numbers_are_told_in_few_words() -> None:
+def test_many_numbers_are_shown_as_ranges() -> None:
     assert spans([0, 1, 2, 3, 7, 8, 10]) == "0 to 3, 7, 8, 10"
     assert spans([0, 2, 4, 6, 8]) == "0, 2, 4, 6, ..."
     assert spans([]) == ""
@@ -316,7 +316,7 @@ def test_many_numbers_are_told_in_few_words() -> None:
 # ---------------------------------------------------------------- simulate
 
 
-def test_a_pinned_plan_is_played_as_it_was_planned(planner: Planner) -> None:
+def test_a_plan_is_simulated_as_planned(planner: Planner) -> None:
     """B4: the predicted timeline, as text, picture and trace. With a device left idle in the middle."""
     asked = ("--stages", 3, "--chunk-size", "1,2,4")  # else one stage would get the idle device
     pinned = planner.plan("plan.json", *asked)
@@ -332,7 +332,7 @@ def test_a_pinned_plan_is_played_as_it_was_planned(planner: Planner) -> None:
     assert same.read_text() == picture.read_text()
 
 
-def test_a_pinned_plan_is_played_elsewhere(planner: Planner) -> None:
+def test_a_plan_is_simulated_on_another_cluster(planner: Planner) -> None:
     pinned = planner.plan("plan.json", "--stages", 4, "--network", "1Gbit")
     play = ["simulate", planner.folder, pinned]
     assert planner.load(*play)["seconds"] == read_plan(pinned).forecast.seconds
@@ -345,7 +345,7 @@ def test_a_pinned_plan_is_played_elsewhere(planner: Planner) -> None:
     assert planner.load(*play, "--cluster", file)["seconds"] > 0
 
 
-def test_jitter_comes_from_a_seed(planner: Planner) -> None:
+def test_the_seed_determines_the_jitter(planner: Planner) -> None:
     """V23"""
     size = segment(1e-3).sizes[0]
     noisy = msgspec.structs.replace(size, forward=Duration(1e-3, 3e-4), backward=Duration(2e-3, 5e-4))
@@ -356,7 +356,7 @@ def test_jitter_comes_from_a_seed(planner: Planner) -> None:
     assert one == again != other and calm not in (one, other)
 
 
-def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
+def test_a_plan_that_does_not_match_the_profile_or_cluster_is_refused(planner: Planner) -> None:
     """A plan for more devices, another model, another precision or more memory than there is."""
     pinned = planner.plan("plan.json", "--stages", 4)
     play = ["simulate", planner.folder, pinned]
@@ -372,7 +372,7 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
     assert "there is no plan" in planner.refuse("simulate", planner.folder, planner.folder / "nowhere.json")
 
 
-# ---------------------------------------------------------------- nonsense
+# ---------------------------------------------------------------- invalid input
 
 
 @pytest.mark.parametrize(
@@ -410,14 +410,14 @@ def test_what_cannot_be_played_is_refused(planner: Planner) -> None:
         ("--runners-up", "-1", "--runners-up must be 0 to 100, not -1"),
     ],
 )
-def test_absurd_numbers_and_names_are_refused_with_their_key(
+def test_invalid_options_are_refused_with_their_name(
     planner: Planner, option: str, wrong: str, told: str
 ) -> None:
     asked = {"--devices": "4", "--batch-size": "8"} | {option: wrong}
     assert told in planner.refuse("plan", planner.folder, *(word for pair in asked.items() for word in pair))
 
 
-def test_one_plan_is_pinned_and_drawn_at_a_time(planner: Planner) -> None:
+def test_out_and_svg_need_one_plan(planner: Planner) -> None:
     asked = ["plan", planner.folder, "--devices", "2,4", "--batch-size", 8, "--svg", planner.folder / "x.svg"]
     assert "--out and --svg need one plan" in planner.refuse(*asked)
 
@@ -431,8 +431,8 @@ def test_an_infeasible_request_says_which_limit_by_how_much_and_what_would_fit(p
     )
 
 
-def test_a_link_that_nobody_measured_is_asked_for(planner: Planner) -> None:
-    """V25: a hole in the profile is an error that says how to fill it; what is stated instead is told."""
+def test_a_link_that_was_not_measured_is_requested(planner: Planner) -> None:
+    """V25: a missing measurement is an error that says how to add it. Assumptions are shown."""
     planner.keep(
         profile(
             [segment(1e-3)],
@@ -455,8 +455,8 @@ def test_a_link_that_nobody_measured_is_asked_for(planner: Planner) -> None:
     assert "no link within a machine" in planner.refuse(*asked)
 
 
-def test_what_is_no_profile_is_refused(planner: Planner) -> None:
-    """None, one of another version, a part of one, something else."""
+def test_an_invalid_profile_is_refused(planner: Planner) -> None:
+    """A missing profile, another version, a truncated file, another kind of file."""
     asked = ["--devices", 4, "--batch-size", 32]
     empty = planner.folder / "empty"
     empty.mkdir()
@@ -502,10 +502,10 @@ def test_planning_explaining_and_simulating_import_no_torch(planner: Planner) ->
 # ---------------------------------------------------------------- the document
 
 
-def test_the_commands_of_the_document_do_what_it_shows(
+def test_the_commands_in_the_docs_print_what_the_docs_show(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each runs, or is refused as the document has it; numbers are those of another machine."""
+    """Each runs or is refused as shown. The numbers are from another machine."""
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     monkeypatch.chdir(planner.folder)
     (planner.folder / "profiles").mkdir()

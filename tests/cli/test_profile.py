@@ -1,4 +1,4 @@
-"""`varuna profile` measures the model of a user's script, and says what is wrong with the script."""
+"""`varuna profile` measures the model of a user's script and reports errors of the script."""
 
 import json
 import sys
@@ -71,7 +71,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_a_script_is_profiled_with_a_bar_and_then_planned(script: Path, cli: Cli) -> None:
+def test_a_script_is_profiled_with_a_progress_bar_and_then_planned(script: Path, cli: Cli) -> None:
     """V24"""
     folder = script.parent / "profile"
     asked = ["profile", f"{script}:make", "--out", folder, "--device", "cpu"]
@@ -98,14 +98,14 @@ def test_a_script_is_profiled_with_a_bar_and_then_planned(script: Path, cli: Cli
         ("", "names no function (write SCRIPT:FUNCTION, such as train.py:make_model)"),
     ],
 )
-def test_a_function_that_is_not_there_or_returns_something_else_is_refused(
+def test_a_missing_function_or_a_wrong_result_is_refused(
     cli: Cli, script: Path, function: str, told: str
 ) -> None:
     assert cli("profile", f"{script}:{function}") == 2
     assert told in cli.err and cli.err.count("\n") == 1
 
 
-def test_what_goes_wrong_in_the_script_is_shown_where_it_does(cli: Cli, script: Path) -> None:
+def test_an_error_in_the_script_shows_the_line_of_the_script(cli: Cli, script: Path) -> None:
     path = list(sys.path)
     assert cli("profile", f"{script}:boom") == 2
     first, *_, second_last, last = cli.err.splitlines()
@@ -130,13 +130,13 @@ def test_what_goes_wrong_in_the_script_is_shown_where_it_does(cli: Cli, script: 
         ("--per-machine", "0", "gpus_per_node must be a positive whole number, not 0"),
     ],
 )
-def test_absurd_options_are_refused_with_their_name(
+def test_invalid_options_of_profile_are_refused_with_their_name(
     cli: Cli, script: Path, option: str, wrong: str, told: str
 ) -> None:
     assert cli("profile", f"{script}:uncut", "--device", "cpu", option, wrong) == 2
     assert told in cli.err and cli.err.count("\n") == 1
 
 
-def test_a_script_that_is_not_there_is_refused(cli: Cli, tmp_path: Path) -> None:
+def test_a_missing_script_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert cli("profile", tmp_path / "nowhere.py:make") == 2
     assert cli.err == f"varuna: there is no script {tmp_path}/nowhere.py\n"

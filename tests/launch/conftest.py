@@ -1,4 +1,4 @@
-"""One real profile for all jobs that are planned from it."""
+"""A real profile, shared by all jobs that are planned from it."""
 
 from pathlib import Path
 

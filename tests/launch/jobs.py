@@ -1,7 +1,7 @@
-"""Starts real jobs with tiny scripts, for the launching tests.
+"""Starts real jobs with tiny scripts.
 
-A named pipe tells without any waiting whether processes are gone: whoever holds its writing end is
-alive, and its reader sees the end when the last of them is not.
+A named pipe shows without waiting when processes have ended: each process of a job holds its writing end,
+and the reader sees the end of the file when the last of them has ended.
 """
 
 import os
@@ -50,7 +50,7 @@ def run(command: list[str], folder: Path, script: str = "") -> subprocess.Comple
 
 @contextmanager
 def started(command: list[str], folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
-    """A job that runs meanwhile; a test that fails does not leave it behind."""
+    """Start a job in the background. End it with the test."""
     (folder / "script.py").write_text(script)
     job = subprocess.Popen(
         command,

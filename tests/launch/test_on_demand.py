@@ -1,4 +1,4 @@
-"""SIGUSR1 to a launcher whose workers train: all save and end at the same step, whenever it comes."""
+"""SIGUSR1 to a launcher of training workers: all save and end at the same step."""
 
 import os
 import signal
@@ -50,8 +50,8 @@ while True:
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "training"])
-def test_usr1_ends_a_job_with_a_checkpoint_of_one_step(tmp_path: Path, when: str) -> None:
-    """V40: whenever it comes; a second one does no harm, and the worker's child outlives both."""
+def test_usr1_ends_a_job_with_a_checkpoint_of_the_same_step_on_all_ranks(tmp_path: Path, when: str) -> None:
+    """V40: at any time. A second signal is harmless, and the child of a worker survives both."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     command = launcher(tmp_path, when, str(pipe), devices=2, stages=2)

@@ -1,4 +1,4 @@
-"""Real jobs whose layout nobody typed: planned from a real profile, trained as by one process, reported."""
+"""Real jobs planned from a real profile: their losses equal those of one process, and they report."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def losses(told: str) -> list[float]:
 def test_a_job_without_stages_and_micro_batch_is_planned_and_trains_as_one_process(
     tmp_path: Path, profile_folder: Path
 ) -> None:
-    """V27, V28: and step 10 brings predicted beside measured, in the terminal and in the folder of logs."""
+    """V27, V28: step 10 reports predicted and measured times, on the terminal and in the log folder."""
     told = job(tmp_path, "--batch_size", "8", "--profile_folder", str(profile_folder))
     planned = next(line for line in told.splitlines() if line.startswith("varuna: planned: "))
     assert "the shortest step of all layouts" in planned and "varuna: the runner-up: " in told
@@ -52,8 +52,8 @@ def test_a_job_without_stages_and_micro_batch_is_planned_and_trains_as_one_proce
     assert '"traceEvents"' in log(tmp_path, "timeline.perfetto.json")
 
 
-def test_a_pinned_plan_is_run_as_it_is(tmp_path: Path, profile_folder: Path) -> None:
-    """V27, B3: what `varuna plan` wrote is what the workers do; here with one more replica of a stage."""
+def test_a_plan_file_is_run_unchanged(tmp_path: Path, profile_folder: Path) -> None:
+    """V27, B3: workers run what `varuna plan` wrote, here with one more replica of a stage."""
     asked = [
         "--devices",
         "2",

@@ -62,7 +62,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("how", MESSAGES)
-def test_a_failing_training_job_names_the_culprit(tmp_path: Path, how: str) -> None:
+def test_a_failing_training_job_names_the_worker_that_caused_it(tmp_path: Path, how: str) -> None:
     """V33, B7."""
     job = run(launcher(tmp_path, how, devices=2, stages=2, batch=6), tmp_path, SCRIPT)
     assert job.returncode == 1

@@ -1,4 +1,4 @@
-"""Real workers: what they are told, how their failure is told, and that none outlives its job."""
+"""Real workers: their input, the report of a failure, and that all end with the job."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def seen(folder: Path, rank: int) -> tuple[list[str], dict[str, str], str]:
     return arguments, environment, cwd
 
 
-def test_a_script_without_the_flags_is_told_by_environment_alone_and_each_worker_has_a_log(
+def test_a_script_without_flags_gets_environment_variables_and_each_worker_has_a_log(
     tmp_path: Path,
 ) -> None:
     """V29, V30, V32, V34"""
@@ -104,7 +104,7 @@ deep()
 """
 
 
-def test_the_original_traceback_is_told_though_another_rank_failed_before(tmp_path: Path) -> None:
+def test_the_original_traceback_is_shown_although_another_rank_failed_before(tmp_path: Path) -> None:
     """V33"""
     job = run(launcher(tmp_path, devices=2, stages=2), tmp_path, SECOND_HAND)
     assert job.returncode == 1
@@ -115,7 +115,7 @@ def test_the_original_traceback_is_told_though_another_rank_failed_before(tmp_pa
     assert "worker.py" not in told
 
 
-def test_a_worker_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     """V33"""
     script = "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()"
     job = run(launcher(tmp_path, devices=2, stages=2), tmp_path, script)
@@ -123,7 +123,7 @@ def test_a_worker_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
     assert "failed: rank 1 (stage 1, replica 0) was killed by SIGKILL" in job.stderr
 
 
-def test_an_exit_code_is_told_with_the_last_words(tmp_path: Path) -> None:
+def test_an_exit_code_is_shown_with_the_last_lines(tmp_path: Path) -> None:
     """V33"""
     job = run(launcher(tmp_path, devices=1, stages=1), tmp_path, "import sys\nsys.exit('no data here')")
     assert job.returncode == 1
@@ -131,7 +131,7 @@ def test_an_exit_code_is_told_with_the_last_words(tmp_path: Path) -> None:
     assert job.stderr.count("no data here") == 2  # as it came, and in the reason
 
 
-# ---------------------------------------------------------------- no process is left
+# ---------------------------------------------------------------- processes end
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ while not os.path.exists("ready_0") or not os.path.exists("ready_1"):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_when_the_launcher_ends_so_do_workers_and_what_they_started(
+def test_workers_and_their_children_end_with_the_launcher(
     tmp_path: Path, pipe: Path, number: signal.Signals
 ) -> None:
     """V33"""
@@ -169,10 +169,8 @@ def test_when_the_launcher_ends_so_do_workers_and_what_they_started(
 @pytest.mark.parametrize(
     ("last", "code"), [("raise ValueError", 1), ("sys.exit(0)", 0)], ids=["failing", "finishing"]
 )
-def test_when_a_worker_ends_what_it_started_ends_too(
-    tmp_path: Path, pipe: Path, last: str, code: int
-) -> None:
-    """V33, also where a worker does not heed SIGTERM."""
+def test_children_of_a_worker_end_with_it(tmp_path: Path, pipe: Path, last: str, code: int) -> None:
+    """V33, also if a worker ignores SIGTERM."""
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if code else ""
     ends = f"if rank == '1' or not {code}: {last}\nsignal.pause()"
     script = HOLD + stubborn + READY + BOTH_READY + ends
@@ -191,8 +189,8 @@ signal.signal(signal.SIGUSR1, handler)
 """
 
 
-def test_usr1_reaches_the_workers_alone(tmp_path: Path, pipe: Path) -> None:
-    """V40, the launcher's part: a script's own handler runs; what the worker has started is left alone."""
+def test_usr1_reaches_the_workers_but_not_their_children(tmp_path: Path, pipe: Path) -> None:
+    """V40, the launcher's part: the script's own handler runs, and children get no signal."""
     command = launcher(tmp_path, str(pipe), devices=2, stages=2)
     script = HOLD + ON_USR1 + READY + "signal.pause()"
     with started(command, tmp_path, script) as job, pipe.open("rb") as reader:
@@ -215,7 +213,7 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, pipe: Path) -> 
     assert job.returncode == 0
 
 
-def test_a_process_whose_parent_is_gone_already_does_not_start() -> None:
+def test_a_process_ends_at_once_if_its_parent_has_ended() -> None:
     """V33: the parent died after it started the process, and before the process called the kernel."""
     not_the_parent = "1" if os.getpid() != 1 else "2"
     program = f"from varuna.processes import die_with_parent; die_with_parent({not_the_parent}); print('up')"

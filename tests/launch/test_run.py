@@ -1,4 +1,4 @@
-"""The command that users type: what it refuses, what it hands on, what it remembers."""
+"""Real jobs of `varuna run`: refused input, variables of the workers, and --resume."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def here(tmp_path: Path) -> list[str]:
     return ["--machine_list", "machines"]
 
 
-def test_a_job_runs_to_its_end_once_with_the_environment_of_the_file(tmp_path: Path, here: list[str]) -> None:
+def test_a_job_runs_once_with_the_variables_of_the_env_file(tmp_path: Path, here: list[str]) -> None:
     """V29, V31, V34"""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text(SHOW + "print('here', file=open('starts', 'a'))")
@@ -34,7 +34,7 @@ def test_a_job_runs_to_its_end_once_with_the_environment_of_the_file(tmp_path: P
     assert (tmp_path / "code" / "starts").read_text() == "here\n"
 
 
-def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: list[str]) -> None:
+def test_resume_restarts_the_last_job_of_the_folder(tmp_path: Path, here: list[str]) -> None:
     """V31"""
     first = run([*RUN, *here, *SIZES, "script.py", "--epochs", "3"], tmp_path, SHOW)
     (tmp_path / "seen_0.json").unlink()
@@ -74,10 +74,10 @@ def test_resume_starts_the_last_job_of_the_folder_again(tmp_path: Path, here: li
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_invalid_input_is_refused_before_anything_starts(
     tmp_path: Path, here: list[str], arguments: list[str], complaint: str
 ) -> None:
-    """V29, V32: exit code 2, and a message with the way out."""
+    """V29, V32: exit status 2, and a message that says what to do."""
     (tmp_path / "empty").write_text("# nobody\n")
     job = run([*RUN, *arguments], tmp_path, SHOW)
     assert job.returncode == 2

@@ -1,4 +1,4 @@
-"""Who runs where and what a worker is told, decided without a process."""
+"""Ranks of machines, and flags and environment variables of workers."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from varuna.types import JobSpec, MachineWorkers, format_stage_map, spread_evenl
 
 
 @given(batch=st.integers(1, 10_000), replicas=st.integers(1, 64))
-def test_the_replicas_batches_add_up_to_the_global_batch_and_differ_by_at_most_one(
+def test_batches_of_replicas_sum_to_the_global_batch_and_differ_by_at_most_one(
     batch: int, replicas: int
 ) -> None:
     shares = spread_evenly(batch, parts=replicas)
@@ -30,7 +30,7 @@ def test_the_replicas_batches_add_up_to_the_global_batch_and_differ_by_at_most_o
 
 
 @given(devices=st.integers(1, 64), stages=st.integers(1, 64))
-def test_every_rank_has_one_place_and_every_device_is_used_or_named_idle(devices: int, stages: int) -> None:
+def test_every_rank_has_one_stage_and_replica_and_other_devices_are_idle(devices: int, stages: int) -> None:
     """V32"""
     if stages > devices:
         with pytest.raises(ValueError, match=f"need {stages}, there are {devices}"):
@@ -43,20 +43,20 @@ def test_every_rank_has_one_place_and_every_device_is_used_or_named_idle(devices
     assert len(layout.idle) == devices % stages
 
 
-def test_the_map_reads_as_the_launcher_writes_it() -> None:
+def test_a_layout_formats_its_stage_map_and_sizes() -> None:
     layout = lay_out(4, 2, batch_size=7, microbatch_size=2)
     assert format_stage_map(layout.stage_map) == "0,2;1,3;"
     assert str(layout) == "2 stages x 2 replicas, batch 7 in micro-batches of 2"
 
 
-def test_devices_that_do_not_divide_are_named_by_machine() -> None:
+def test_idle_devices_are_named_by_machine() -> None:
     """V32"""
     layout = lay_out(8, 3, batch_size=6, microbatch_size=2)
     assert name_idle_devices(layout, devices_per_machine=4) == "machine 1: devices 2, 3"
     assert ranks_of_machine(layout, 1, devices_per_machine=4) == (4, 5)
 
 
-def test_fewer_replicas_may_be_asked_for() -> None:
+def test_fewer_replicas_can_be_requested() -> None:
     layout = lay_out(8, 2, batch_size=6, microbatch_size=2, num_replicas=3)
     assert (layout.depth, layout.widths, layout.idle) == (2, (3, 3), (6, 7))
 
@@ -72,7 +72,7 @@ def test_fewer_replicas_may_be_asked_for() -> None:
         (4, 2, 0, -8, "batch size must be 1 or more, not -8"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(
+def test_an_impossible_layout_is_refused(
     devices: int, stages: int, replicas: int, batch: int, complaint: str
 ) -> None:
     """V32"""
@@ -80,7 +80,7 @@ def test_a_layout_that_cannot_be_is_refused(
         lay_out(devices, stages, batch_size=batch, microbatch_size=1, num_replicas=replicas)
 
 
-def test_a_worker_is_told_its_place_by_flags_and_by_environment() -> None:
+def test_a_worker_gets_its_rank_and_sizes_as_flags_and_variables() -> None:
     """V30"""
     layout = lay_out(4, 2, batch_size=7, microbatch_size=2)
     job = JobSpec(
@@ -134,7 +134,7 @@ def test_a_script_gets_the_flags_that_its_source_names(source: str, taken: bool)
     assert accepted_flags(source) == ({"--stage_to_rank_map", "--chunk_size"} if taken else set())
 
 
-def test_what_the_user_says_about_the_flags_wins_over_the_source(tmp_path: Path) -> None:
+def test_worker_args_override_the_source_of_the_script(tmp_path: Path) -> None:
     """V30"""
     script = tmp_path / "script.py"
     script.write_text("from arguments import parse_args")
