@@ -31,12 +31,12 @@ class Planner(Cli):
     def keep(self, made: Profile) -> None:
         (self.folder / "profile.json").write_text(encode(made))
 
-    def tell(self, *arguments: object) -> str:
+    def run(self, *arguments: object) -> str:
         assert self(*arguments) == 0, self.err
         return self.out
 
     def load(self, *arguments: object) -> Any:
-        return json.loads(self.tell(*arguments, "--json"))
+        return json.loads(self.run(*arguments, "--json"))
 
     def refuse(self, *arguments: object) -> str:
         """Return the one-line error of a command that exits with status 2."""
@@ -47,8 +47,8 @@ class Planner(Cli):
     def plan(self, name: str, *more: object, devices: int = 4) -> Path:
         """Write a plan for 4 devices, 2 per machine, by default."""
         file = self.folder / name
-        asked = ["--devices", devices, "--per-machine", 2, "--batch-size", 32]
-        self.tell("plan", self.folder, *asked, "--out", file, *more)
+        given = ["--devices", devices, "--per-machine", 2, "--batch-size", 32]
+        self.run("plan", self.folder, *given, "--out", file, *more)
         return file
 
 
@@ -66,36 +66,36 @@ def rows(text: str) -> list[list[str]]:
 
 def test_plan_shows_stages_runners_up_and_why_they_are_slower(planner: Planner) -> None:
     """B3: each stage's time, memory, bubble; the runners-up and why they lost."""
-    told = planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32)
-    assert told.startswith("4 devices on 2 machines, batches of 32, bf16 on an abacus\n")
-    assert told.count("the shortest step of all layouts") == 1 and "% slower: " in told
-    assert [row[:3] for row in rows(told) if row[:1] == ["stage"]] == [["stage", "segments", "ranks"]]
-    assert {"compute", "waiting", "all-reduce", "optimizer", "bubble", "memory"} <= {*told.split()}
+    shown = planner.run("plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32)
+    assert shown.startswith("4 devices on 2 machines, batches of 32, bf16 on an abacus\n")
+    assert shown.count("the shortest step of all layouts") == 1 and "% slower: " in shown
+    assert [row[:3] for row in rows(shown) if row[:1] == ["stage"]] == [["stage", "segments", "ranks"]]
+    assert {"compute", "waiting", "all-reduce", "optimizer", "bubble", "memory"} <= {*shown.split()}
 
 
 def test_a_runner_up_is_the_best_layout_of_its_depth(planner: Planner) -> None:
-    """B3: it lost to the best, not to how little was looked at; what is hardly faster, by unequal replicas
-    alone, is not told."""
+    """B3: a runner-up is not slower because the search stopped early. Layouts that are barely faster, by
+    unequal replicas alone, are not shown."""
     made = transformer(24)
     planner.keep(made)
     ranking = planner.load("plan", planner.folder, "--devices", 16, "--batch-size", 512, "--headroom", 0)
-    told = {len(p["plan"]["stages"]): p["forecast"]["seconds"] for p in ranking["proposals"]}
-    best = min(told, key=told.__getitem__)
-    assert list(told.values()) == sorted(told.values()) and len(told) > 3
-    assert {best * 2, best + 1} <= {*told}
+    shown = {len(p["plan"]["stages"]): p["forecast"]["seconds"] for p in ranking["proposals"]}
+    best = min(shown, key=shown.__getitem__)
+    assert list(shown.values()) == sorted(shown.values()) and len(shown) > 3
+    assert {best * 2, best + 1} <= {*shown}
     cluster = read_plan(_pin(planner)).cluster
     assert cluster is not None
-    for depth, seconds in told.items():
+    for depth, seconds in shown.items():
         apart = [
             way.forecast.seconds for way in search(made, cluster, batch_size=512, depths=[depth]).proposals
         ]
-        assert seconds == pytest.approx(min(way for way in apart if way >= told[best]), rel=1e-9)
+        assert seconds == pytest.approx(min(way for way in apart if way >= shown[best]), rel=1e-9)
 
 
 def _pin(planner: Planner) -> Path:
     file = planner.folder / "plan.json"
-    asked = ["--devices", 16, "--batch-size", 512, "--runners-up", 0]
-    planner.tell("plan", planner.folder, *asked, "--out", file)
+    given = ["--devices", 16, "--batch-size", 512, "--runners-up", 0]
+    planner.run("plan", planner.folder, *given, "--out", file)
     return file
 
 
@@ -107,18 +107,18 @@ def test_runners_up_have_depths_near_the_best_its_double_and_its_half() -> None:
 
 
 def test_several_numbers_of_devices_are_compared(planner: Planner) -> None:
-    """What would eight more give? Step time, throughput, gain and efficiency by number of devices."""
-    asked = ["plan", planner.folder, "--per-machine", 2, "--batch-size", 64]
-    told = planner.tell(*asked, "--devices", "1,2,4,8")
-    head, *table = rows(told)[:5]
+    """Step time, throughput, gain and efficiency by number of devices."""
+    given = ["plan", planner.folder, "--per-machine", 2, "--batch-size", 64]
+    shown = planner.run(*given, "--devices", "1,2,4,8")
+    head, *table = rows(shown)[:5]
     assert head == [
         *("devices", "machines", "stages", "replicas", "micro-batch", "schedule", "per", "step"),
         *("samples/s", "gain", "efficiency", "idle"),
     ]
     assert [row[:2] for row in table] == [["1", "1"], ["2", "1"], ["4", "2"], ["8", "4"]]
     assert table[0][-3:] == ["-", "100%", "0"] and table[1][-3].startswith("+")
-    points = planner.load(*asked, "--devices", "1,8")
-    alone = planner.load(*asked, "--devices", 8)["proposals"][0]
+    points = planner.load(*given, "--devices", "1,8")
+    alone = planner.load(*given, "--devices", 8)["proposals"][0]
     assert points[1]["best"]["forecast"] == alone["forecast"]
     assert points[1]["samples_per_second"] == pytest.approx(64 / alone["forecast"]["seconds"])
     assert points[1]["efficiency"] == pytest.approx(
@@ -128,11 +128,11 @@ def test_several_numbers_of_devices_are_compared(planner: Planner) -> None:
 
 def test_a_number_of_devices_that_is_too_small_is_shown_among_the_others(planner: Planner) -> None:
     planner.keep(profile([segment(1e-3, parameter_bytes=GB)], [0] * 4))
-    asked = ["plan", planner.folder, "--memory", "9GiB", "--batch-size", 8, "--devices"]
-    told = planner.tell(*asked, "1,4")
-    assert ["1", "1", *"---------"] in rows(told) and "1 device: no layout fits: " in told
-    assert planner.load(*asked, "1,4")[0]["best"] is None
-    assert "no layout fits" in planner.refuse(*asked, "1,2", "--memory", "5GiB")
+    given = ["plan", planner.folder, "--memory", "9GiB", "--batch-size", 8, "--devices"]
+    shown = planner.run(*given, "1,4")
+    assert ["1", "1", *"---------"] in rows(shown) and "1 device: no layout fits: " in shown
+    assert planner.load(*given, "1,4")[0]["best"] is None
+    assert "no layout fits" in planner.refuse(*given, "1,2", "--memory", "5GiB")
     assert gains([2.0, None, 3.0, 6.0]) == ["-", "-", "-", "+100.0%"]
 
 
@@ -166,11 +166,11 @@ def test_refused_layouts_and_estimates_are_shown(planner: Planner) -> None:
             reduce_costs=reductions(50e9, between=False),
         )
     )
-    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32, "--stages", 2]
-    told = planner.tell(*asked, "--memory", "12GiB")
-    assert "note: the all-reduce between machines is estimated from the link between two workers" in told
-    told = planner.tell(*asked[:-1], "1,2,4", "--memory", "12GiB")
-    assert "refused: 1 stage: stage 0 needs at least 16 GiB, but a device has 11.4 GiB: 4.6 GiB" in told
+    given = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32, "--stages", 2]
+    shown = planner.run(*given, "--memory", "12GiB")
+    assert "note: the all-reduce between machines is estimated from the link between two workers" in shown
+    shown = planner.run(*given[:-1], "1,2,4", "--memory", "12GiB")
+    assert "refused: 1 stage: stage 0 needs at least 16 GiB, but a device has 11.4 GiB: 4.6 GiB" in shown
 
 
 # ---------------------------------------------------------------- machines that differ
@@ -191,10 +191,10 @@ def write(file: Path, content: object) -> Path:
 def test_a_cluster_file_describes_machines_of_unequal_speed_and_memory(planner: Planner) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER)
     pinned = planner.folder / "plan.json"
-    told = planner.tell(
+    shown = planner.run(
         "plan", planner.folder, "--cluster", file, "--batch-size", 32, "--stages", 4, "--out", pinned
     )
-    assert told.startswith("8 devices on 3 machines")
+    assert shown.startswith("8 devices on 3 machines")
     cluster = read_plan(pinned).cluster
     assert cluster is not None
     assert [(m.name, m.devices, m.memory_bytes, m.speed, m.cards) for m in cluster.machines] == [
@@ -214,7 +214,7 @@ def test_a_cluster_file_may_describe_the_network_and_omit_the_memory(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "shown"),
     [
         ({"machines": []}, "length >= 1 - at `$.machines`"),
         ({"machines": [{"name": "a", "devices": 0}]}, ">= 1 - at `$.machines[0].devices`"),
@@ -232,23 +232,23 @@ def test_a_cluster_file_may_describe_the_network_and_omit_the_memory(tmp_path: P
     ],
 )
 def test_an_invalid_cluster_file_is_refused_with_the_key(
-    planner: Planner, change: dict[str, object], told: str
+    planner: Planner, change: dict[str, object], shown: str
 ) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER | change)
     refused = planner.refuse("plan", planner.folder, "--cluster", file, "--batch-size", 8)
-    assert told in refused and str(file) in refused
+    assert shown in refused and str(file) in refused
 
 
 def test_a_cluster_is_given_exactly_once(planner: Planner) -> None:
     file = write(planner.folder / "cluster.json", CLUSTER)
-    asked = ["plan", planner.folder, "--batch-size", 8]
-    assert "exclude each other" in planner.refuse(*asked, "--cluster", file, "--devices", 8)
-    assert "give --devices (such as" in planner.refuse(*asked)
-    assert "there is no cluster file" in planner.refuse(*asked, "--cluster", planner.folder / "nowhere")
-    assert "is a folder" in planner.refuse(*asked, "--cluster", planner.folder)
+    given = ["plan", planner.folder, "--batch-size", 8]
+    assert "exclude each other" in planner.refuse(*given, "--cluster", file, "--devices", 8)
+    assert "give --devices (such as" in planner.refuse(*given)
+    assert "there is no cluster file" in planner.refuse(*given, "--cluster", planner.folder / "nowhere")
+    assert "is a folder" in planner.refuse(*given, "--cluster", planner.folder)
     file.write_text(file.read_text()[:40])
     assert "cluster.json is not a valid ClusterFile: Input data was truncated" in planner.refuse(
-        *asked, "--cluster", file
+        *given, "--cluster", file
     )
 
 
@@ -258,8 +258,8 @@ def test_a_cluster_is_given_exactly_once(planner: Planner) -> None:
 def test_explain_shows_a_plan_and_its_runners_up(planner: Planner) -> None:
     """B3"""
     pinned = planner.plan("plan.json")
-    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
-    planned, explained = planner.tell(*asked), planner.tell("explain", pinned)
+    given = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
+    planned, explained = planner.run(*given), planner.run("explain", pinned)
     assert {line for line in planned.splitlines()[1:]} <= {*explained.splitlines()}
     assert "parameters  gradients" in explained
     assert planner.load("explain", pinned) == json.loads(pinned.read_text())
@@ -269,11 +269,11 @@ def test_explain_shows_the_differences_of_two_plans(planner: Planner) -> None:
     """B3: JSON, with a diff."""
     one = planner.plan("one.json", "--schedule", "1f1b", "--stages", 2)
     other = planner.plan("other.json", "--schedule", "1f1b", "--stages", 4)
-    told = planner.tell("explain", one, "--diff", other)
-    assert {"stages: 2 -> 4", "replicas: 2 -> 1", "cuts before: 2 -> 1 to 3"} <= {*told.splitlines()}
-    assert "schedule" not in told and "a step: " in told
+    shown = planner.run("explain", one, "--diff", other)
+    assert {"stages: 2 -> 4", "replicas: 2 -> 1", "cuts before: 2 -> 1 to 3"} <= {*shown.splitlines()}
+    assert "schedule" not in shown and "a step: " in shown
     assert {"what": "stages", "here": "2", "there": "4"} in planner.load("explain", one, "--diff", other)
-    assert planner.tell("explain", one, "--diff", one) == "the plans are the same\n"
+    assert planner.run("explain", one, "--diff", one) == "the plans are the same\n"
     assert "is a profile" in planner.refuse("explain", planner.folder, "--diff", one)
 
 
@@ -293,17 +293,17 @@ def test_explain_shows_a_profile_and_its_missing_measurements(planner: Planner) 
         made.kinds[1],
     )
     planner.keep(msgspec.structs.replace(made, kinds=kinds))
-    told = planner.tell("explain", planner.folder)
-    assert told.startswith(
+    shown = planner.run("explain", planner.folder)
+    assert shown.startswith(
         "4 segments of 2 kinds, 20 MiB of weights, in bf16 on an abacus with 80 GiB; model"
     )
-    table = [row for row in rows(told) if row[:2] in (["0", "0"], ["1", "1"])]
+    table = [row for row in rows(shown) if row[:2] in (["0", "0"], ["1", "1"])]
     assert table[0][:8] == ["0", "0", "8", "MiB", "1", "1", "ms", "±"] and table[0][8] == "10%"
     assert table[1][:5] == ["1", "1", "to", "3", "4"]
-    assert "link between machines: not measured" in told
-    assert "all-reduce between machines: not measured" in told
-    assert "not measured: micro-batch size 8: out of memory" in told
-    assert "over 2, 4, 8 ranks" in told
+    assert "link between machines: not measured" in shown
+    assert "all-reduce between machines: not measured" in shown
+    assert "not measured: micro-batch size 8: out of memory" in shown
+    assert "over 2, 4, 8 ranks" in shown
     assert planner.load("explain", planner.folder / "profile.json")["device"] == "an abacus"
 
 
@@ -318,17 +318,17 @@ def test_many_numbers_are_shown_as_ranges() -> None:
 
 def test_a_plan_is_simulated_as_planned(planner: Planner) -> None:
     """B4: the predicted timeline, as text, picture and trace. With a device left idle in the middle."""
-    asked = ("--stages", 3, "--chunk-size", "1,2,4")  # else one stage would get the idle device
-    pinned = planner.plan("plan.json", *asked)
+    given = ("--stages", 3, "--chunk-size", "1,2,4")  # else one stage would get the idle device
+    pinned = planner.plan("plan.json", *given)
     assert read_plan(pinned).idle
     picture, trace = planner.folder / "a.svg", planner.folder / "trace.json"
-    told = planner.tell("simulate", planner.folder, pinned, "--svg", picture, "--trace", trace)
-    assert "stage 2, rank 2 |" in told and "planned:" not in told and "samples/s" in told
+    shown = planner.run("simulate", planner.folder, pinned, "--svg", picture, "--trace", trace)
+    assert "stage 2, rank 2 |" in shown and "planned:" not in shown and "samples/s" in shown
     assert picture.read_text().startswith("<svg") and "3 stages x 1 replica" in picture.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
     assert planner.load("simulate", planner.folder, pinned) == json.loads(encode(read_plan(pinned).forecast))
     same = planner.folder / "same.svg"
-    planner.plan("again.json", *asked, "--svg", same)
+    planner.plan("again.json", *given, "--svg", same)
     assert same.read_text() == picture.read_text()
 
 
@@ -339,8 +339,8 @@ def test_a_plan_is_simulated_on_another_cluster(planner: Planner) -> None:
     quick = planner.load(*play, "--network", "400Gbit")["seconds"]
     together = planner.load(*play, "--devices", 4, "--per-machine", 4)["seconds"]
     assert together < quick < read_plan(pinned).forecast.seconds
-    told = planner.tell(*play, "--network", "1Mbit", "--latency", "1ms")
-    assert "; planned: " in told and "note: the network between machines is assumed: 0.001 Gbit/s" in told
+    shown = planner.run(*play, "--network", "1Mbit", "--latency", "1ms")
+    assert "; planned: " in shown and "note: the network between machines is assumed: 0.001 Gbit/s" in shown
     file = write(planner.folder / "cluster.json", CLUSTER)
     assert planner.load(*play, "--cluster", file)["seconds"] > 0
 
@@ -376,7 +376,7 @@ def test_a_plan_that_does_not_match_the_profile_or_cluster_is_refused(planner: P
 
 
 @pytest.mark.parametrize(
-    ("option", "wrong", "told"),
+    ("option", "wrong", "shown"),
     [
         ("--devices", "0", "--devices must be 1 or more, not 0"),
         ("--devices", "-3", "--devices must be 1 or more, not -3"),
@@ -411,15 +411,24 @@ def test_a_plan_that_does_not_match_the_profile_or_cluster_is_refused(planner: P
     ],
 )
 def test_invalid_options_are_refused_with_their_name(
-    planner: Planner, option: str, wrong: str, told: str
+    planner: Planner, option: str, wrong: str, shown: str
 ) -> None:
-    asked = {"--devices": "4", "--batch-size": "8"} | {option: wrong}
-    assert told in planner.refuse("plan", planner.folder, *(word for pair in asked.items() for word in pair))
+    given = {"--devices": "4", "--batch-size": "8"} | {option: wrong}
+    assert shown in planner.refuse("plan", planner.folder, *(text for pair in given.items() for text in pair))
 
 
 def test_out_and_svg_need_one_plan(planner: Planner) -> None:
-    asked = ["plan", planner.folder, "--devices", "2,4", "--batch-size", 8, "--svg", planner.folder / "x.svg"]
-    assert "--out and --svg need one plan" in planner.refuse(*asked)
+    given = [
+        "plan",
+        planner.folder,
+        "--devices",
+        "2,4",
+        "--batch-size",
+        8,
+        "--svg",
+        planner.folder / "x.svg",
+    ]
+    assert "--out and --svg need one plan" in planner.refuse(*given)
 
 
 def test_an_infeasible_request_says_which_limit_by_how_much_and_what_would_fit(planner: Planner) -> None:
@@ -442,40 +451,40 @@ def test_a_link_that_was_not_measured_is_requested(planner: Planner) -> None:
             notes=("between: all processes ran on one machine",),
         )
     )
-    asked = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
-    assert planner.refuse(*asked) == (
+    given = ["plan", planner.folder, "--devices", 4, "--per-machine", 2, "--batch-size", 32]
+    assert planner.refuse(*given) == (
         "the profile has no link between machines, and there are 2 machines (describe the network: "
         "--network 25Gbit --latency 20us; or profile with workers on two machines)"
     )
-    told = planner.tell(*asked, "--network", "25Gbit")
-    assert "the network between machines is assumed: 25 Gbit/s, 20 µs" in told
-    told += planner.tell("plan", planner.folder, "--devices", 4, "--per-machine", 4, "--batch-size", 32)
-    assert "ran on one machine" not in told  # nobody asks any more
+    shown = planner.run(*given, "--network", "25Gbit")
+    assert "the network between machines is assumed: 25 Gbit/s, 20 µs" in shown
+    shown += planner.run("plan", planner.folder, "--devices", 4, "--per-machine", 4, "--batch-size", 32)
+    assert "ran on one machine" not in shown
     planner.keep(profile([segment(1e-3)], [0] * 4, within=None))
-    assert "no link within a machine" in planner.refuse(*asked)
+    assert "no link within a machine" in planner.refuse(*given)
 
 
 def test_an_invalid_profile_is_refused(planner: Planner) -> None:
     """A missing profile, another version, a truncated file, another kind of file."""
-    asked = ["--devices", 4, "--batch-size", 32]
+    given = ["--devices", 4, "--batch-size", 32]
     empty = planner.folder / "empty"
     empty.mkdir()
-    assert "there is no profile" in planner.refuse("plan", empty, *asked)
+    assert "there is no profile" in planner.refuse("plan", empty, *given)
     assert "there is no profile" in planner.refuse("explain", empty)
     (empty / "profile.unfinished.json").write_text("{}")
-    assert "only an unfinished one (run the Profiler again" in planner.refuse("plan", empty, *asked)
+    assert "only an unfinished one (run the Profiler again" in planner.refuse("plan", empty, *given)
     file = planner.folder / "profile.json"
     whole = file.read_text()
     file.write_text(whole.replace('"version": 1', '"version": 7'))
     assert "version is 7, this library reads 1 (profile the model again)" in planner.refuse(
-        "plan", planner.folder, *asked
+        "plan", planner.folder, *given
     )
     file.write_text(whole[: whole.rindex(",", 0, len(whole) // 2)])
     assert "profile.json is not a valid Profile: Input data was truncated" in planner.refuse(
-        "plan", planner.folder, *asked
+        "plan", planner.folder, *given
     )
     file.write_bytes(b"\x80\x81")
-    assert "profile.json is not a valid Profile: " in planner.refuse("plan", planner.folder, *asked)
+    assert "profile.json is not a valid Profile: " in planner.refuse("plan", planner.folder, *given)
     assert "is not a valid PinnedPlan" in planner.refuse("explain", file)
     file.write_text('{"colour": "blue"}')
     assert "valid PinnedPlan: Object missing required field `plan`" in planner.refuse("explain", file)
@@ -486,9 +495,9 @@ def test_an_invalid_profile_is_refused(planner: Planner) -> None:
 
 def test_planning_explaining_and_simulating_import_no_torch(planner: Planner) -> None:
     folder, pinned = planner.folder, planner.folder / "plan.json"
-    asked = ["--devices", "4", "--batch-size", "16"]
+    given = ["--devices", "4", "--batch-size", "16"]
     commands = [
-        ["plan", str(folder), *asked, "--out", str(pinned), "--svg", str(folder / "x.svg")],
+        ["plan", str(folder), *given, "--out", str(pinned), "--svg", str(folder / "x.svg")],
         ["plan", str(folder), "--devices", "2,4", "--batch-size", "16"],
         ["explain", str(pinned)],
         ["explain", str(pinned), "--diff", str(pinned)],
@@ -519,5 +528,5 @@ def test_the_commands_in_the_docs_print_what_the_docs_show(
     for command, answer in shown:
         refused = answer.startswith("varuna: ")
         assert planner(*command.split()) == (2 if refused else 0), (command, planner.err)
-        told = (planner.err if refused else planner.out).splitlines()[0]
-        assert re.findall(r"[a-z]+", told)[:2] == re.findall(r"[a-z]+", answer)[:2]
+        shown = (planner.err if refused else planner.out).splitlines()[0]
+        assert re.findall(r"[a-z]+", shown)[:2] == re.findall(r"[a-z]+", answer)[:2]

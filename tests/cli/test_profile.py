@@ -74,8 +74,8 @@ def script(tmp_path: Path) -> Path:
 def test_a_script_is_profiled_with_a_progress_bar_and_then_planned(script: Path, cli: Cli) -> None:
     """V24"""
     folder = script.parent / "profile"
-    asked = ["profile", f"{script}:make", "--out", folder, "--device", "cpu"]
-    seen = on_a_terminal(*asked, "--sizes", "1,2", "--", "--layers", "3")
+    arguments = ["profile", f"{script}:make", "--out", folder, "--device", "cpu"]
+    seen = on_a_terminal(*arguments, "--sizes", "1,2", "--", "--layers", "3")
     assert "links within a machine" in seen and "micro-batch size 2" in seen and "━" in seen
     made = read_profile(folder)
     assert len(made.segments) == 4 and made.optimizer.name == "SGD"
@@ -86,7 +86,7 @@ def test_a_script_is_profiled_with_a_progress_bar_and_then_planned(script: Path,
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (
             "number",
@@ -99,10 +99,10 @@ def test_a_script_is_profiled_with_a_progress_bar_and_then_planned(script: Path,
     ],
 )
 def test_a_missing_function_or_a_wrong_result_is_refused(
-    cli: Cli, script: Path, function: str, told: str
+    cli: Cli, script: Path, function: str, message: str
 ) -> None:
     assert cli("profile", f"{script}:{function}") == 2
-    assert told in cli.err and cli.err.count("\n") == 1
+    assert message in cli.err and cli.err.count("\n") == 1
 
 
 def test_an_error_in_the_script_shows_the_line_of_the_script(cli: Cli, script: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_error_in_the_script_shows_the_line_of_the_script(cli: Cli, script: P
 
 
 @pytest.mark.parametrize(
-    ("option", "wrong", "told"),
+    ("option", "wrong", "message"),
     [
         ("--sizes", "0", "--sizes must be 1 or more, not 0"),
         ("--sizes", "1,two", "--sizes '1,two' must be whole numbers separated by commas"),
@@ -131,10 +131,10 @@ def test_an_error_in_the_script_shows_the_line_of_the_script(cli: Cli, script: P
     ],
 )
 def test_invalid_options_of_profile_are_refused_with_their_name(
-    cli: Cli, script: Path, option: str, wrong: str, told: str
+    cli: Cli, script: Path, option: str, wrong: str, message: str
 ) -> None:
     assert cli("profile", f"{script}:uncut", "--device", "cpu", option, wrong) == 2
-    assert told in cli.err and cli.err.count("\n") == 1
+    assert message in cli.err and cli.err.count("\n") == 1
 
 
 def test_a_missing_script_is_refused(cli: Cli, tmp_path: Path) -> None:
