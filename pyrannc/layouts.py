@@ -10,7 +10,7 @@ import torch
 
 from pyrannc.configuration import Configuration
 from varuna.capture import Captured, Source
-from varuna.errors import CaptureError, PlanError, some
+from varuna.errors import CaptureError, PlanError, list_some
 from varuna.measure.draft import ProfileSubject
 from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.estimate import Speed
@@ -19,7 +19,7 @@ from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.search import UNEVEN_GAIN
 from varuna.plan.search.uneven import UnevenRequest, best_uneven
 from varuna.profile.description import describe
-from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, in_few
+from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, show_widths
 from varuna.units import count
 
 
@@ -188,8 +188,8 @@ def balanced_spans(widths: Sequence[int], captured: Captured) -> Spans:
     if len(bounds) <= len(widths):
         reasons = [why for cut in range(1, captured.num_segments) for why in captured.inseparable(cut)]
         raise CaptureError(
-            f"replica_num {in_few(widths)} needs {count(len(widths) - 1, 'cut')} at which all tensors can "
-            f"be divided by sample, but the model has {len(bounds) - 2}: {some(reasons)} (give all stages "
+            f"replica_num {show_widths(widths)} needs {count(len(widths) - 1, 'cut')} at which all tensors can "
+            f"be divided by sample, but the model has {len(bounds) - 2}: {list_some(reasons)} (give all stages "
             "equally many replicas, or ask for fewer stages)"
         )
     segments = captured.graph.segments

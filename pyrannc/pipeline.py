@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from pyrannc.calls import AgreedCall, TensorInput
 from pyrannc.outputs import ModelOutput, Reduction
 from varuna.capture.model.call_convention import OutputStructure
-from varuna.errors import CaptureError, some
+from varuna.errors import CaptureError, list_some
 from varuna.execute.comm.exchange import SampleTransfer, redistribute
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
@@ -217,7 +217,7 @@ class Pipeline:
 
     def _refuse_disorder(self, batch: BatchInFlight) -> None:
         """Raise the same error on all ranks if an output cannot be put together from its parts."""
-        division, disordered = batch.division, some(batch.captured.disordered)
+        division, disordered = batch.division, list_some(batch.captured.disordered)
         sides = [batch.last_spans().values(), batch.given if self.gather_inputs else ()]
         parts = [sum(first < stop for first, stop in spans) for spans in sides if not batch.is_local]
         if disordered and max(*parts, len(division.runs), *division.num_microbatches) > 1:

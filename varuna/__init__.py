@@ -1,7 +1,7 @@
-"""Pipeline and data parallel training for PyTorch, equal to one process at every layout.
+"""Pipeline and data parallel training for PyTorch, with the results of one process in every layout.
 
-Names are fetched when first used, so that `import varuna` costs nothing and does nothing: the
-command line, the planner and the manager's machine need no torch.
+Names are imported when they are first used. So `import varuna` is fast and has no side effects, and the
+command line, the planner and the manager need no torch.
 """
 
 from importlib import import_module
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'varuna' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # the next use does not come through here
+    globals()[name] = found  # later uses do not call this function
     return found
 
 

@@ -45,7 +45,7 @@ class StoreTaken(CheckpointError):
     by_this_job = False
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
+def list_some(names: Sequence[str], most: int = 5) -> str:
     """Return the first few names, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

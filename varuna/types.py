@@ -182,14 +182,14 @@ def format_stage_map(stage_map: Iterable[Iterable[int]]) -> str:
     return "".join(",".join(map(str, ranks)) + ";" for ranks in stage_map)
 
 
-def in_few(widths: Sequence[int]) -> str:
+def show_widths(widths: Sequence[int]) -> str:
     """Return "2", or "3+1" if stages differ in their number of replicas."""
     return str(widths[0]) if len(set(widths)) == 1 else "+".join(map(str, widths))
 
 
 def format_widths(widths: Sequence[int]) -> str:
     """Return "2 replicas", or "3+1 replicas"."""
-    return f"{in_few(widths)} {'replica' if set(widths) == {1} else 'replicas'}"
+    return f"{show_widths(widths)} {'replica' if set(widths) == {1} else 'replicas'}"
 
 
 def place_in_map(stage_map: StageMap, rank: int) -> tuple[int, int]:

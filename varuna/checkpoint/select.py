@@ -15,7 +15,7 @@ from varuna.checkpoint.format.manifest import Json, Manifest, TensorEntry
 from varuna.checkpoint.format.optimizer import foreign_options, match_groups
 from varuna.checkpoint.format.tensors import spec_of
 from varuna.checkpoint.format.tree import tensors_in
-from varuna.errors import CheckpointError, some
+from varuna.errors import CheckpointError, list_some
 
 log = logging.getLogger("varuna")
 
@@ -80,7 +80,7 @@ def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
     saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     if unknown := sorted(saved - names):
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} belongs to another model: this model has no {some(unknown)} "
+            f"checkpoint {manifest.facts.step} belongs to another model: this model has no {list_some(unknown)} "
             "(strict=False ignores them)"
         )
 
@@ -107,11 +107,11 @@ def _choose_tensors(
             chosen.gradients[name] = gradient
     if missing and required:
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} has no {some(missing)} (does it belong to another model? "
+            f"checkpoint {manifest.facts.step} has no {list_some(missing)} (does it belong to another model? "
             "strict=False keeps the current values)"
         )
     if missing:
-        log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, some(missing))
+        log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, list_some(missing))
 
 
 def _choose_optimizer(
@@ -146,7 +146,7 @@ def _choose_optimizer(
             missing.append(names_of[parameter][0])
     if missing and required:
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} has no optimizer state of {some(missing)} "
+            f"checkpoint {manifest.facts.step} has no optimizer state of {list_some(missing)} "
             "(strict=False keeps their current state)"
         )
     first_names = {parameter: names[0] for parameter, names in names_of.items()}

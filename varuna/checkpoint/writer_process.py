@@ -32,7 +32,7 @@ from varuna.checkpoint.format.part import PartLayout, TensorSpec
 from varuna.checkpoint.save import commit, part_name, remove_old, remove_part, write_part
 from varuna.checkpoint.store.claim import refuse_disowned
 from varuna.checkpoint.store.store import Store, local_folder, open_store, retrying
-from varuna.errors import CheckpointError, some
+from varuna.errors import CheckpointError, list_some
 from varuna.processes import die_with_parent
 
 REPORT_SECONDS = 0.5
@@ -254,13 +254,13 @@ def wait_for_parts(order: SaveOrder, store: Store, connection: TrainerConnection
         missing = [writer for writer, document in documents.items() if document not in current]
         if not missing:
             break
-        activity = f"waiting for the parts of {some(missing)}"
+        activity = f"waiting for the parts of {list_some(missing)}"
         if current != seen:
             connection.report(activity, at_once=not seen)
             seen, changed_at = current, time.monotonic()
         elif time.monotonic() - changed_at > order.patience_seconds:
             raise CheckpointError(
-                f"the parts of {some(missing)} are missing: nothing was written for "
+                f"the parts of {list_some(missing)} are missing: nothing was written for "
                 f"{order.patience_seconds:g} s (check that these ranks run and write to the same store)"
             )
         connection.pause(pause, activity)

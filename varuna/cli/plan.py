@@ -24,7 +24,7 @@ from varuna.plan.plan_file import AssumedNetwork, PinnedPlan, read_plan, write_p
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.messages import why_slower
 from varuna.plan.search.search import HEADROOM, Ranking, search
-from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, in_few
+from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, show_widths
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
 
 MAX_BATCH_SIZE = 1 << 20
@@ -434,7 +434,7 @@ def _show_sweep(points: Sequence[SweepPoint], as_json: bool) -> None:
         layout = point.best.plan
         table.add_row(
             *size,
-            *(str(layout.depth), in_few(layout.widths), str(layout.microbatch_size), layout.schedule),
+            *(str(layout.depth), show_widths(layout.widths), str(layout.microbatch_size), layout.schedule),
             duration(point.best.forecast.seconds),
             f"{point.samples_per_second:.4g}",
             gain,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.plan.plan_file import PinnedPlan
-from varuna.types import LinkCost, Plan, Profile, Proposal, ReduceCost, format_widths, in_few
+from varuna.types import LinkCost, Plan, Profile, Proposal, ReduceCost, format_widths, show_widths
 from varuna.units import count, duration, memory
 
 
@@ -79,7 +79,7 @@ def layouts(proposals: Sequence[Proposal]) -> Table:
         plan = proposal.plan
         made.add_row(
             str(plan.depth),
-            in_few(plan.widths),
+            show_widths(plan.widths),
             str(plan.microbatch_size),
             plan.schedule,
             recomputing(plan),
@@ -131,7 +131,7 @@ def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str
         plan = pinned.plan
         return {
             "stages": str(plan.depth),
-            "replicas": in_few(plan.widths),
+            "replicas": show_widths(plan.widths),
             "batch": str(plan.batch_size),
             "micro-batch": str(plan.microbatch_size),
             "schedule": plan.schedule,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from varuna.capture import Captured, StageState, check_capture
-from varuna.errors import CaptureError, some
+from varuna.errors import CaptureError, list_some
 from varuna.plan import balance, balance_over
 from varuna.train.cache import read_spans, write_spans
 from varuna.types import Plan, StageMap, StagePlan, format_stage_map
@@ -98,7 +98,7 @@ def refuse_inseparable(plan: Plan, captured: Captured) -> None:
         if reasons:
             raise CaptureError(
                 f"stages {one} and {one + 1} have {len(stage.ranks)} and {len(following.ranks)} replicas, "
-                f"but what crosses the cut between them cannot be parted by sample: {some(reasons)} "
+                f"but what crosses the cut between them cannot be parted by sample: {list_some(reasons)} "
                 "(give all stages as many replicas, or cut elsewhere: spans=..., CutPoints)"
             )
 
@@ -120,10 +120,10 @@ def refuse_unforeseen(
     own = plan.stages[stage]
     program, of_sample = captured.carve(own.first, own.stop), sampled.carve(own.first, own.stop)
     lacking = [name for name in program.state if name not in state.canonical]
-    found = [f"stage uses {some(lacking)}"] if lacking else []
+    found = [f"stage uses {list_some(lacking)}"] if lacking else []
     if len(own.ranks) > 1:
         changed = sorted(set(program.mutated) - set(of_sample.mutated))
-        found += [f"stage changes {some(changed)}"] if changed else []
+        found += [f"stage changes {list_some(changed)}"] if changed else []
         draws = captured.random and not sampled.random and not plan.uneven
         found += ["model draws random numbers"] if draws else []
     if found:

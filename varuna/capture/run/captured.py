@@ -16,7 +16,7 @@ from varuna.capture.graph.flow import Flow
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.run.program import SpanProgram
 from varuna.capture.trace.trace import TraceRequest
-from varuna.errors import CaptureError, some
+from varuna.errors import CaptureError, list_some
 from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 
@@ -78,7 +78,7 @@ class Captured:
         misplaced = [state for state in self._misplaced if state.is_missing_in(first, stop)]
         if misplaced:
             names = [state.name for state in misplaced if state.reason == misplaced[0].reason]
-            raise CaptureError(f"{some(names)} {misplaced[0].reason}")
+            raise CaptureError(f"{list_some(names)} {misplaced[0].reason}")
         if (first, stop) not in self._programs:
             self._programs[first, stop] = self._carver.carve(first, stop)
         return self._programs[first, stop]

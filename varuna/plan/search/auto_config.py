@@ -9,7 +9,7 @@ import sys
 from varuna.plan.cluster_file import equal_machines, read_network, with_links
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.search import Ranking, search
-from varuna.types import in_few
+from varuna.types import show_widths
 
 
 class AutoConfig:
@@ -65,7 +65,7 @@ class AutoConfig:
         for proposal in self.ranking.proposals:
             plan = proposal.plan
             lines.append(
-                f"  {plan.depth} x {in_few(plan.widths)}, "
+                f"  {plan.depth} x {show_widths(plan.widths)}, "
                 f"micro-batches of {plan.microbatch_size}, {plan.schedule}: "
                 f"{proposal.forecast.seconds:.4g} s ({proposal.reason})"
             )
