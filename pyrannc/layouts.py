@@ -188,9 +188,9 @@ def balanced_spans(widths: Sequence[int], captured: Captured) -> Spans:
     if len(bounds) <= len(widths):
         reasons = [why for cut in range(1, captured.num_segments) for why in captured.inseparable(cut)]
         raise CaptureError(
-            f"replica_num {show_widths(widths)} needs {count(len(widths) - 1, 'cut')} at which all tensors can "
-            f"be divided by sample, but the model has {len(bounds) - 2}: {list_some(reasons)} (give all stages "
-            "equally many replicas, or ask for fewer stages)"
+            f"replica_num {show_widths(widths)} needs {count(len(widths) - 1, 'cut')} at which all tensors "
+            f"can be divided by sample, but the model has {len(bounds) - 2}: {list_some(reasons)} (give all "
+            "stages equally many replicas, or ask for fewer stages)"
         )
     segments = captured.graph.segments
     work = [sum(s.flops_per_sample for s in segments[first:stop]) for first, stop in pairwise(bounds)]

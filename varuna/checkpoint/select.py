@@ -80,8 +80,8 @@ def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
     saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     if unknown := sorted(saved - names):
         raise CheckpointError(
-            f"checkpoint {manifest.facts.step} belongs to another model: this model has no {list_some(unknown)} "
-            "(strict=False ignores them)"
+            f"checkpoint {manifest.facts.step} belongs to another model: this model has no "
+            f"{list_some(unknown)} (strict=False ignores them)"
         )
 
 
@@ -111,7 +111,8 @@ def _choose_tensors(
             "strict=False keeps the current values)"
         )
     if missing:
-        log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, list_some(missing))
+        listed = list_some(missing)
+        log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, listed)
 
 
 def _choose_optimizer(
