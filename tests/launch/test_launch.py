@@ -166,6 +166,20 @@ def test_workers_and_their_children_end_with_the_launcher(
     assert job.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
+def test_when_the_fork_server_is_killed_the_job_fails_and_no_process_is_left(
+    tmp_path: Path, pipe: Path
+) -> None:
+    """V33"""
+    command = launcher(tmp_path, str(pipe), devices=2, stages=2)
+    with started(command, tmp_path, HOLD + READY + "signal.pause()") as job, pipe.open("rb") as reader:
+        wait_until_ready(reader, workers=2)
+        (fork_server,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(fork_server), signal.SIGKILL)
+        assert reader.read() == b""
+        _, err = job.communicate()
+    assert job.returncode == 1 and "was killed by SIGKILL" in err
+
+
 @pytest.mark.parametrize(
     ("last", "code"), [("raise ValueError", 1), ("sys.exit(0)", 0)], ids=["failing", "finishing"]
 )

@@ -5,17 +5,15 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.morph.stragglers import StragglerRule, StragglerWatch, find_stragglers, median_without
+from varuna.morph.stragglers import SLOW_STEPS, StragglerWatch, find_stragglers, median_without
 from varuna.types import Layout, StageMap
-
-RULE = StragglerRule(factor=1.25, steps=3)
 
 
 def play(steps: list[dict[int, float]], stages: StageMap, *, batch: int = 12) -> frozenset[int]:
     watch, found = StragglerWatch(), frozenset[int]()
     for iteration, times in enumerate(steps, start=1):
         seconds = {rank: (iteration, t) for rank, t in times.items()}
-        watch, found = find_stragglers(watch, seconds, Layout(stages, batch, 2), RULE)
+        watch, found = find_stragglers(watch, seconds, Layout(stages, batch, 2))
     return found
 
 
@@ -23,20 +21,20 @@ def test_a_rank_that_is_slower_than_its_stage_for_some_steps_is_found() -> None:
     """V44"""
     slow = {0: 1.0, 1: 1.0, 2: 1.5, 3: 4.0, 4: 4.1, 5: 4.0}
     stages = ((0, 1, 2), (3, 4, 5))
-    assert play([slow] * 2, stages) == frozenset()
-    assert play([slow] * 3, stages) == {2}, "and not the stage with more work"
+    assert play([slow] * (SLOW_STEPS - 1), stages) == frozenset()
+    assert play([slow] * SLOW_STEPS, stages) == {2}, "and not the stage with more work"
 
 
 def test_single_slow_steps_are_ignored() -> None:
     good, bad = {0: 1.0, 1: 1.0}, {0: 1.0, 1: 3.0}
-    assert play([bad, bad, good, bad, bad], ((0, 1),)) == frozenset()
+    assert play([*[bad] * 4, good, *[bad] * 4], ((0, 1),)) == frozenset()
 
 
 def test_a_step_that_is_reported_twice_counts_once_and_a_stage_of_one_has_no_peers() -> None:
     watch, found = StragglerWatch(), frozenset[int]()
     layout = Layout(((0, 1), (2, 3)), 12, 2)
     for _ in range(9):
-        watch, found = find_stragglers(watch, {0: (7, 1.0), 1: (7, 3.0), 2: (7, 99.0)}, layout, RULE)
+        watch, found = find_stragglers(watch, {0: (7, 1.0), 1: (7, 3.0), 2: (7, 99.0)}, layout)
     assert found == frozenset()
 
 

@@ -10,11 +10,10 @@ import msgspec
 
 from varuna.types import Layout, spread_evenly
 
-
-class StragglerRule(msgspec.Struct, frozen=True):
-    factor: float = 1.25  # slower than the median of the stage by this factor
-    least_seconds: float = 0.01  # and by this much; shorter differences are noise
-    steps: int = 5  # for this many steps in a row
+# A rank is slow if its compute time exceeds the median of its stage
+SLOW_FACTOR = 1.25  # by this factor,
+LEAST_SECONDS = 0.01  # and by this much, because shorter differences are noise,
+SLOW_STEPS = 5  # for this many steps in a row.
 
 
 class StragglerWatch(msgspec.Struct, frozen=True):
@@ -25,10 +24,7 @@ class StragglerWatch(msgspec.Struct, frozen=True):
 
 
 def find_stragglers(
-    watch: StragglerWatch,
-    seconds: Mapping[int, tuple[int, float]],
-    layout: Layout,
-    rule: StragglerRule,
+    watch: StragglerWatch, seconds: Mapping[int, tuple[int, float]], layout: Layout
 ) -> tuple[StragglerWatch, frozenset[int]]:
     """Return the slow ranks, from the (iteration, compute seconds) of each rank.
 
@@ -54,9 +50,9 @@ def find_stragglers(
                 continue  # this step was counted before
             iterations[rank] = iteration
             usual = median_without(scaled_times[samples[rank]], taken)
-            limit = max(rule.factor * usual, usual + rule.least_seconds)
+            limit = max(SLOW_FACTOR * usual, usual + LEAST_SECONDS)
             slow_for[rank] = slow_for.get(rank, 0) + 1 if taken > limit else 0
-    found = frozenset(rank for rank, count in slow_for.items() if count >= rule.steps)
+    found = frozenset(rank for rank, count in slow_for.items() if count >= SLOW_STEPS)
     return StragglerWatch(slow_for, iterations), found
 
 

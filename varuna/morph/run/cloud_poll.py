@@ -28,6 +28,7 @@ from varuna.morph.protocol.orders import AgentOrders
 
 MAX_BYTES = 1 << 20
 REPLY_SECONDS = 5.0
+POLL_SECONDS = 1.0
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -76,7 +77,6 @@ async def poll_notices(
     *,
     warn: Callable[[str], None],
     url: str = "",
-    every_seconds: float = 1.0,
     reply_seconds: float = REPLY_SECONDS,
     now: Clock = time.time,
     sleep: Sleep = asyncio.sleep,
@@ -85,7 +85,7 @@ async def poll_notices(
     address = url or service.url
     current: CloudNotice | None = None
     warned = ""
-    pause = every_seconds
+    pause = POLL_SECONDS
     while True:
         try:
             notice = await find_notice(service, address, now=now, reply_seconds=reply_seconds)
@@ -93,9 +93,9 @@ async def poll_notices(
             problem = str(error) or type(error).__name__
             if problem != warned:
                 warn(f"the metadata service at {address} cannot be polled: {problem}; retrying")
-            warned, pause = problem, min(pause * 2, every_seconds * 10)
+            warned, pause = problem, min(pause * 2, 10 * POLL_SECONDS)
         else:
-            warned, pause = "", every_seconds
+            warned, pause = "", POLL_SECONDS
             if (notice and notice.reason) != (current and current.reason):
                 on_change(notice)
             current = notice

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from varuna.morph.machines import read_machines
 from varuna.morph.state import Generation, Heartbeat
-from varuna.morph.stragglers import StragglerRule, StragglerWatch, find_stragglers
+from varuna.morph.stragglers import StragglerWatch, find_stragglers
 
 
 class MachineListWatcher:
@@ -51,7 +51,7 @@ class SlowMachineWatcher:
             for worker in progress
             if number == generation.number
         }
-        self._watch, ranks = find_stragglers(self._watch, times, generation.layout, StragglerRule())
+        self._watch, ranks = find_stragglers(self._watch, times, generation.layout)
         slow = dict.fromkeys(generation.machine_of(rank) for rank in sorted(ranks))
         new = [machine for machine in slow if machine is not None and machine not in self.machines]
         if new:
