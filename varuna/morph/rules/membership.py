@@ -178,19 +178,18 @@ def ready_machines(decision: Decision, *, without_flapping: bool = False) -> tup
 
     `without_flapping` leaves out machines that were lost several times recently.
     """
-    last = decision.state.generation
+    last, members = decision.state.generation, decision.state.members
     current = last.number if last is not None and decision.state.active else None
 
-    def is_ready(name: str) -> bool:
-        member = decision.state.members.get(name)
+    def is_ready(member: Member | None) -> bool:
         if member is None or not (member.listed and member.agent and member.warm) or member.leaves:
             return False
-        if without_flapping and decision.now < member.welcome_at and not decision.is_working(name):
+        if without_flapping and decision.now < member.welcome_at and not decision.is_working(member.name):
             return False
         return member.workers is None or member.workers == current
 
-    names = dict.fromkeys((*(last.machines if last is not None else ()), *decision.state.members))
-    return tuple(name for name in names if is_ready(name))
+    names = dict.fromkeys((*(last.machines if last is not None else ()), *members))
+    return tuple(name for name in names if is_ready(members.get(name)))
 
 
 def note_usable_machines(decision: Decision) -> None:
