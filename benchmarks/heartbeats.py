@@ -1,7 +1,7 @@
-"""What a manager costs that hears a thousand machines: a real one, and agents that do nothing but beat.
+"""CPU time of a real manager with a thousand machines, whose stub agents only send heartbeats.
 
-`python -m benchmarks.heartbeats FOLDER PORT` is the manager. The agents share the process that measures; each
-has its own connection, and tells with each beat of the workers of its machine, which do step after step.
+`python -m benchmarks.heartbeats FOLDER PORT` is the manager. The agents share the measuring process. Each
+has its own connection, and reports the progress of its machine's workers with each heartbeat.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Running:
 
 
 class Elsewhere:
-    """Agents dial in by themselves."""
+    """Starts nothing: the agents connect by themselves."""
 
     def start(self, orders: AgentOrders) -> Running:
         return Running()
@@ -89,11 +89,11 @@ def lead(folder: Path, port: int) -> None:
     asyncio.run(run())
 
 
-# ---------------------------------------------------------------- the agents
+# ---------------------------------------------------------------- agents
 
 
 class Agent:
-    """Does nothing but what the manager wants to see."""
+    """A stub agent: connects, and sends heartbeats."""
 
     def __init__(self, machine: str) -> None:
         self.machine = machine
@@ -151,11 +151,11 @@ class Agent:
 async def share_of_a_core(
     pid: int, agents: list[Agent], port: int, seconds: float, repeats: int
 ) -> list[float]:
-    """That the process uses, in several stretches of time, while all agents are at work."""
+    """Return the share of a core that the process uses, in several intervals, while all agents run."""
     lives = []
     for agent in agents:
         lives.append(asyncio.create_task(agent.live(port)))
-        await asyncio.sleep(0.5 / len(agents))  # so their beats are spread
+        await asyncio.sleep(0.5 / len(agents))  # spreads their heartbeats
     async with asyncio.timeout(60):
         for agent in agents:
             await agent.at_work.wait()
@@ -164,14 +164,14 @@ async def share_of_a_core(
         used, began = cpu_seconds(pid), time.monotonic()
         await asyncio.sleep(seconds)
         found.append((cpu_seconds(pid) - used) / (time.monotonic() - began))
-    assert not any(life.done() for life in lives), "the manager has let an agent go"
+    assert not any(life.done() for life in lives), "the manager has disconnected an agent"
     for life in lives:
         life.cancel()
     return found
 
 
 def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]:
-    """Of one core."""
+    """Return the manager's share of one core."""
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
         names = [f"10.{n // 250}.{n % 250}.1" for n in range(machines)]
         (Path(folder) / "machines").write_text("".join(f"{name}\n" for name in names))
@@ -187,9 +187,9 @@ def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has used so far, in its own code and in the kernel.
+    """Return the CPU time of a process, in user code and in the kernel.
 
-    By Linux' clock of that process: /proc counts in ticks, of which a short stretch of time may have none.
+    It reads Linux' clock of that process, because /proc counts in ticks that are too coarse.
     """
     return time.clock_gettime((~pid << 3) | 2)
 
