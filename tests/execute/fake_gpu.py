@@ -212,17 +212,17 @@ def exchange_by_card(home: str, seed: int, count: int, same_card: bool) -> tuple
         installed(card, uuid="0" if same_card else str(rank)),
         connect(rank, {1 - rank: "the other"}, exchange, device=CPU) as network,
     ):
-        neighbour = network.links[1 - rank]
-        neighbour._slots_in, neighbour._slots_out = slots.SlotReceiver(CPU), slots.SlotSender(CPU)
+        link_to_peer = network.links[1 - rank]
+        link_to_peer._slots_in, link_to_peer._slots_out = slots.SlotReceiver(CPU), slots.SlotSender(CPU)
         sent = taken = 0
         while sent < count or taken < count:
             if sent < min(count, taken + 6) and chance.random() < 0.7:
                 sizes = [chance.randint(1, 3000) for _ in range(chance.randint(1, 3))]
-                neighbour.send([torch.full((size,), sent % 251, dtype=torch.uint8) for size in sizes])
+                link_to_peer.send([torch.full((size,), sent % 251, dtype=torch.uint8) for size in sizes])
                 sent += 1
-            elif neighbour.ready:
-                in_slot = neighbour._inbox[0].slot >= 0
-                tensors = neighbour.take()
+            elif link_to_peer.ready:
+                in_slot = link_to_peer._inbox[0].slot >= 0
+                tensors = link_to_peer.take()
                 by_slot += in_slot
                 for tensor in tensors if in_slot else []:
                     card.computing.put(functools.partial(check, taken, tensor.data_ptr(), tensor.nbytes))

@@ -55,9 +55,9 @@ def test_an_error_of_a_device_names_its_stage(pool: Pool, tmp_path: Path) -> Non
     """V21: on its own rank and on all others, which end too."""
     with pytest.raises(TaskFailed):  # both processes end
         pool.run(fail_on_the_device, 2, str(tmp_path))
-    neighbour, own = (tmp_path / "0").read_text(), (tmp_path / "1").read_text()
+    other, own = (tmp_path / "0").read_text(), (tmp_path / "1").read_text()
     assert "CUDA error" in own and "on rank 1: stage 1" in own
-    assert neighbour.startswith("WorkerError: rank 1 (stage 1, replica 0) failed at stage 1")
+    assert other.startswith("WorkerError: rank 1 (stage 1, replica 0) failed at stage 1")
 
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
