@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.comparison import assert_same
 from tests.capture.models import Everything, batch_of, tokens
-from tests.capture.proof import assert_same
 from tests.capture.test_hugging_face import MODELS
 from tests.toys import make_inputs, make_model, without_cutpoints
 from varuna.capture import CutPoint, Source

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.comparison import assert_same, chained
 from tests.capture.models import Everything, Mlp, batch_of, tokens
-from tests.capture.proof import assert_same, chained
 from varuna.capture import CutPoint, Source, cut_after, stage_state
 from varuna.errors import CaptureError
 from varuna.types import Work

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.capture.comparison import assert_same, chained
 from tests.capture.models import Mlp, batch_of
-from tests.capture.proof import assert_same, chained
 from varuna.capture import CutPoint, Source, check_capture
 from varuna.errors import CaptureError
 from varuna.types import Work

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.capture.proof import assert_same
+from tests.capture.comparison import assert_same
 from varuna.capture import Source, check_capture, cut_after, stage_state
 from varuna.types import Work
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.comparison import assert_same
 from tests.capture.models import batch_of
-from tests.capture.proof import assert_same
 from varuna.capture import CutPoint, Source
 
 

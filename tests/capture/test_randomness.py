@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.comparison import assert_same, chained, eager
 from tests.capture.models import Everything, Mlp, batch_of, tokens
-from tests.capture.proof import assert_same, chained, eager
 from varuna.capture import CutPoint, Source, opaque, plain_randomness
 from varuna.capture.graph.dropout_attention import attention
 from varuna.types import Work

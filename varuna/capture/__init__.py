@@ -1,4 +1,4 @@
-"""From a model to the pieces that a pipeline runs: capture once, carve any span of segments."""
+"""Captures a model once, and carves the program of any span of segments out of it."""
 
 from varuna.capture.model.source import Source
 from varuna.capture.model.state import StageState, stage_state

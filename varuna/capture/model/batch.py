@@ -82,7 +82,7 @@ def hint_size(inputs: Mapping[str, object]) -> int:
 
 
 def dim_of(size: Any, symbol: sympy.Symbol | None) -> Dim | None:
-    """Return a size of the graph as `per_sample * batch + fixed`; None where it has another form."""
+    """Return a size of the graph as `per_sample * batch + fixed`; None if it has another form."""
     if isinstance(size, int):
         return Dim(0, size)
     if not isinstance(size, torch.SymInt) or symbol is None:

@@ -20,7 +20,7 @@ _WORK = Work(seed=0, step=0, first_sample=0)
 
 
 def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, object]) -> None:
-    """Raise where the captured model differs from the model, as one stage or cut everywhere.
+    """Raise if the captured model differs from the model, as one stage or cut everywhere.
 
     Leaves the model unchanged.
     """

@@ -1,1 +1,1 @@
-"""Traces a model with torch.export."""
+"""Traces a model with torch.export: cut points, opaque modules, refusals, patches of torch."""

@@ -141,7 +141,7 @@ def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
 
 
 def require_all_met(model: nn.Module, recorder: TraceRecorder) -> None:
-    """Raise where a CutPoint of the model was never called: its cut would be lost."""
+    """Raise if a CutPoint of the model was never called: its cut would be lost."""
     missed = [path for path, cutpoint in cutpoints(model) if not recorder.has_met(cutpoint)]
     if missed:
         raise CaptureError(

@@ -183,7 +183,7 @@ class OperationCache(TorchFunctionMode):
         return result
 
     def _cached(self, result: Any, nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> _CachedCall | None:
-        """Return what is needed to repeat a call; None where it cannot be repeated."""
+        """Return what is needed to repeat a call; None if it cannot be repeated."""
         sequence = None if isinstance(result, Tensor) else type(result)
         if sequence is not None and not issubclass(sequence, tuple | list):
             return None
@@ -298,7 +298,7 @@ def _key(arg: Any, tensors: list[Tensor], seen: dict[int, int]) -> Any:
 def _cached_nodes(
     nodes: Sequence[fx.Node], inputs: dict[fx.Node, int], own: dict[fx.Node, int]
 ) -> list[_CachedNode] | None:
-    """Describe the nodes of a call and number them in `own`; None where they cannot be copied."""
+    """Describe the nodes of a call and number them in `own`; None if they cannot be copied."""
     cached: list[_CachedNode] = []
 
     def reference(arg: Any) -> Any:

@@ -176,7 +176,7 @@ def untracked_modules() -> Iterator[None]:
 
 @contextmanager
 def discarded_guards(tensors: list[Tensor]) -> Iterator[None]:
-    """Raise where code restricts the batch size, and forget the symbols of an attempt that raised."""
+    """Raise if code restricts the batch size, and forget the symbols of an attempt that raised."""
     mode = torch._guards.detect_fake_mode(tensors)
     shapes = mode.shape_env if mode is not None else None
     if shapes is None:
