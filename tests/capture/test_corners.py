@@ -129,6 +129,19 @@ def test_a_buffer_changed_on_one_side_of_a_cut_and_read_on_the_other_is_refused(
         Source(Model(torn)).capture(batch_of(2), training=True)
 
 
+def test_a_change_in_place_of_two_views_behind_a_cut_is_refused_by_its_line() -> None:
+    """V7: after the cut they no longer share memory."""
+
+    def two_views(model: Model, x: Tensor) -> Tensor:
+        h = model.a(x)
+        rows = h.view(-1, 2, 3)
+        return model.cut(h).mul_(2) + rows.flatten(1)
+
+    captured = Source(Model(two_views)).capture(batch_of(2), training=True)
+    with pytest.raises(CaptureError, match=r"test_corners.py:\d+: .*mul_.* changes a tensor in place"):
+        captured.carve(1, 2)
+
+
 def test_attributes_that_cannot_be_copied_are_shared() -> None:
     model = Model(lambda model, x: model.b(model.cut(model.a(x))))
     model.lock = threading.Lock()  # type: ignore[assignment]

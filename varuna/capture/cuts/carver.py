@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import num_bytes
+from varuna.capture.graph.checks import where
 from varuna.capture.graph.flow import Flow
 from varuna.capture.run.program import SpanProgram, build, in_memory_order, memory_order, under_autocast
 from varuna.capture.trace.opaque_module import OpaqueLeaf
@@ -152,14 +153,14 @@ class Carver:
 
     def _refuse_changed_views(self, received: tuple[fx.Node, ...], chosen: set[fx.Node]) -> None:
         """Refuse a change of one of two received views: they no longer share memory."""
-        changed = {root for node in chosen for root in self.flow.writes[node]}
-        for root in changed:
-            views = [value for value in received if self.flow.root[value] is root]
-            if len(views) > 1:
-                raise CaptureError(
-                    f"{', '.join(view.name for view in views)} share memory, cross a cut, and are changed in "
-                    "place after it. Move the CutPoint, or change a copy."
-                )
+        for node in chosen:
+            for root in self.flow.writes[node]:
+                views = [value.name for value in received if self.flow.root[value] is root]
+                if len(views) > 1:
+                    raise CaptureError(
+                        f"{where(node)}: this line changes a tensor in place, but {' and '.join(views)} share "
+                        "its memory and cross a cut before it. Move the CutPoint, or change a copy."
+                    )
 
     def _build(
         self, nodes: list[fx.Node], received: tuple[fx.Node, ...], outputs: list[fx.Node], last: bool

@@ -65,7 +65,7 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
     for leaf, tensor in made.items():
         if is_poisoned(tensor):
             raise CaptureError(
-                f"nothing initializes {f'{path}.{leaf}' if path else leaf!r} of the model on `meta`. "
+                f"nothing initializes {(f'{path}.{leaf}' if path else leaf)!r} of the model on `meta`. "
                 f"Write {type(module).__name__}.reset_parameters() or the model's _init_weights(module), or "
                 "pass initialize=, a mapping of names to tensors or a function that fills a tensor."
             )
