@@ -158,7 +158,7 @@ class Carver:
                 views = [value.name for value in received if self.flow.root[value] is root]
                 if len(views) > 1:
                     raise CaptureError(
-                        f"{where(node)}: this line changes a tensor in place, but {' and '.join(views)} share "
+                        f"{where(node)}: this line changes a tensor, but {' and '.join(views)} share "
                         "its memory and cross a cut before it. Move the CutPoint, or change a copy."
                     )
 
