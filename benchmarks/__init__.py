@@ -1,1 +1,1 @@
-"""How fast the library is, and how much memory it holds, against PyTorch's own tools."""
+"""Benchmarks of time and memory against PyTorch's own tools."""

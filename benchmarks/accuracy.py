@@ -41,11 +41,11 @@ LARGE = Size("large", blocks=8, width=256, tokens=128, vocab=512)
 MEMORY_BYTES = 1 << 40
 MESSAGE_BYTES = tuple(1 << power for power in range(12, 23, 2))
 QUICK = 0.2
-"""Of the runs of a segment that computes, the one at this place counts: undisturbed, and no freak."""
+"""Quantile of the runs of a computing segment that counts: undisturbed, but no outlier."""
 ROUNDS = 4
-"""Of a yardstick."""
+"""Quantile of the runs of a yardstick that counts."""
 STEADIEST = 0.5
-"""Of the turns, so many count: those with the least change of speed in them."""
+"""Number of turns that count: those in which the machine changed its speed least."""
 
 
 # ---------------------------------------------------------------- the layouts
@@ -194,7 +194,7 @@ class Pictures(Subject):
 
 
 class Pace:
-    """How much of each wait is kept: all of it, or nothing while a model is only looked at."""
+    """Share of each wait that is kept: 1, or 0 while a model is only traced."""
 
     factor = 1.0
 
@@ -264,7 +264,7 @@ class Sleeper(nn.Module):
 @dataclass(frozen=True)
 class Waits(Subject):
     seconds: tuple[float, ...]
-    """Of each segment for a sample: of its forward, of its backward for inputs, and of that for weights."""
+    """Seconds per sample of each segment: forward, backward for inputs, backward for weights."""
     width: int = 128
 
     def make(self) -> nn.Module:
@@ -441,7 +441,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """What is not disturbed: others can only lengthen a wait. Computing is told in yardsticks."""
+        """Return the undisturbed time: others can only lengthen a wait. Compute is counted in yardsticks."""
         return min(self.steps) if self.waits else median(self.steps)
 
     @property
@@ -615,7 +615,7 @@ def step_seconds(of_ranks: Sequence[Sequence[Turn]], yardstick: float) -> list[f
 
 
 def compare_in(trial: Trial, run: Callable[..., list[Any]], folder: Path) -> Compared:
-    """Profiles, foretells and measures. `run(task, world, *args)` runs a task on so many ranks."""
+    """Profile, predict and measure. `run(task, world, *args)` runs a task on so many ranks."""
     found = run(profile, 1 if trial.waits else trial.devices, trial, folder / trial.name)[0]
     chosen = choose(trial, found)
     layouts = list(dict.fromkeys([*trial.layouts, chosen]))

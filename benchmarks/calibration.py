@@ -1,4 +1,4 @@
-"""How well a device's speed, found in some models, tells the times of others.
+"""Accuracy of times that are estimated from a device's speed in other models.
 
     python -m benchmarks.calibration [--device cuda] [--microbatch-sizes 2,8] [--out FILE]
 
@@ -45,7 +45,7 @@ def images(side: int) -> Callable[[int], dict[str, Tensor]]:
 
 
 def models(scale: int) -> dict[str, Subject]:
-    """Of widths in proportion to `scale`."""
+    """Models with widths in proportion to `scale`."""
     import transformers as hf
 
     width, heads = 64 * scale, scale
@@ -160,7 +160,7 @@ def measure(subject: Subject, device: torch.device, sizes: tuple[int, ...], seco
 
 
 def errors(speed: Speed, found: Found, size: int) -> tuple[float, float, float]:
-    """Of a segment in the middle of the larger half, of the whole model, of what the whole model holds."""
+    """Errors: median of the slower half of segments, whole model, memory of the whole model."""
     at_size = [(segment, cost) for segment, cost in found.whole if cost.microbatch_size == size]
 
     def estimated(segment: Segment) -> float:

@@ -27,7 +27,7 @@ from tests.pool import Pool
 from varuna.types import ScheduleName
 
 JITTER = {TINY.name: Jitter(0.003), MEDIUM.name: Jitter(0.01)}
-"""Of the order of what a stage computes for a micro-batch."""
+"""Link delay, about as long as a stage computes for one micro-batch."""
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.008, 0.016
 HOUR = 3600.0
 
@@ -91,7 +91,7 @@ def in_ms(seconds: Sequence[float]) -> Spread:
 
 
 def paired(ours: Sequence[float], others: Sequence[float]) -> Spread:
-    """Of samples taken side by side, so that what slows the machine for a while slows both."""
+    """Return the ratio of samples taken side by side, so that a slow moment of the machine slows both."""
     return spread([a / b for a, b in zip(ours, others, strict=True)])
 
 
@@ -361,7 +361,7 @@ def accuracy_rows(found: Sequence[Compared]) -> list[Row]:
             row = Row(
                 benchmark="accuracy",
                 case=f"{trial.name} {one.layout}",
-                against="foretold against measured",
+                against="predicted against measured",
                 unit="ms",
                 ours=in_ms([one.predicted]),
                 other=in_ms(steps),

@@ -151,7 +151,7 @@ def loading(folder: str, repeats: int, depth: int, layers: int, width: int) -> l
 
 
 def one_stage_of_four(folder: str, repeats: int, layers: int, width: int) -> tuple[list[list[float]], float]:
-    """What a stage of four reads, checks and copies, against all of it; and the ratio of bytes."""
+    """Compare what one stage of four reads with a read of the whole checkpoint, in time and bytes."""
     trained = Trained(depth=1, layers=layers, width=width, samples=8)
     trained.model.checkpoint(folder)
     opened = open_checkpoint(open_store(folder), None)

@@ -1,7 +1,7 @@
 """The benchmark of a GPU: `python -m benchmarks.gpu [NAME...]`, one table and one JSON.
 
 GPT-2 or Llama as Hugging Face has them, in bf16, against the bare PyTorch loop on the same card: time,
-memory, compiling, stages as processes on the one card, what a channel carries, and what a profile foretells.
+memory, compiling, stages as processes on the one card, channel bandwidth, and predictions from a profile.
 Every case runs in fresh processes; times are medians of single steps, the card idle before and after each.
 """
 
@@ -62,13 +62,13 @@ class Size(msgspec.Struct, frozen=True):
 
     @property
     def suffix(self) -> str:
-        """What tells a case of another model than the usual one from its own."""
+        """Return the suffix that marks a case of another model than the default."""
         usual = Size()
         same = (self.model, self.layers, self.width) == (usual.model, usual.layers, usual.width)
         return "" if same else f", {self.model} of {self.layers} layers, {self.width} wide"
 
     def flops(self, parameters: int) -> float:
-        """Of one step, forward and backward: the weights' products, and attention's."""
+        """Return the FLOPs of one step, forward and backward: products of the weights, and attention."""
         tokens = self.batch * self.tokens
         return 6.0 * parameters * tokens + 12.0 * self.layers * self.width * self.tokens * tokens
 
@@ -436,7 +436,7 @@ def run_channel(messages: int = 32, rounds: int = 20) -> tuple[float, float, str
         return messages * MESSAGE_BYTES / median(seconds), median(there_and_back), link.transport
 
 
-class Foretold(msgspec.Struct, frozen=True):
+class Predicted(msgspec.Struct, frozen=True):
     microbatch: int
     seconds: float
     predicted_seconds: float
@@ -444,8 +444,8 @@ class Foretold(msgspec.Struct, frozen=True):
     predicted_bytes: int
 
 
-def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Foretold]]:
-    """The seconds that a profile takes, and what it foretells of steps at several micro-batch sizes."""
+def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Predicted]]:
+    """Time a profile, and compare its predictions with steps at several micro-batch sizes."""
     started = time.perf_counter()
     profiler = Profiler(
         make_model(size),
@@ -475,7 +475,7 @@ def run_profile(size: Size, microbatches: Sequence[int]) -> tuple[float, list[Fo
         forecast, _ = forecast_plan(profile, cluster, plans[0])
         memory = forecast.stages[0].memory
         found.append(
-            Foretold(microbatch, run.median, forecast.seconds, run.peak_bytes, memory.total - memory.fixed)
+            Predicted(microbatch, run.median, forecast.seconds, run.peak_bytes, memory.total - memory.fixed)
         )
     return took, found
 
@@ -546,7 +546,7 @@ def compiling(size: Size) -> Iterator[Figure]:
 
 
 def cuda_graphs(size: Size) -> Iterator[Figure]:
-    """Of the model asked for, compiled; and of one whose kernels are so short that the host is late."""
+    """Measure CUDA graphs with the chosen model, compiled, and with a model of very short kernels."""
     small = msgspec.structs.replace(size, layers=12, width=768, heads=12, microbatch=1)
     cache = tempfile.mkdtemp(prefix="varuna-bench-")
     try:
@@ -673,7 +673,7 @@ def stages(size: Size) -> Iterator[Figure]:
 
 
 def seconds_of_all(found: Sequence[StageRun]) -> float:
-    """Of a step: those of the stage that takes longest."""
+    """Return the seconds of a step: those of the slowest stage."""
     return median(max(times) for times in zip(*(each.run.seconds for each in found), strict=True))
 
 

@@ -20,7 +20,7 @@ MOST_STEPS = 200
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How long to measure."""
+    """Durations and repeats of a measurement."""
 
     repeats: int = 9
     sample_seconds: float = 0.5
@@ -61,7 +61,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def cpu_seconds() -> float:
-    """Of this process with all its threads, in the kernel too."""
+    """Return the CPU seconds of this process: all threads, user and kernel."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -101,7 +101,7 @@ def _check_same_training(contenders: Sequence[Contender], sides: Sequence[Side])
 
 
 def _warm_up(side: Side, settings: Settings) -> int:
-    """How many steps make a sample, the same on all ranks."""
+    """Return the number of steps per sample, the same on all ranks."""
     for _ in range(settings.warmup_steps):
         side.step()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""How many micro-batches a stage holds at once, and how many bytes autograd keeps for them."""
+"""Number of micro-batches that a stage holds at once, and the bytes that autograd keeps for them."""
 
 from collections.abc import Collection
 from typing import Any
@@ -58,7 +58,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 def held(size: Size, depth: int, microbatches: int, schedule: ScheduleName, recompute: bool) -> Held:
-    """What this rank's stage holds in a step; a step of one micro-batch gives the unit of bytes."""
+    """Count what this rank's stage holds in a step; a step of one micro-batch gives the unit of bytes."""
     found: list[tuple[int, int]] = []
     for count in (1, microbatches):
         side = Ours(size, depth=depth, microbatches=count, schedule=schedule, recompute=recompute)

@@ -56,7 +56,7 @@ RENDEZVOUS = {
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a worker has noted."""
+    """One note of a worker."""
 
     at: float
     what: str
@@ -282,7 +282,7 @@ class Faults(msgspec.Struct, frozen=True):
 
 
 class Life(msgspec.Struct, frozen=True):
-    """What a job of ours and one of torchrun's have lived through, one after the other."""
+    """Run the faults on a Varuna job and on a torchrun job in turn, and return both records."""
 
     ours: Faults
     planned: Planned
@@ -389,7 +389,7 @@ def row(
     against: str = TORCHRUN,
     unit: str = "s",
 ) -> Row:
-    """Of the k-th turn of both sides, or of all of ours against one number."""
+    """Make rows from the k-th turn of both sides, or from all of our turns against one number."""
     pairs = zip(ours, [*others] * len(ours) if len(others) == 1 else others, strict=True)
     # Where nothing is allowed, one is one too many.
     ratios = [mine / other if other else 1.0 + mine for mine, other in pairs]

@@ -1,9 +1,9 @@
-"""What the benchmark `morphing` trains: run by `varuna run`, and by torchrun on the other side.
+"""Training script of the benchmark `morphing`, run by `varuna run` and by torchrun.
 
 Every rank notes when it begins, and the first one when a step is done, in the file `notes.jsonl`. Model,
 data, batch, optimizer and the steps between two checkpoints are the same on both sides. Under torchrun
-(--plain) it is what is fastest there: DistributedDataParallel and torch.save, without a word of this library,
-whose import takes longer than torch's own and would be paid for at each restart.
+(--plain) it uses the fastest alternative: DistributedDataParallel and torch.save, without importing this
+library, because the import would cost time at each restart.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How models without CutPoints are cut and laid out: the time to find a plan, and what the plan is worth.
+"""Automatic cuts: the time to find a plan, and the step time of the plan against other cuts.
 
     python -m benchmarks partition
 

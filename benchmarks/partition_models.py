@@ -187,7 +187,7 @@ class UNet(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of a transformer."""
+    """Sizes of a transformer."""
 
     def __init__(self, width: int, heads: int = 16) -> None:
         super().__init__()

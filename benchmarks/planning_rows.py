@@ -13,8 +13,8 @@ from benchmarks.planning_runs import (
     GLIMPSE,
     TRAININGS,
     bubbles,
-    foretold_bytes,
     peak_bytes,
+    predicted_bytes,
     take_profile,
 )
 from benchmarks.planning_search import LAYERS, equal_stages, in_a_new_process
@@ -49,12 +49,12 @@ def _bubbles(run: Callable[..., list[Any]], repeats: int, *, quick: bool) -> lis
     rows = []
     depth, microbatches = (2, 4) if quick else (8, 32)
     for schedule, most in BUBBLES.items():
-        foretold = 100 * equal_stages(schedule, depth, microbatches)[0]
+        predicted = 100 * equal_stages(schedule, depth, microbatches)[0]
         found = run(bubbles, depth, schedule, depth, microbatches, min(repeats, 3))
         measured = spread([100 * mean(ranks) for ranks in zip(*found, strict=True)])
-        case = f"bubble on the engine, P={depth}, M={microbatches}, {schedule} (simulated {foretold:.1f} %)"
+        case = f"bubble on the engine, P={depth}, M={microbatches}, {schedule} (simulated {predicted:.1f} %)"
         against = "the simulated" if most is None else "what is to be reached"
-        rows.append(_row(case, against, "%", measured, most or foretold, judged=most is not None))
+        rows.append(_row(case, against, "%", measured, most or predicted, judged=most is not None))
     return rows
 
 
@@ -66,19 +66,19 @@ def planning_memory(*, quick: bool) -> list[Row]:
         for index, trained in enumerate(trainings):
             kind = (trained.size.name, trained.optimizer)
             if kind not in profiles:
-                [profiles[kind]] = _anew(take_profile, 1, trained, f"{folder}/{index}")
-            peaks = _anew(peak_bytes, trained.depth * trained.width, trained)
-            for stage, foretold in enumerate(foretold_bytes(trained, profiles[kind])):
+                [profiles[kind]] = _run_fresh(take_profile, 1, trained, f"{folder}/{index}")
+            peaks = _run_fresh(peak_bytes, trained.depth * trained.width, trained)
+            for stage, predicted in enumerate(predicted_bytes(trained, profiles[kind])):
                 peak = max(peaks[stage :: trained.depth])
                 measured = spread([peak / 1e6])
                 case = f"memory in training, {trained}, stage {stage}"
-                rows.append(_row(case, "the forecast", "MB", measured, foretold / 1e6, judged=False))
+                rows.append(_row(case, "the forecast", "MB", measured, predicted / 1e6, judged=False))
     off = [100 * abs(row.other.median / row.ours.median - 1) for row in rows]
     rows.append(_row(f"memory, worst error of {len(off)} stages", "10 %", "%", spread([max(off)]), 10.0))
     return rows
 
 
-def _anew(task: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+def _run_fresh(task: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     pool = Pool()
     try:
         return pool.run(task, world, *args, timeout=600)

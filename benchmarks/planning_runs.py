@@ -1,8 +1,8 @@
-"""What the planner foretells, held against what happens: the bubble of a step, and memory.
+"""Predictions of the planner against measurements: the bubble of a step, and memory.
 
 A bubble is measured on the engine, with a timed wait for each instruction, so that more stages than cores
 run at once. Memory is the resident memory of new processes that train and nothing else. They are started
-with `MALLOC_MMAP_THRESHOLD_` set: else glibc keeps much of what was freed, which is nobody's model.
+with `MALLOC_MMAP_THRESHOLD_` set: else glibc keeps much of what was freed, which belongs to no model.
 """
 
 import time
@@ -22,7 +22,7 @@ from varuna.profile.profiler import Profiler
 from varuna.types import Cluster, Machine, Op, Plan, Profile, ScheduleName, StagePlan
 
 UNIT_SECONDS = 0.02
-"""Of a forward, and of each half of a backward."""
+"""Seconds of a forward, and of each half of a backward."""
 STEPS_IN_A_ROW = 3
 
 
@@ -61,7 +61,7 @@ def bubbles(schedule: ScheduleName, depth: int, microbatches: int, repeats: int)
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """One way to train a model, of which memory is foretold and measured."""
+    """A training configuration whose memory is predicted and measured."""
 
     size: Size
     optimizer: str = "Adam"
@@ -84,7 +84,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 MICROBATCHES = 4
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-"""Of the environment of processes whose memory is measured."""
+"""Environment variables of processes whose memory is measured."""
 NARROW = Size("gpt", blocks=8, width=256, tokens=128, vocab=1024, microbatch=8)
 LADDER = Size("ladder", kind="chain", blocks=8, width=2048, microbatch=16)
 GLIMPSE = (Trained(TINY),)
@@ -144,7 +144,7 @@ def peak_bytes(trained: Trained) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def foretold_bytes(trained: Trained, profile: Profile) -> list[int]:
+def predicted_bytes(trained: Trained, profile: Profile) -> list[int]:
     """By stage."""
     ranks = [
         tuple(stage + trained.depth * replica for replica in range(trained.width))

@@ -1,6 +1,6 @@
-"""How fast the planner answers, in a process of its own: `python -m benchmarks.planning_search DEVICES`.
+"""Time of one search in a process of its own: `python -m benchmarks.planning_search DEVICES`.
 
-What is loaded and compiled on the way counts, and is told apart. No torch is imported.
+Imports and compilation count and are printed separately. No torch is imported.
 """
 
 import subprocess

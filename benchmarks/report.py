@@ -1,4 +1,4 @@
-"""What was measured, as one table on the screen, as Markdown and as JSON."""
+"""Results as a table in the terminal, as Markdown and as JSON."""
 
 import os
 import platform
@@ -144,7 +144,7 @@ def save(name: str, rows: Sequence[Row], folder: Path) -> None:
 
 
 def load(folder: Path, names: Sequence[str]) -> Iterator[Row]:
-    """What was saved last of each benchmark: a table of all stays whole when some are run again."""
+    """Load the last saved rows of each benchmark, so that a partial run keeps the table complete."""
     for name in names:
         path = folder / f"{name}.json"
         if path.exists():

@@ -1,4 +1,4 @@
-"""What is compared: our training step, and the ways to take the same step with PyTorch alone.
+"""The sides of a comparison: our training step, and the same step with PyTorch alone.
 
 A side is made on every rank of a job, in the same processes as its rival. One `step` is what a training
 loop does: all micro-batches forward and backward, the loss, the optimizer, and gradients set to none.

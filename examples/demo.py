@@ -1,8 +1,8 @@
-"""What `make demo` runs: a small GPT over four workers on this machine, then in one plain process.
+"""The demo of `make demo`: a small GPT over four workers on this machine, then in one plain process.
 
 The workers are started by varuna's own launcher: 2 pipeline stages in 2 replicas, on the CPU. The script that
-they run is examples/gpt.py, with dropout, gradient clipping and a learning rate schedule. Exit status 1
-where the losses of the two runs differ by more than rounding.
+they run is examples/gpt.py, with dropout, gradient clipping and a learning rate schedule. The exit
+status is 1 if the losses of the two runs differ by more than rounding.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def make() -> tuple[nn.Module, Callable[[int], dict[str, Tensor]], Any]:
-    """What `varuna profile` asks for."""
+    """Return model and batches, as `varuna profile` needs them."""
     options = read_options()
     return GPT(layers=options.layers, width=options.width), get_batch, make_optimizer
 
