@@ -5,16 +5,14 @@ or None. `varuna.morph.run.cloud_poll` sends the requests.
 """
 
 import email.utils
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import datetime
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 
 from varuna.errors import VarunaError
-
-Cloud = Literal["aws", "azure", "gcp"]
 
 
 class NoticeError(VarunaError, ValueError):
@@ -53,16 +51,18 @@ MetadataPoll = Generator[MetadataRequest, MetadataReply, CloudNotice | None]
 """One poll: yields requests, receives replies, returns the current notice."""
 
 
-class MetadataService(Protocol):
+class MetadataService:
     url: str
 
-    def poll(self) -> MetadataPoll: ...
+    def poll(self) -> MetadataPoll:
+        raise NotImplementedError
 
     def approval(self, notice: CloudNotice) -> MetadataRequest | None:
         """Return the request that allows the cloud to act before the deadline; None if it has none."""
+        return None
 
 
-class Aws:
+class Aws(MetadataService):
     """AWS: the spot interruption notice of IMDSv2, about two minutes ahead."""
 
     url = "http://169.254.169.254"
@@ -87,14 +87,11 @@ class Aws:
             "/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": self._token}
         )
 
-    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
-        return None
-
 
 AZURE_HEADERS = {"Metadata": "true"}
 
 
-class Azure:
+class Azure(MetadataService):
     """Azure: Scheduled Events, 30 seconds ahead of a preemption and minutes ahead of other events.
 
     Each machine also receives events of other machines, so events are filtered by machine name.
@@ -123,7 +120,7 @@ class Azure:
         )
 
 
-class Gcp:
+class Gcp(MetadataService):
     """GCP: the flag `preempted`, 30 seconds ahead; the service replies when it changes or after a time."""
 
     url = "http://metadata.google.internal"
@@ -151,18 +148,14 @@ class Gcp:
         self._etag = reply.headers.get("etag", "")
         return notice
 
-    def approval(self, notice: CloudNotice) -> MetadataRequest | None:
-        return None
 
-
-SERVICES: dict[Cloud, type[Aws] | type[Azure] | type[Gcp]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
+SERVICES: dict[str, Callable[[], MetadataService]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
 
 
 def metadata_service(cloud: str) -> MetadataService:
-    for name, kind in SERVICES.items():
-        if cloud == name:
-            return kind()
-    raise ValueError(f"unknown cloud {cloud!r} (expected one of {', '.join(SERVICES)})")
+    if cloud not in SERVICES:
+        raise ValueError(f"unknown cloud {cloud!r} (expected one of {', '.join(SERVICES)})")
+    return SERVICES[cloud]()
 
 
 # ---------------------------------------------------------------- parsing of notices
