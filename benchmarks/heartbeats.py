@@ -30,7 +30,7 @@ from varuna.types import JobSpec
 
 SECRET = bytes(32)
 DEVICES, STAGES = 4, 8
-BEAT_SECONDS = AgentOrders(job="", machine="", managers=(), secret="").heartbeat_seconds
+BEAT_SECONDS = AgentOrders(job="", machine="", manager="", secret="").heartbeat_seconds
 
 
 # ---------------------------------------------------------------- the manager

@@ -187,7 +187,7 @@ def test_an_agent_of_an_earlier_job_exits_when_the_manager_does_not_know_its_sec
     """V46: each job has its own secret."""
     with led(tmp_path) as manager:
         orders = AgentOrders(
-            job="before", machine="10.9.9.9", managers=(f"127.0.0.1:{manager.port}",), secret="ab" * 32
+            job="before", machine="10.9.9.9", manager=f"127.0.0.1:{manager.port}", secret="ab" * 32
         )
         agent = subprocess.run(
             AGENT_COMMAND, input=orders.line(), env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60

@@ -203,7 +203,7 @@ def test_a_missing_folder_is_reported(lab: Lab, manager: StubManager, tmp_path: 
 def test_a_missing_ssh_client_is_reported(tmp_path: Path) -> None:
     starter = SshStarter(log_folder=tmp_path, ssh=("no-such-ssh",))
     with pytest.raises(ValueError, match="the ssh client 'no-such-ssh' was not found"):
-        starter.start(AgentOrders(job="j", machine="n1", managers=(), secret="00"))
+        starter.start(AgentOrders(job="j", machine="n1", manager="", secret="00"))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_missing_ssh_client_is_reported(tmp_path: Path) -> None:
 )
 def test_an_invalid_machine_name_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a machine name or address"):
-        SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, managers=(), secret="00"))
+        SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, manager="", secret="00"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -45,7 +45,7 @@ class StubManager:
 
     def orders(self, machine: str) -> AgentOrders:
         host, port = self._server.getsockname()
-        return AgentOrders(job="job", machine=machine, managers=(f"{host}:{port}",), secret=self.secret)
+        return AgentOrders(job="job", machine=machine, manager=f"{host}:{port}", secret=self.secret)
 
     def accept(self) -> StubConnection:
         connection, _ = self._server.accept()

@@ -11,7 +11,7 @@ import sys
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: answer(heard="SIGTERM"))
     orders = json.loads(sys.stdin.readline())
-    host, _, port = orders["managers"][0].rpartition(":")
+    host, _, port = orders["manager"].rpartition(":")
     connection = socket.create_connection((host, int(port)))
     asked, answers = connection.makefile("r"), connection.makefile("w")
 

@@ -22,7 +22,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     machine: str  # name in the machine list
-    managers: tuple[str, ...]  # "host:port", tried in this order
+    manager: str  # "host:port"
     secret: str  # hex
     heartbeat_seconds: float = 0.5
     lease_seconds: float = 10.0  # end the workers after this time without contact to the manager's machine

@@ -115,17 +115,16 @@ class Agent:
     # ------------------------------------------------------------ connection to the manager
 
     async def stay_connected(self) -> None:
+        host, _, port = self.orders.manager.rpartition(":")
         while True:
-            for manager in self.orders.managers:
-                host, _, port = manager.rpartition(":")
-                try:
-                    await self.talk_to(host.strip("[]"), int(port))
-                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-                    self.heard = time.monotonic()  # its machine lives: the manager may be restarted
-                except (OSError, WireError, ValueError):
-                    pass
-                finally:
-                    self.writer = self.wire = None
+            try:
+                await self.talk_to(host.strip("[]"), int(port))
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+                self.heard = time.monotonic()  # its machine lives: the manager may be restarted
+            except (OSError, WireError, ValueError):
+                pass
+            finally:
+                self.writer = self.wire = None
             now = time.monotonic()
             if now - self.heard > self.orders.lease_seconds:
                 self.supervisor.signal_workers(signal.SIGKILL)

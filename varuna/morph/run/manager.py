@@ -292,7 +292,7 @@ class Manager:
             orders = AgentOrders(
                 job=self.contact.job,
                 machine=machine,
-                managers=(f"{host}:{self.contact.port}",),
+                manager=f"{host}:{self.contact.port}",
                 secret=self.contact.secret,
                 cloud=self.job.cloud,
                 cloud_url=self.job.cloud_url,
