@@ -104,5 +104,5 @@ def test_an_agent_survives_the_manager_and_dies_with_its_node(
 
 
 def test_a_missing_ray_is_reported() -> None:
-    with pytest.raises(ValueError, match=r"Ray is not installed here \(pip install 'varuna\[ray\]'\)"):
+    with pytest.raises(ValueError, match=r"Ray is not installed \(pip install 'varuna-torch\[ray\]'\)"):
         RayStarter().start(AgentOrders(job="j", machine="m", manager="", secret="00"))
