@@ -1,4 +1,4 @@
-"""AutoConfig, as the original's users know it, on profiles made by hand."""
+"""AutoConfig, with the interface of the original, on profiles made by hand."""
 
 import subprocess
 import sys
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.profiles import GB, MB, machines, profile, segment
+from tests.plan.profiles import GB, MB, machines, profile, reductions, segment
 from varuna import AutoConfig
 from varuna.codec import encode
 from varuna.errors import PlanError
+from varuna.plan.cost.costs import with_network
 from varuna.plan.search.search import search
 from varuna.types import Duration, Profile, SegmentCost
 
@@ -24,7 +25,7 @@ def blocks(count: int, **more: object) -> Profile:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3, 7, 12])
-def test_it_gives_depth_micro_batch_and_seconds_for_any_number_of_gpus(tmp_path: Path, num_gpus: int) -> None:
+def test_depth_micro_batch_and_seconds_for_any_number_of_gpus(tmp_path: Path, num_gpus: int) -> None:
     """V25: primes included; every depth from 1 to the number of segments is a candidate."""
     folder = folder_with(tmp_path, blocks(4))
     config = AutoConfig(num_gpus, 4, 64, folder, verbose=False)
@@ -47,15 +48,15 @@ def test_infeasible_depths_are_reported_and_never_chosen(
     folder = folder_with(tmp_path, blocks(4, parameter_bytes=GB))
     config = AutoConfig(4, 4, 8, str(folder), gpu_memory_capacity=9 * GB)
     assert config.get_min()[0] > 1 and 1 not in config.batch_times
-    told = capsys.readouterr().err
-    assert "4 devices on 1 machine" in told
-    assert "1 stage: stage 0 needs at least 16 GiB, but a device has 9 GiB: 7 GiB too little" in told
+    printed = capsys.readouterr().err
+    assert "4 devices on 1 machine" in printed
+    assert "1 stage: stage 0 needs at least 16 GiB, but a device has 9 GiB: 7 GiB too little" in printed
     with pytest.raises(PlanError, match="no layout fits"):
         AutoConfig(2, 4, 8, folder, gpu_memory_capacity=5 * GB, verbose=False)
 
 
-def test_sizes_that_some_segments_did_not_run_with_are_left_out_or_estimated_aloud(tmp_path: Path) -> None:
-    """V25: what was not measured is an error or a stated estimate."""
+def test_sizes_that_some_segments_did_not_run_are_left_out_or_estimated_with_a_note(tmp_path: Path) -> None:
+    """V25: a missing measurement is an error or an estimate with a note."""
     short = segment(1e-3, sizes=(1, 2))
     uneven = profile([segment(1e-3, sizes=(1, 2, 4), fixed=1e-2), short], [0, 1])
     folder = folder_with(tmp_path, uneven)
@@ -74,7 +75,7 @@ def test_sizes_that_some_segments_did_not_run_with_are_left_out_or_estimated_alo
         ('"version": ', "2", "version is 2, this library reads 1"),
     ],
 )
-def test_a_profile_with_zero_negative_or_absurd_numbers_is_refused_with_their_key(
+def test_a_profile_with_invalid_numbers_is_refused_with_their_key(
     tmp_path: Path, key: str, wrong: str, fault: str
 ) -> None:
     text = encode(blocks(2))
@@ -96,7 +97,7 @@ def test_a_time_of_zero_and_sizes_out_of_order_are_refused_with_their_key(tmp_pa
     assert Duration(1.0) == Duration(1.0, 0.0)
 
 
-def test_no_profile_and_no_gpus_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_profile_and_zero_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make one with"):
         AutoConfig(1, 1, 8, tmp_path)
     folder = folder_with(tmp_path, blocks(1))
@@ -113,3 +114,63 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert machines(2, 2).num_devices == 4
+
+
+# ---------------------------------------------------------------- a network that was not measured
+
+
+def on_one_machine(notes: tuple[str, ...] = ("between: all processes ran on one machine",)) -> Profile:
+    """A profile of one machine: nothing is known between machines."""
+    return profile(
+        [segment(2e-3, parameter_bytes=32 * MB)],
+        [0] * 4,
+        between=None,
+        reduce_costs=reductions(50e9, between=False),
+        notes=notes,
+    )
+
+
+def test_a_network_that_was_not_measured_can_be_given(tmp_path: Path) -> None:
+    """V25: with the meaning of `varuna plan --network --latency`."""
+    folder = folder_with(tmp_path, on_one_machine())
+    with pytest.raises(PlanError, match=r'describe the network: network="25Gbit", latency="20us"'):
+        AutoConfig(4, 2, 32, folder, verbose=False)
+    config = AutoConfig(4, 2, 32, folder, verbose=False, network="10Gbit", latency="50us")
+    assumed = with_network(on_one_machine(notes=()), 50e-6, 10e9 / 8)
+    best = search(assumed, machines(2, 2), batch_size=32, every_depth=True).best
+    assert config.ranking.best.plan == best.plan
+    assert config.ranking.best.forecast.seconds == best.forecast.seconds == config.get_min()[2]
+    assert "the network between machines is assumed: 10 Gbit/s, 50 µs" in str(config)
+    assert "all processes ran on one machine" not in str(config)
+    default = AutoConfig(4, 2, 32, folder, verbose=False, network="10Gbit")
+    assert "the network between machines is assumed: 10 Gbit/s, 20 µs" in str(default)
+
+
+def test_a_given_network_replaces_the_measured_one_and_a_slower_one_is_never_faster(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, blocks(4, parameter_bytes=32 * MB))
+    fast, slow = (
+        AutoConfig(4, 2, 32, folder, verbose=False, network=network).batch_times
+        for network in ("400Gbit", "100Mbit")
+    )
+    assert fast.keys() == slow.keys()
+    assert all(fast[depth] <= slow[depth] for depth in fast) and fast != slow
+
+
+def test_on_one_machine_no_network_is_needed(tmp_path: Path) -> None:
+    config = AutoConfig(2, 4, 32, folder_with(tmp_path, on_one_machine()), verbose=False)
+    assert "ran on one machine" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"latency": "5us"}, "latency needs network as well: the bandwidth, such as 25Gbit"),
+        ({"network": "fast"}, "network 'fast' is no number above zero with one of the units Gbit"),
+        ({"network": "25Gbit", "latency": "5 m"}, "latency '5 m' is no number above zero"),
+    ],
+)
+def test_a_network_that_cannot_be_read_is_refused_with_its_argument(
+    tmp_path: Path, given: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoConfig(4, 2, 32, folder_with(tmp_path, blocks(2)), verbose=False, **given)  # type: ignore[arg-type]

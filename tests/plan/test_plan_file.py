@@ -1,4 +1,4 @@
-"""A pinned plan comes back as it was; one that was edited into nonsense is refused with its key."""
+"""Plan files: written and read without loss; an invalid one is refused with the key at fault."""
 
 from pathlib import Path
 
@@ -21,15 +21,15 @@ def pin(tmp_path: Path, plan: Plan) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
-    """B3: a plan one can pin; whoever only wants the proposal reads that."""
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """B3: a program that needs only the proposal can decode that."""
     path = pin(tmp_path, PINNED.plan)
     assert read_plan(path) == PINNED
     assert decode(path.read_text(), Proposal) == PROPOSAL
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"stages": ()}, "`plan.stages` must have at least one stage, not none"),
         ({"batch_size": 0}, "`plan.batch_size` must be 1 or more, not 0"),
@@ -49,12 +49,14 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
         ({"stages": (StagePlan(0, 4, (0, 1)),)}, "has 1 stages and a forecast of 2"),
     ],
 )
-def test_an_edited_plan_is_refused_with_its_key(tmp_path: Path, change: dict[str, object], told: str) -> None:
-    with pytest.raises(PlanError, match=told):
+def test_an_edited_plan_is_refused_with_its_key(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
         read_plan(pin(tmp_path, msgspec.structs.replace(PINNED.plan, **change)))
 
 
-def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_broken_plan_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no plan .*nowhere.json \(`varuna plan --out` writes"):
         read_plan(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match="is a folder"):

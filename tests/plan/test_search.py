@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds; and what one can tell by thought."""
+"""The search equals trying every layout; and it finds the layouts that simple cases must have."""
 
 import random
 import re
@@ -89,7 +89,7 @@ SIZES = (1, 3)
 
 
 def every_layout(made: Profile, cluster: Cluster, batch_size: int) -> Iterator[float]:
-    """The seconds of all layouts that fit: every number at every place, nothing left out."""
+    """Yield the seconds of all layouts with equal replicas that fit."""
     costs, cluster_map = CostTable(made), ClusterMap(cluster)
     for depth in range(1, min(costs.num_segments, cluster_map.num_devices) + 1):
         for width in range(1, min(cluster_map.num_devices // depth, batch_size) + 1):
@@ -102,7 +102,7 @@ def every_layout(made: Profile, cluster: Cluster, batch_size: int) -> Iterator[f
 
 
 def fitting(costs, placement, schedule, size, batch_size, spans):  # type: ignore[no-untyped-def]
-    """Without recompute where it fits, with it in the other stages; and with it everywhere."""
+    """Simulate with recompute only in stages that do not fit otherwise, and with recompute everywhere."""
     plain = CandidateLayout(spans, (False,) * len(spans), schedule, size, batch_size, placement)
     everywhere = plain._replace(recompute=(True,) * len(spans))
     lacking = tuple(
@@ -120,8 +120,8 @@ def fitting(costs, placement, schedule, size, batch_size, spans):  # type: ignor
 
 @settings(max_examples=40)
 @given(cases())
-def test_the_search_finds_what_simulating_every_layout_finds(case: tuple[Profile, Cluster, int]) -> None:
-    """V25, V26: depths, widths, places, micro-batches, schedules, recompute and cuts, all at once."""
+def test_the_search_equals_simulating_every_layout(case: tuple[Profile, Cluster, int]) -> None:
+    """V25, V26: over depths, replicas, placements, micro-batches, schedules, recompute and cuts."""
     made, cluster, batch_size = case
     all_seconds = list(every_layout(made, cluster, batch_size))
     if not all_seconds:
@@ -136,7 +136,7 @@ def test_the_search_finds_what_simulating_every_layout_finds(case: tuple[Profile
 
 @st.composite
 def long_cases(draw: st.DrawFn) -> tuple[Profile, Cluster, int]:
-    """Models of many segments on two devices, equal or not: few enough ways to cut them, so all are tried."""
+    """Models of many segments on two devices: there are few cuts, so all are tried."""
     some = draw(st.lists(kinds(), min_size=1, max_size=3))
     count = draw(st.integers(9, 12))
     made = profile(some, [draw(st.integers(0, len(some) - 1)) for _ in range(count)], cut_bytes=MB)
@@ -147,7 +147,7 @@ def long_cases(draw: st.DrawFn) -> tuple[Profile, Cluster, int]:
 
 @settings(max_examples=10)
 @given(long_cases())
-def test_where_there_are_few_ways_to_cut_a_long_model_all_are_tried(
+def test_all_cuts_of_a_long_model_are_tried_if_they_are_few(
     case: tuple[Profile, Cluster, int],
 ) -> None:
     """V25, V26"""
@@ -158,27 +158,27 @@ def test_where_there_are_few_ways_to_cut_a_long_model_all_are_tried(
         assert best.forecast.seconds == pytest.approx(min(all_seconds), rel=1e-8)
 
 
-# ---------------------------------------------------------------- what one can tell by thought
+# ---------------------------------------------------------------- simple cases
 
 
 def blocks(count: int, **more: object) -> Profile:
-    """So many equal segments of 3 ms for each sample."""
+    """Equal segments of 3 ms per sample."""
     return profile([segment(1e-3, **more)], [0] * count)  # type: ignore[arg-type]
 
 
-def test_a_model_that_fits_one_device_and_has_one_gets_it() -> None:
+def test_one_device_runs_the_whole_model() -> None:
     best = search(blocks(4), machines(1, 1), batch_size=8).best
     assert (best.plan.depth, best.plan.width, best.idle) == (1, 1, ())
     assert best.forecast.seconds == pytest.approx(4 * 8 * 3e-3 + 4 * MB * 1e-10, rel=1e-6)
 
 
-def test_where_gradients_travel_fast_replicas_beat_stages() -> None:
-    """No bubble is shorter than the shortest: pure data parallel, where nothing speaks against it."""
+def test_with_fast_reductions_replicas_beat_stages() -> None:
+    """Pure data parallelism has no bubble."""
     best = search(blocks(8), machines(1, 4), batch_size=64, schedules=["1f1b", "varuna", "gpipe"]).best
     assert (best.plan.depth, best.plan.width) == (1, 4)
 
 
-def test_where_gradients_travel_slowly_stages_beat_replicas() -> None:
+def test_with_slow_reductions_stages_beat_replicas() -> None:
     slow = profile(
         [segment(1e-3)], [0] * 8, reduce_costs=reductions(1e6, between=False), within=link(1e-6, 100e9)
     )
@@ -186,7 +186,7 @@ def test_where_gradients_travel_slowly_stages_beat_replicas() -> None:
     assert (best.plan.depth, best.plan.width) == (4, 1)
 
 
-def test_a_model_too_large_for_one_device_is_cut_and_one_that_is_too_large_at_all_is_refused() -> None:
+def test_a_model_too_large_for_one_device_is_cut_and_one_too_large_for_all_is_refused() -> None:
     """V25: which limit, by how much, and the nearest layout that fits."""
     large = blocks(4, parameter_bytes=GB)  # with gradients and Adam's state 4 GiB each
     ranking = search(large, machines(1, 4, memory_bytes=9 * GB), batch_size=8, every_depth=True)
@@ -202,7 +202,7 @@ def test_a_model_too_large_for_one_device_is_cut_and_one_that_is_too_large_at_al
     assert "with 2 more devices, 4 stages would fit" in str(error.value)
 
 
-def test_what_does_not_fit_as_asked_is_answered_with_what_does() -> None:
+def test_a_request_that_does_not_fit_is_answered_with_a_layout_that_does() -> None:
     """V25"""
     large = blocks(4, parameter_bytes=GB)
     with pytest.raises(
@@ -221,7 +221,7 @@ def test_what_does_not_fit_as_asked_is_answered_with_what_does() -> None:
         )
 
 
-def test_too_few_devices_for_the_stages_asked_for_are_named() -> None:
+def test_more_stages_than_devices_are_refused() -> None:
     with pytest.raises(PlanError, match="at least 3 stages were requested, each needs a device"):
         search(blocks(4), machines(1, 2), batch_size=8, depths=[3, 4])
 
@@ -247,8 +247,8 @@ def test_stages_are_balanced_by_time_and_not_by_number() -> None:
     assert [(stage.first, stage.stop) for stage in best.plan.stages] == [(0, 1), (1, 5)]
 
 
-def test_neighbours_stay_on_one_machine_and_reductions_where_the_network_is_good() -> None:
-    """Dear gradients put the replicas of a stage together, dear activations the stages of a replica."""
+def test_the_larger_of_activations_and_gradients_stays_on_one_machine() -> None:
+    """Large gradients keep the replicas of a stage together, large activations the stages of a replica."""
     heavy_cuts = profile([segment(1e-3)], [0] * 4, cut_bytes=64 * MB)
     plan = search(heavy_cuts, machines(2, 2), batch_size=16, depths=[2]).best.plan
     assert plan.width == 1 or [stage.ranks for stage in plan.stages] == [(0, 2), (1, 3)]
@@ -271,8 +271,8 @@ def test_any_number_of_devices_has_a_plan_and_idle_ones_are_named(num_devices: i
     assert three_on_two.idle == ("b:0",)
 
 
-def test_recompute_comes_only_where_memory_asks_for_it() -> None:
-    """One device has room for the activations of a micro-batch or two, not for four."""
+def test_only_stages_without_enough_memory_recompute() -> None:
+    """A device holds the activations of one or two micro-batches, not of four."""
     hungry = blocks(4, activation_bytes=256 * MB, parameter_bytes=MB)
     tight = search(
         hungry,
@@ -287,7 +287,7 @@ def test_recompute_comes_only_where_memory_asks_for_it() -> None:
     assert not any(stage.recompute for stage in ample.plan.stages)
 
 
-def test_runners_up_say_why_they_lost() -> None:
+def test_runners_up_have_a_reason() -> None:
     """B3"""
     ranking = search(blocks(8), machines(1, 4), batch_size=64, every_depth=True)
     assert ranking.best.reason == "the shortest step of all layouts"
@@ -300,7 +300,7 @@ def test_runners_up_say_why_they_lost() -> None:
     )
 
 
-def test_the_forecast_of_a_plan_is_that_of_the_search_and_its_parts_sum_up() -> None:
+def test_forecast_plan_equals_the_search_and_its_parts_add_up() -> None:
     made, cluster = transformer(10, sizes=(1, 2)), machines(2, 4)
     for proposal in search(made, cluster, batch_size=32, every_depth=True).proposals:
         idle = range(len(proposal.plan.ranks), cluster.num_devices)
@@ -337,12 +337,12 @@ def test_a_plan_of_another_model_precision_or_size_is_refused() -> None:
         ({"headroom": 1.0}, "headroom is the share"),
     ],
 )
-def test_nonsense_is_refused_with_the_way_out(asked: dict[str, object], fault: str) -> None:
+def test_invalid_requests_are_refused(asked: dict[str, object], fault: str) -> None:
     with pytest.raises(PlanError, match=fault):
         search(blocks(4), machines(1, 2), **{"batch_size": 8, **asked})  # type: ignore[arg-type]
 
 
-def test_a_link_that_was_not_measured_is_an_error_and_never_free() -> None:
+def test_a_link_that_was_not_measured_is_an_error() -> None:
     """V25"""
     alone = profile([segment(1e-3)], [0] * 4, between=None, reduce_costs=reductions(1e10, between=False))
     with pytest.raises(PlanError, match="no link between workers on two machines: `between` is null"):
@@ -354,7 +354,7 @@ def test_a_link_that_was_not_measured_is_an_error_and_never_free() -> None:
     assert search(nothing, machines(1, 1), batch_size=8).best.plan.depth == 1
 
 
-def test_what_was_estimated_is_said() -> None:
+def test_estimates_are_noted() -> None:
     """V25: all-reduces over more ranks than were measured, and micro-batches between measured sizes."""
     best = search(blocks(2), machines(2, 8), batch_size=16 * 3, depths=[1], microbatch_sizes=[4]).best
     said = " ".join(best.forecast.estimates)
@@ -364,7 +364,7 @@ def test_what_was_estimated_is_said() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_uniform_cut_is_faster_than_the_plan(seed: int) -> None:
-    """R10: equal cuts by segments and by work, at both places, with every micro-batch and schedule."""
+    """R10: equal cuts by segments and by work, in both placements, with every micro-batch and schedule."""
     draw = random.Random(seed)
     some = [
         segment(draw.uniform(1e-3, 4e-3), parameter_bytes=draw.randint(1, 200) * MB, activation_bytes=MB)
@@ -388,8 +388,8 @@ def test_no_uniform_cut_is_faster_than_the_plan(seed: int) -> None:
                 assert best <= forecast.seconds * (1 + 1e-9), plan
 
 
-def test_a_cluster_of_thousands_is_planned_by_looking_at_a_few() -> None:
-    """The answer for 4,096 devices, from fewer than a hundred simulations."""
+def test_a_cluster_of_thousands_is_planned_with_few_simulations() -> None:
+    """4,096 devices, fewer than a hundred simulations."""
     ranking = search(transformer(94), machines(512, 8), batch_size=8192)
     best = ranking.best
     assert ranking.num_simulated < 100
@@ -398,8 +398,8 @@ def test_a_cluster_of_thousands_is_planned_by_looking_at_a_few() -> None:
     assert all(stage.memory.total <= 80 * GB for stage in best.forecast.stages)
 
 
-def test_reductions_that_took_no_longer_when_larger_are_no_obstacle() -> None:
-    """As noise has it, where all of them are small."""
+def test_reductions_that_are_as_fast_when_larger_are_accepted() -> None:
+    """Noise can measure that, if all of them are small."""
     noisy = reductions(inf, between=False) + reductions(inf, between=True)
     for count in (4, 12):
         ranking = search(

@@ -33,7 +33,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def three_to_one():
-    """Two segments that no one device holds, the first three times as long as the second."""
+    """Two segments that do not fit on one device; the first takes three times as long."""
     kinds = [
         segment(3e-3, sizes=SIZES, parameter_bytes=GB, activation_bytes=0),
         segment(1e-3, sizes=SIZES, parameter_bytes=GB, activation_bytes=0),
@@ -56,7 +56,7 @@ def test_costs_of_three_to_one_on_four_devices_are_planned_with_three_replicas_a
     assert decode(encode(best.plan), Plan, "a plan") == best.plan
 
 
-def test_an_even_layout_wins_where_segments_are_alike() -> None:
+def test_equal_segments_get_equal_replicas() -> None:
     model = profile([segment(1e-3, sizes=SIZES, parameter_bytes=MB)], [0] * 4)
     assert not search(model, machines(1, 4), batch_size=64).best.plan.uneven
 
@@ -293,7 +293,7 @@ few = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=12), few)
-def test_work_is_balanced_over_replicas_as_well_as_any_cut_could(costs: list[int], widths: list[int]) -> None:
+def test_balance_over_replicas_equals_the_best_of_all_cuts(costs: list[int], widths: list[int]) -> None:
     def longest(cut: Sequence[tuple[int, int]]) -> float:
         return max(sum(costs[a:b]) / width for (a, b), width in zip(cut, widths, strict=True))
 

@@ -125,7 +125,12 @@ class UnevenCost:
         shard_optimizer: bool,
     ) -> None:
         self.costs, self.plan = costs, plan
+<<<<<<< HEAD
         self._machines = cluster_map.cluster.machines
+=======
+        self._widths = plan.widths
+        self._machines = ground.cluster.machines
+>>>>>>> e2a4d43 (Plan: tests of properties, bounds, explanation, choose and clusters; planning.md in plain words)
         self._machines_of = [
             [cluster_map.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
         ]
@@ -172,7 +177,11 @@ class UnevenCost:
             recompute=own.recompute,
         )
         sizes = self.costs.sizes(self._largest_microbatch(stage))
+<<<<<<< HEAD
         room = MemoryTerms(sizes, self.plan.widths[stage], self._samples(stage), self._shard)
+=======
+        room = Room(sizes, self._widths[stage], self._samples(stage), self._shard)
+>>>>>>> e2a4d43 (Plan: tests of properties, bounds, explanation, choose and clusters; planning.md in plain words)
         return stage_memory(self.costs, room, own.first, own.stop, kept)
 
     def stages_out_of_memory(self, headroom: float) -> list[int]:
@@ -188,7 +197,7 @@ class UnevenCost:
 
     def _samples(self, stage: int) -> int:
         """Samples per step of the replica that gets most."""
-        return ceil(self.plan.batch_size / self.plan.widths[stage])
+        return ceil(self.plan.batch_size / self._widths[stage])
 
     def _largest_microbatch(self, stage: int) -> int:
         return ceil(self._samples(stage) / self._microbatches)
@@ -198,7 +207,7 @@ class UnevenCost:
     ) -> StageTimes:
         seconds = self._instructions(stage, forward, backward)
         first, stop = self.plan.stages[stage].first, self.plan.stages[stage].stop
-        width, between = self.plan.widths[stage], self._spans_machines(stage)
+        width, between = self._widths[stage], self._spans_machines(stage)
         buckets = self.costs.buckets(
             self.costs.sizes(self._largest_microbatch(stage)),
             first,
@@ -265,7 +274,7 @@ class UnevenCost:
     def _messages(self, cut: int, *, gradients: bool) -> CutSides:
         """Return the messages over the cut after stage number `cut`."""
         crossing = len({*self._machines_of[cut], *self._machines_of[cut + 1]}) > 1
-        widths = self.plan.widths[cut : cut + 2]
+        widths = self._widths[cut : cut + 2]
         sides = []
         for stage, own, other in ((cut, *widths), (cut + 1, *reversed(widths))):
             peers = 1 + ceil((other - 1) / own) if own != other else 1
@@ -294,7 +303,7 @@ class UnevenCost:
                 if any(stage.first <= segment < stage.stop for segment in tie.segments)
             ]
             if len(stages) > 1:
-                widths = [self.plan.widths[stage] for stage in stages]
+                widths = [self._widths[stage] for stage in stages]
                 group = len(stages) if len(set(widths)) == 1 else sum(widths)
                 several = len({machine for stage in stages for machine in self._machines_of[stage]}) > 1
                 seconds = self.costs.reduce_seconds(group, tie.num_bytes, between=several)
