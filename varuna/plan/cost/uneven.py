@@ -125,12 +125,8 @@ class UnevenCost:
         shard_optimizer: bool,
     ) -> None:
         self.costs, self.plan = costs, plan
-<<<<<<< HEAD
-        self._machines = cluster_map.cluster.machines
-=======
         self._widths = plan.widths
-        self._machines = ground.cluster.machines
->>>>>>> e2a4d43 (Plan: tests of properties, bounds, explanation, choose and clusters; planning.md in plain words)
+        self._machines = cluster_map.cluster.machines
         self._machines_of = [
             [cluster_map.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
         ]
@@ -177,12 +173,8 @@ class UnevenCost:
             recompute=own.recompute,
         )
         sizes = self.costs.sizes(self._largest_microbatch(stage))
-<<<<<<< HEAD
-        room = MemoryTerms(sizes, self.plan.widths[stage], self._samples(stage), self._shard)
-=======
-        room = Room(sizes, self._widths[stage], self._samples(stage), self._shard)
->>>>>>> e2a4d43 (Plan: tests of properties, bounds, explanation, choose and clusters; planning.md in plain words)
-        return stage_memory(self.costs, room, own.first, own.stop, kept)
+        terms = MemoryTerms(sizes, self._widths[stage], self._samples(stage), self._shard)
+        return stage_memory(self.costs, terms, own.first, own.stop, kept)
 
     def stages_out_of_memory(self, headroom: float) -> list[int]:
         """Return the stages that need more memory than their smallest device has."""

@@ -8,7 +8,7 @@ simulated.
              |  placements
     PlacedNode                               bound with messages and reductions
              |  schedules, recompute, cuts that fit in memory
-    CandidateLayout                                    bound for this cut
+    CandidateLayout                          bound for this cut
              |
     simulated step
 
