@@ -26,7 +26,17 @@ from varuna.plan.search.request import PREFERENCE, SearchRequest
 from varuna.plan.search.search import cut_layout, search
 from varuna.plan.search.space import LayoutSpace, Node, node_of
 from varuna.schedule import splits
-from varuna.types import Cluster, Forecast, MemoryForecast, Plan, Profile, StageForecast, StagePlan
+from varuna.types import (
+    Cluster,
+    CutCost,
+    Dim,
+    Forecast,
+    MemoryForecast,
+    Plan,
+    Profile,
+    StageForecast,
+    StagePlan,
+)
 
 
 def space_of(model: Profile, cluster: Cluster, batch: int, **changes: object) -> LayoutSpace:
@@ -43,7 +53,7 @@ def space_of(model: Profile, cluster: Cluster, batch: int, **changes: object) ->
     return LayoutSpace(costs, ClusterMap(cluster), request._replace(**changes))
 
 
-def every_draft(space: LayoutSpace) -> Iterator[CandidateLayout]:
+def every_candidate(space: LayoutSpace) -> Iterator[CandidateLayout]:
     """Every layout with equal replicas, whether it fits or not."""
     request, cluster_map, segments = space.request, space.cluster_map, space.costs.num_segments
     for depth in range(1, min(segments, cluster_map.num_devices) + 1):
@@ -57,9 +67,9 @@ def every_draft(space: LayoutSpace) -> Iterator[CandidateLayout]:
                     yield CandidateLayout(spans, flags, schedule, size, request.batch_size, placement)
 
 
-def simulated_seconds(space: LayoutSpace, draft: CandidateLayout) -> float:
-    orders = orders_of(draft)
-    return simulate(orders, pipelines(space.costs, draft, orders)).seconds
+def simulated_seconds(space: LayoutSpace, candidate: CandidateLayout) -> float:
+    orders = orders_of(candidate)
+    return simulate(orders, pipelines(space.costs, candidate, orders)).seconds
 
 
 # ---------------------------------------------------------------- bounds
@@ -72,13 +82,13 @@ def test_bounds_of_nodes_placements_and_cuts_are_sound(case: tuple[Profile, Clus
     model, cluster, batch = case
     space = space_of(model, cluster, batch, schedules=("1f1b", "zero-bubble-2x"))
     bounds = LayoutBounds(space)
-    for draft in every_draft(space):
-        node, seconds = node_of(draft), simulated_seconds(space, draft) * (1 + 1e-9)
-        orders = orders_of(draft)
-        of_cut, bare = least_of_replicas(orders, pipelines(space.costs, draft, orders))
+    for candidate in every_candidate(space):
+        node, seconds = node_of(candidate), simulated_seconds(space, candidate) * (1 + 1e-9)
+        orders = orders_of(candidate)
+        of_cut, bare = least_of_replicas(orders, pipelines(space.costs, candidate, orders))
         assert bare <= of_cut <= seconds
-        assert bounds.of_node(node) <= bounds.of_placement(node, draft.placement) * (1 + 1e-9)
-        assert bounds.of_placement(node, draft.placement) <= seconds
+        assert bounds.of_node(node) <= bounds.of_placement(node, candidate.placement) * (1 + 1e-9)
+        assert bounds.of_placement(node, candidate.placement) <= seconds
 
 
 @settings(max_examples=8)
@@ -180,9 +190,9 @@ def test_the_least_need_of_a_depth_is_that_of_its_best_cut(seed: int) -> None:
     for depth in range(1, min(4, len(model.segments)) + 1):
         placement = space.cluster_map.place(depth, 1, "stages together")
         needs = [
-            max(memory.total for memory in memories(space.costs, draft))
+            max(memory.total for memory in memories(space.costs, candidate))
             for spans in all_cuts(len(model.segments), depth)
-            for draft in [CandidateLayout(spans, (True,) * depth, "1f1b", 1, batch, placement)]
+            for candidate in [CandidateLayout(spans, (True,) * depth, "1f1b", 1, batch, placement)]
         ]
         found = least_need(space, depth)
         assert found.num_bytes == pytest.approx(min(needs), rel=5e-3)
@@ -209,6 +219,14 @@ def test_the_explanation_names_a_depth_that_is_short_and_a_solution_that_fits(gi
         assert "(use devices with 8" in said and "shard the optimizer state over the replicas" in said
         sharded = why_nothing_fits(space_of(model, cluster, 4, shard_optimizer=True))
         assert "shard the optimizer" not in sharded
+
+
+def test_a_cut_that_carries_more_than_the_model_is_explained_like_any_other() -> None:
+    """Its messages need more memory than the whole model on one device."""
+    cut = CutCost(Dim(1024, 0), Dim(1024, GB))
+    model = profile([segment(1e-3, parameter_bytes=MB)], [0] * 2, cuts=(cut,))
+    with pytest.raises(PlanError, match=r"no layout fits.*stage [01] needs 2 GiB and the device has 256 MiB"):
+        search(model, machines(1, 2, memory_bytes=256 * MB), batch_size=1, depths=[2])
 
 
 def test_a_request_that_rules_out_every_layout_is_answered_with_one_that_fits() -> None:
@@ -333,5 +351,5 @@ def test_a_search_keeps_the_better_of_two_layouts_by_time_devices_preference_and
     found = LayoutSearch(space_of(model, machines(1, 4), 1))
     found.run()
     best = found.ranked()[0]
-    assert best.num_devices == 1 and best.draft.schedule == PREFERENCE[0]
+    assert best.num_devices == 1 and best.candidate.schedule == PREFERENCE[0]
     assert [each[:4] for each in found.ranked()] == sorted(each[:4] for each in found.ranked())

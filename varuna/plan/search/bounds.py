@@ -84,10 +84,12 @@ class LayoutBounds:
         recompute, depth = self.space.recomputes_everywhere, placed.node.depth
         cut = Cut(placed.time_limits.fastest(recompute), (recompute,) * depth)
         slowest = placed.placement._replace(kinds=placed.placement.kinds[:1])  # or nearly the slowest
-        draft = self.space.draft(placed.node, slowest, self.space.schedules(placed.node.split)[0], cut)
-        orders = orders_of(draft)
+        candidate = self.space.candidate(
+            placed.node, slowest, self.space.schedules(placed.node.split)[0], cut
+        )
+        orders = orders_of(candidate)
         orders = orders._replace(limits=(orders.microbatches,) * depth)
-        return least_of_replicas(orders, pipelines(self.space.costs, draft, orders))
+        return least_of_replicas(orders, pipelines(self.space.costs, candidate, orders))
 
     def _messages(self, node: Node, placement: Placement, last_size: int) -> tuple[float, float]:
         """Return the least and the most seconds of messages down the pipeline, over all cuts."""

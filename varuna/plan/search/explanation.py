@@ -36,7 +36,7 @@ def least_need(space: LayoutSpace, depth: int) -> StageNeed:
 def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
     """Return the need of the stage that lacks most memory, with the cut that needs least."""
     request = space.request
-    draft = CandidateLayout(
+    candidate = CandidateLayout(
         (),
         (),
         "1f1b" if "1f1b" in request.schedules else request.schedules[0],
@@ -45,7 +45,7 @@ def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
         placement,
         request.shard_optimizer,
     )
-    (cutter,) = space.cutters(draft, request.modes[-1:])
+    (cutter,) = space.cutters(candidate, request.modes[-1:])
     need, stage = cutter.least_need()
     return StageNeed(stage, need, cutter.memory_bytes[stage])
 
@@ -92,7 +92,7 @@ def _solution(space: LayoutSpace, need: StageNeed) -> str:
         with suppress(PlanError):
             search.run()
             if search.found:
-                plan = plan_of(search.ranked()[0].draft, costs.profile)
+                plan = plan_of(search.ranked()[0].candidate, costs.profile)
                 recompute = " with recompute" if any(stage.recompute for stage in plan.stages) else ""
                 return (
                     f"it fits with {count(plan.depth, 'stage')}, micro-batches of {plan.microbatch_size}, "

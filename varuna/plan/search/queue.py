@@ -1,8 +1,8 @@
 """Best-first search over layouts with equal numbers of replicas.
 
 One queue holds everything that is still open, smallest lower bound first. An item that comes out is refined
-and put back with a better bound, until a draft comes out, which is complete in every detail. Drafts are
-simulated.
+and put back with a better bound, until a candidate comes out: a layout that is complete in every detail.
+Candidates are simulated.
 
     Node: depth, micro-batch, replicas       bound for any cut
              |  placements
@@ -13,8 +13,8 @@ simulated.
     simulated step
 
 The search ends when the smallest bound exceeds the best simulated step. All bounds are sound. If a model has
-few cuts, all of them become drafts, and the result equals that of simulating every layout. Otherwise only the
-cut with the smallest bound becomes a draft. Afterwards the search also simulates uniform cuts, so that none
+few cuts, all of them become candidates, and the result equals that of simulating every layout. Otherwise only the
+cut with the smallest bound becomes a candidate. Afterwards the search also simulates uniform cuts, so that none
 of them is faster than the result, and moves single cuts of the best depths as long as that helps.
 """
 
@@ -25,7 +25,6 @@ from math import inf
 from typing import NamedTuple
 
 from varuna.plan.cost.forecast import CandidateLayout, memories, orders_of, pipelines
-from varuna.plan.cost.memory import MemoryTotals
 from varuna.plan.cost.simulate import PipelineTimes, Simulation, simulate
 from varuna.plan.cut.cuts import Cut
 from varuna.plan.cut.partition import Spans, adjacent_cuts, uniform_cuts
@@ -47,13 +46,13 @@ PROBES = 6
 
 
 class SimulatedLayout(NamedTuple):
-    """A draft and its simulation; the first four fields order layouts, best first."""
+    """A candidate and its simulation; the first four fields order layouts, best first."""
 
     seconds: float  # rounded, so that equal steps compare equal
     num_devices: int
     preference: int
     memory_bytes: int
-    draft: CandidateLayout
+    candidate: CandidateLayout
     simulation: Simulation
 
 
@@ -91,7 +90,7 @@ class LayoutSearch:
         """Search only the cuts for one placement; the request has one micro-batch size and one schedule."""
         (size,), (schedule,) = self.space.request.microbatch_sizes, self.space.request.schedules
         node = Node(placement.depth, size, splits(schedule), placement.width)
-        self._put_drafts(self.space.place(node, placement))
+        self._put_candidates(self.space.place(node, placement))
         self._simulate_queued(node.depth)
         if self.found and not self.space.has_few_cuts:
             self._move_cuts(node.depth)
@@ -117,7 +116,7 @@ class LayoutSearch:
                     self._expanded.add(item)
                     self._put_placements(item, bound)
             elif isinstance(item, PlacedNode):
-                narrower = self._put_drafts(item)
+                narrower = self._put_candidates(item)
                 if self.space.fewer_replicas_need_more_memory:
                     self._put_fewer_replicas(node, narrower)
             else:
@@ -125,7 +124,7 @@ class LayoutSearch:
         if not self.space.has_few_cuts:
             self._try_uniform_cuts()
             for found in self.ranked()[:3]:
-                self._move_cuts(found.draft.depth)
+                self._move_cuts(found.candidate.depth)
 
     def _put(self, bound: float, item: Node | PlacedNode | CandidateLayout) -> None:
         self._num_queued += 1  # of equal bounds, the first item comes out first
@@ -157,7 +156,7 @@ class LayoutSearch:
     def _put_placements(self, node: Node, bound: float) -> None:
         """Put a node with each placement, and the next smaller number of replicas."""
         space, few_cuts = self.space, self.space.has_few_cuts
-        least_steady = MemoryTotals(space.costs, space.room(node)).least_steady
+        least_steady = space.memory_totals(node).least_steady
         narrower = 0.0 if few_cuts else inf  # bound for fewer replicas
         fits = False
         for way in space.cluster_map.arrangements(node.depth, node.width):
@@ -189,7 +188,7 @@ class LayoutSearch:
             else:
                 seconds, bare = self.bounds.of_fastest_cut(placed)
                 least = max(least, seconds)
-                # Otherwise its drafts come first: they give a better bound for fewer replicas.
+                # Otherwise its candidates come first: they give a better bound for fewer replicas.
                 if least > limit or not space.fewer_replicas_need_more_memory:
                     narrower = min(narrower, self.bounds.of_fewer_replicas(placed, seconds, bare))
             if least <= limit:
@@ -213,7 +212,7 @@ class LayoutSearch:
     def _has_cut(self, placed: PlacedNode, seconds: float) -> bool:
         """Return True if some cut fits in memory and may take at most so many seconds."""
         space, node = self.space, placed.node
-        needs = MemoryTotals(space.costs, space.room(node))
+        needs = space.memory_totals(node)
         memory_bytes = space.memory_bytes(placed.placement)
         mode = space.request.modes[0]  # the least restrictive one
         for schedule in space.schedules(node.split):
@@ -223,10 +222,10 @@ class LayoutSearch:
                 return True
         return False
 
-    def _put_drafts(self, placed: PlacedNode) -> float:
+    def _put_candidates(self, placed: PlacedNode) -> float:
         """Put all schedules, recompute modes and cuts that fit; return a bound for fewer replicas."""
         space, (node, placement, time_limits) = self.space, placed
-        needs = MemoryTotals(space.costs, space.room(node))
+        needs = space.memory_totals(node)
         memory_bytes = space.memory_bytes(placement)
         made: dict[object, list[PipelineTimes]] = {}  # schedules with the same instructions share times
         narrower = inf
@@ -251,53 +250,53 @@ class LayoutSearch:
                     if space.fewer_replicas_need_more_memory:
                         self._never_fit.add(key)
             for cut in cuts:
-                least, bare = self._put_draft(space.draft(node, placement, schedule, cut), made)
+                least, bare = self._put_candidate(space.candidate(node, placement, schedule, cut), made)
                 narrower = min(narrower, self.bounds.of_fewer_replicas(placed, least, bare))
         return narrower
 
-    def _put_draft(
-        self, draft: CandidateLayout, made: dict[object, list[PipelineTimes]]
+    def _put_candidate(
+        self, candidate: CandidateLayout, made: dict[object, list[PipelineTimes]]
     ) -> tuple[float, float]:
-        """Put a draft if its bound is small enough; return its bounds with and without reductions."""
-        orders = orders_of(draft)
-        key = (draft.spans, tuple(["R" in letters for letters in orders.letters]))
+        """Put a candidate if its bound is small enough; return its bounds with and without reductions."""
+        orders = orders_of(candidate)
+        key = (candidate.spans, tuple(["R" in letters for letters in orders.letters]))
         if key not in made:
-            made[key] = pipelines(self.space.costs, draft, orders)
+            made[key] = pipelines(self.space.costs, candidate, orders)
         least, bare = least_of_replicas(orders, made[key])
-        if least <= self._limit(draft.depth):
-            self._put(least, draft)
+        if least <= self._limit(candidate.depth):
+            self._put(least, candidate)
         return least, bare
 
     # ------------------------------------------------------------ simulated layouts
 
-    def _simulate(self, draft: CandidateLayout) -> None:
-        orders = orders_of(draft)
-        simulation = simulate(orders, pipelines(self.space.costs, draft, orders))
+    def _simulate(self, candidate: CandidateLayout) -> None:
+        orders = orders_of(candidate)
+        simulation = simulate(orders, pipelines(self.space.costs, candidate, orders))
         self.num_simulated += 1
         self._keep(
             SimulatedLayout(
                 float(f"{simulation.seconds:.9e}"),
-                draft.depth * draft.width,
-                PREFERENCE.index(draft.schedule),
-                max(memory.total for memory in memories(self.space.costs, draft)),
-                draft,
+                candidate.depth * candidate.width,
+                PREFERENCE.index(candidate.schedule),
+                max(memory.total for memory in memories(self.space.costs, candidate)),
+                candidate,
                 simulation,
             )
         )
-        self.bounds.record_simulated(node_of(draft), simulation.bare_seconds)
+        self.bounds.record_simulated(node_of(candidate), simulation.bare_seconds)
 
     def _keep(self, found: SimulatedLayout) -> None:
-        before = self.found.get(found.draft.depth)
+        before = self.found.get(found.candidate.depth)
         if before is None or found[:4] < before[:4]:
-            self.found[found.draft.depth] = found
+            self.found[found.candidate.depth] = found
             self._shortest = min(self._shortest, found.seconds)
 
     def _simulate_queued(self, depth: int, stop: float = inf) -> None:
-        """Simulate queued drafts of one depth while their bounds are small enough."""
+        """Simulate queued candidates of one depth while their bounds are small enough."""
         while self._queue and self._queue[0][0] <= self._limit(depth) and self.num_simulated < stop:
-            draft = heapq.heappop(self._queue)[2]
-            assert isinstance(draft, CandidateLayout)
-            self._simulate(draft)
+            candidate = heapq.heappop(self._queue)[2]
+            assert isinstance(candidate, CandidateLayout)
+            self._simulate(candidate)
 
     def _probe_depth(self, depth: int) -> None:
         """Simulate the most promising layout of a depth that fits, unless the depth has one already."""
@@ -306,23 +305,23 @@ class LayoutSearch:
                 self._probe(node)
 
     def _probe(self, node: Node) -> None:
-        """Refine one node down to its best draft and simulate that."""
+        """Refine one node down to its best candidate and simulate that."""
         queue, self._queue = self._queue, []
         self._put_placements(node, 0.0)
         placed = [item for _, _, item in self._queue if isinstance(item, PlacedNode)]
         self._queue = []
         for item in placed:
-            self._put_drafts(item)
-        drafts, self._queue = sorted(self._queue), queue
-        for bound, _, draft in drafts[:1]:
-            if bound <= self._limit(node.depth) and isinstance(draft, CandidateLayout):
-                self._simulate(draft)
+            self._put_candidates(item)
+        candidates, self._queue = sorted(self._queue), queue
+        for bound, _, candidate in candidates[:1]:
+            if bound <= self._limit(node.depth) and isinstance(candidate, CandidateLayout):
+                self._simulate(candidate)
 
     # ------------------------------------------------------------ other cuts
 
     def _search_near_depths(self) -> None:
         """Search each near-best depth separately: cuts other than the one with the best bound may gain."""
-        near = [found.draft.depth for found in self.ranked() if found.seconds <= NEAR * self._shortest]
+        near = [found.candidate.depth for found in self.ranked() if found.seconds <= NEAR * self._shortest]
         for depth in near:
             space = self.space.of_depth(depth)
             one = LayoutSearch(space, self.bounds.of_space(space))
@@ -362,25 +361,25 @@ class LayoutSearch:
             if self.bounds.of_node(node) <= limit >= self.bounds.of_placement(node, placement):
                 made: dict[object, list[PipelineTimes]] = {}
                 for schedule in self.space.schedules(node.split):
-                    draft = self.space.draft(node, placement, schedule, Cut((), ()))
-                    self._put_other_cuts(draft, [spans], made)
+                    candidate = self.space.candidate(node, placement, schedule, Cut((), ()))
+                    self._put_other_cuts(candidate, [spans], made)
 
     def _put_other_cuts(
-        self, draft: CandidateLayout, cuts: Iterable[Spans], made: dict[object, list[PipelineTimes]]
+        self, candidate: CandidateLayout, cuts: Iterable[Spans], made: dict[object, list[PipelineTimes]]
     ) -> None:
-        """Put copies of a draft with other cuts, in all recompute modes that fit."""
-        cutters = self.space.cutters(draft, self.space.request.modes)
-        time_limits, limit = cutters[0].limits, self._limit(draft.depth)
+        """Put copies of a candidate with other cuts, in all recompute modes that fit."""
+        cutters = self.space.cutters(candidate, self.space.request.modes)
+        time_limits, limit = cutters[0].limits, self._limit(candidate.depth)
         for spans in cuts:
             if not all(
                 time_limits.done_within(limit, stage, *span, self.space.recomputes_everywhere)
                 for stage, span in enumerate(spans)
-                if draft.spans[stage : stage + 1] != (span,)
+                if candidate.spans[stage : stage + 1] != (span,)
             ):
                 continue
             for recompute in {cutter.recompute(spans) for cutter in cutters}:
                 if recompute is not None:
-                    self._put_draft(draft._replace(spans=spans, recompute=recompute), made)
+                    self._put_candidate(candidate._replace(spans=spans, recompute=recompute), made)
 
     def _move_cuts(self, depth: int) -> None:
         """Move one cut by one segment as long as the step becomes shorter."""
@@ -389,6 +388,6 @@ class LayoutSearch:
         while before is not self.found[depth] and self.num_simulated < stop:
             before = self.found[depth]
             self._queue = []
-            cuts = adjacent_cuts(before.draft.spans, range(self.space.costs.num_segments + 1))
-            self._put_other_cuts(before.draft, cuts, {})
+            cuts = adjacent_cuts(before.candidate.spans, range(self.space.costs.num_segments + 1))
+            self._put_other_cuts(before.candidate, cuts, {})
             self._simulate_queued(depth, stop)

@@ -139,15 +139,15 @@ def _rank(found: LayoutSearch) -> Ranking:
     forecasts = []
     for layout in ranked:
         costs.start_notes()
-        pipelines(costs, layout.draft, orders_of(layout.draft))
-        forecasts.append(describe(costs, layout.draft, layout.simulation))
+        pipelines(costs, layout.candidate, orders_of(layout.candidate))
+        forecasts.append(describe(costs, layout.candidate, layout.simulation))
     proposals = tuple(
         Proposal(
-            plan_of(layout.draft, profile),
+            plan_of(layout.candidate, profile),
             forecast,
             _idle(
                 found.space.cluster_map,
-                {device for replica in layout.draft.placement.replicas for device in replica},
+                {device for replica in layout.candidate.placement.replicas for device in replica},
             ),
             why_slower(forecast, forecasts[0]) if index else "the shortest step of all layouts",
         )

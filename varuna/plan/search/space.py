@@ -153,14 +153,14 @@ class LayoutSpace:
         microbatches = ceil(share / node.microbatch_size)
         return microbatches, share - (microbatches - 1) * node.microbatch_size
 
-    def room(self, node: Node) -> MemoryTerms:
+    def _sizes(self, node: Node) -> SegmentSums:
         microbatches, last_size = self.microbatches(node)
-        return MemoryTerms(
-            self.costs.sizes(node.microbatch_size if microbatches > 1 else last_size),
-            node.width,
-            ceil(self.request.batch_size / node.width),
-            self.request.shard_optimizer,
-        )
+        return self.costs.sizes(node.microbatch_size if microbatches > 1 else last_size)
+
+    def memory_totals(self, node: Node) -> MemoryTotals:
+        samples = ceil(self.request.batch_size / node.width)
+        terms = MemoryTerms(self._sizes(node), node.width, samples, self.request.shard_optimizer)
+        return MemoryTotals(self.costs, terms)
 
     def memory_bytes(self, placement: Placement) -> tuple[int, ...]:
         """Return the usable memory of each stage."""
@@ -178,7 +178,7 @@ class LayoutSpace:
     def time_limits(
         self, node: Node, speeds: tuple[float, ...], placement: Placement | None = None
     ) -> TimeLimits:
-        sizes = self.room(node).sizes
+        sizes = self._sizes(node)
         # A smaller last micro-batch counts as a fraction.
         microbatches, last_size = self.microbatches(node)
         number = microbatches - 1 + (last_size / sizes.microbatch_size)
@@ -208,7 +208,9 @@ class LayoutSpace:
 
     # ------------------------------------------------------------ cuts
 
-    def draft(self, node: Node, placement: Placement, schedule: ScheduleName, cut: Cut) -> CandidateLayout:
+    def candidate(
+        self, node: Node, placement: Placement, schedule: ScheduleName, cut: Cut
+    ) -> CandidateLayout:
         return CandidateLayout(
             cut.spans,
             cut.recompute,
@@ -231,11 +233,11 @@ class LayoutSpace:
             every=self.has_few_cuts,
         )
 
-    def cutters(self, draft: CandidateLayout, modes: Sequence[RecomputeMode]) -> list[Cutter]:
-        """Return the cutters that could have made a draft."""
-        node = node_of(draft)
-        placed, needs = self.place(node, draft.placement), MemoryTotals(self.costs, self.room(node))
-        return [self.cutter(placed, needs, draft.schedule, mode) for mode in modes]
+    def cutters(self, candidate: CandidateLayout, modes: Sequence[RecomputeMode]) -> list[Cutter]:
+        """Return the cutters that could have made a candidate."""
+        node = node_of(candidate)
+        placed, needs = self.place(node, candidate.placement), self.memory_totals(node)
+        return [self.cutter(placed, needs, candidate.schedule, mode) for mode in modes]
 
 
 def node_of(item: Node | PlacedNode | CandidateLayout) -> Node:

@@ -497,7 +497,7 @@ class StageTable:
         except PlanError:  # larger than any measured size
             return None
         request, costs = self.request, self.costs
-        room = MemoryTerms(sizes, devices, ceil(request.batch_size / devices), shard=False)
+        terms = MemoryTerms(sizes, devices, ceil(request.batch_size / devices), shard=False)
         for recompute in (False, True) if request.recompute is None else (request.recompute,):
             kept = held_counts(
                 request.start_schedule,
@@ -506,7 +506,7 @@ class StageTable:
                 microbatches=self.microbatches,
                 recompute=recompute,
             )
-            if stage_memory(costs, room, first, stop, kept).total <= site.memory_bytes:
+            if stage_memory(costs, terms, first, stop, kept).total <= site.memory_bytes:
                 break
         else:
             return None
