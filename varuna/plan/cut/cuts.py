@@ -220,7 +220,7 @@ class Cutter:
             return cut_within(segments=segments, stages=self.depth, reach=reach)
 
         whole = max(self.need(stage, 0, segments, recompute) for stage in (0, self.depth - 1))
-        # Messages over a cut may need more memory than the whole model: then no budget is enough but infinity.
+        # Messages over a cut may need more memory than the whole model: then only infinity is enough.
         spans = cut_for_least(0.0, 2 * whole / min(self.memory_bytes), cut) or cut(inf)
         assert spans is not None, "an infinite budget has a cut"
         totals = [self.need(stage, *span, recompute) for stage, span in enumerate(spans)]
