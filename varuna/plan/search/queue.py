@@ -14,7 +14,7 @@ Candidates are simulated.
 
 The search ends when the smallest bound exceeds the best simulated step. All bounds are sound. If a model has
 few cuts, all of them become candidates, and the result equals that of simulating every layout. Otherwise only
-the cut with the smallest bound becomes a candidate. Afterwards the search also simulates uniform cuts, so that
+the cut with the smallest bound becomes a candidate. Afterwards the search simulates uniform cuts, so that
 none of them is faster than the result, and moves single cuts of the best depths as long as that helps.
 """
 
