@@ -225,7 +225,9 @@ def test_a_cut_that_carries_more_than_the_model_is_explained_like_any_other() ->
     """Its messages need more memory than the whole model on one device."""
     cut = CutCost(Dim(1024, 0), Dim(1024, GB))
     model = profile([segment(1e-3, parameter_bytes=MB)], [0] * 2, cuts=(cut,))
-    with pytest.raises(PlanError, match=r"no layout fits.*stage [01] needs 1.01 GiB and the device has 256 MiB"):
+    with pytest.raises(
+        PlanError, match=r"no layout fits.*stage [01] needs 1.01 GiB and the device has 256 MiB"
+    ):
         search(model, machines(1, 2, memory_bytes=256 * MB), batch_size=1, depths=[2])
 
 
@@ -348,8 +350,11 @@ def test_moving_any_single_cut_of_a_long_model_does_not_help(segments: int) -> N
 def test_a_search_keeps_the_better_of_two_layouts_by_time_devices_preference_and_memory() -> None:
     """B3: of equally fast layouts the one with fewer devices, then the schedule that comes first."""
     model = profile([segment(1e-3)], [0] * 2)
-    found = LayoutSearch(space_of(model, machines(1, 4), 1))
-    found.run()
-    best = found.ranked()[0]
+    one_stage = LayoutSearch(space_of(model, machines(1, 4), 1, depths=(1,)))
+    one_stage.run()
+    (best,) = one_stage.ranked()
     assert best.num_devices == 1 and best.candidate.schedule == PREFERENCE[0]
+    found = LayoutSearch(space_of(model, machines(1, 4), 8), every_depth=True)
+    found.run()
     assert [each[:4] for each in found.ranked()] == sorted(each[:4] for each in found.ranked())
+    assert {each.candidate.depth for each in found.ranked()} == {1, 2}
