@@ -225,9 +225,7 @@ def test_a_cut_that_carries_more_than_the_model_is_explained_like_any_other() ->
     """Its messages need more memory than the whole model on one device."""
     cut = CutCost(Dim(1024, 0), Dim(1024, GB))
     model = profile([segment(1e-3, parameter_bytes=MB)], [0] * 2, cuts=(cut,))
-    with pytest.raises(
-        PlanError, match=r"no layout fits.*stage [01] needs 1.01 GiB and the device has 256 MiB"
-    ):
+    with pytest.raises(PlanError, match=r"no layout fits.*stage [01] needs 1.01 GiB and the device has 256"):
         search(model, machines(1, 2, memory_bytes=256 * MB), batch_size=1, depths=[2])
 
 
