@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process when its parent, the process `parent`, ends in any way. Works on Linux only.
+    """Kill this process when its parent, the process `parent`, ends for any reason. Works on Linux only.
 
     Elsewhere it only ends this process if the parent is gone already.
     """

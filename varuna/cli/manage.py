@@ -38,7 +38,7 @@ from varuna.types import JobSpec
 STORE_SECONDS = 30.0
 """Time limit for finding the newest checkpoint in a store that does not answer."""
 QUEUE_SECONDS = 1e9
-"""Start timeout of agents that a scheduler may queue for days. One that finds no manager ends by itself."""
+"""Start timeout of agents that a scheduler may queue for days. An agent that finds no manager ends."""
 
 
 def manage(
@@ -182,6 +182,6 @@ def newest_step(store: str) -> int | None:
 
     So a machine that lost its connection, and does not know that the job went on, cannot add a newer one.
     """
-    with suppress(OSError):  # a manager with read access only relies on that machine to end by itself
+    with suppress(OSError):  # a manager with read access only relies on that machine to end its workers
         open_store(store).disown()
     return newest_complete(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))

@@ -5,7 +5,7 @@ They need a profile or a plan file, and no device.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -22,7 +22,7 @@ from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.cost.simulate import Simulation
 from varuna.plan.plan_file import AssumedNetwork, PinnedPlan, read_plan, write_plan
 from varuna.plan.profile_file import read_profile
-from varuna.plan.search.messages import why_slower
+from varuna.plan.search.runners_up import SearchOptions, rank_depths
 from varuna.plan.search.search import HEADROOM, Ranking, search
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, show_widths
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
@@ -86,18 +86,6 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     ] = None
 
 
-class SearchOptions(NamedTuple):
-    """Keyword arguments of `search`."""
-
-    batch_size: int
-    depths: Sequence[int] | None
-    microbatch_sizes: Sequence[int] | None
-    schedules: Sequence[str] | None
-    recompute: bool | None
-    shard_optimizer: bool
-    headroom: float
-
-
 class PlanningTarget(NamedTuple):
     """The profile, with the network to plan for, and the machines."""
 
@@ -143,7 +131,7 @@ def plan(options: PlanOptions) -> None:
         _show_sweep(_sweep(targets, search_options), options.as_json)
         return
     target = _planning_target(profile, options, sum(devices))
-    ranking = rank(target.profile, target.cluster, search_options, runners_up=options.runners_up)
+    ranking = rank_depths(target.profile, target.cluster, search_options, runners_up=options.runners_up)
     if options.out is not None:
         write_plan(options.out, _pinned_plan(ranking, target, shard_optimizer=options.shard_optimizer))
     if options.svg is not None:
@@ -239,52 +227,13 @@ def simulate(options: SimulateOptions) -> None:
 # ---------------------------------------------------------------- searching
 
 
-def rank(profile: Profile, cluster: Cluster, options: SearchOptions, *, runners_up: int) -> Ranking:
-    """Return the best layout of all, and the best layouts of some other depths.
-
-    One search stops at a depth as soon as it knows that the depth cannot win. So each runner-up gets a
-    search of its own, which finds the best layout of its depth.
-    """
-    found = _search(profile, cluster, options)
-    best = found.best
-    seen = [proposal.plan.depth for proposal in found.proposals[1:]]
-    possible = options.depths or range(1, min(len(profile.segments), cluster.num_devices) + 1)
-    ranked = [best]
-    for depth in other_depths(best.plan.depth, seen, possible)[:runners_up]:
-        try:
-            layouts = _search(profile, cluster, options._replace(depths=[depth])).proposals
-        except PlanError:  # it does not fit; `refused` has the reason
-            continue
-        # Unequal replicas that are barely faster than the best layout do not win: skip them.
-        slower = (layout for layout in layouts if layout.forecast.seconds >= best.forecast.seconds)
-        ranked.append(next(slower, layouts[-1]))
-    ranked.sort(key=lambda proposal: proposal.forecast.seconds)
-    others = [
-        msgspec.structs.replace(other, reason=why_slower(other.forecast, ranked[0].forecast))
-        for other in ranked[1:]
-    ]
-    first = msgspec.structs.replace(ranked[0], reason=best.reason)
-    return msgspec.structs.replace(found, proposals=(first, *others))
-
-
-def _search(profile: Profile, cluster: Cluster, options: SearchOptions) -> Ranking:
-    keywords: dict[str, Any] = options._asdict()
-    return search(profile, cluster, **keywords)
-
-
-def other_depths(best: int, seen: Sequence[int], possible: Sequence[int]) -> list[int]:
-    """Return depths to compare with the best: close competitors, double, half, one more, one fewer."""
-    wanted = [*seen[:1], best * 2, best // 2, best + 1, best - 1, *seen[1:], best * 4, best + 2]
-    return [depth for depth in dict.fromkeys(wanted) if depth in possible and depth != best]
-
-
 def _sweep(targets: Sequence[PlanningTarget], options: SearchOptions) -> list[SweepPoint]:
     points: list[SweepPoint] = []
     first: float | None = None  # samples per second and device
     for profile, cluster, _ in targets:
         size = cluster.num_devices, len(cluster.machines)
         try:
-            best = _search(profile, cluster, options).best
+            best = search(profile, cluster, **options._asdict()).best
         except PlanError as error:
             points.append(SweepPoint(*size, None, None, None, str(error)))
             continue
@@ -344,7 +293,7 @@ def _with_memory(cluster: Cluster, text: str) -> Cluster:
 
 
 def _has_key(file: Path, key: str) -> bool:
-    """Return True if the file is a JSON object with this key. It tells a profile from a plan."""
+    """Return True if the file is a JSON object with this key. A profile has `kinds`, a plan does not."""
     try:
         return key in msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
     except (OSError, msgspec.DecodeError):
