@@ -226,7 +226,7 @@ def test_existing_data_is_not_overwritten_without_the_flag(cli: Cli, store: Stor
     assert "already exists" in cli.err and cli.err.count("\n") == 1
     assert cli("checkpoint", "export", store.url, tmp_path / "x.safetensors", "--overwrite") == 0
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", store.url, "--step", 1) == 1
-    assert "step 1 already, a complete one" in cli.err
+    assert "already has a checkpoint of step 1 (complete" in cli.err
     assert cli("checkpoint", "import", tmp_path / "x.safetensors", store.url, "--step", 1, "--overwrite") == 0
 
 
