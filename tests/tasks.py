@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import varuna.train.varuna
+import varuna.train.build
 from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, get_varuna_config, plain_randomness
 from varuna.capture import Captured, Source
@@ -75,11 +75,11 @@ class RememberingSource(Source):
 @contextmanager
 def remembering(toy: Hashable) -> Iterator[None]:
     """Within, what is wrapped is this toy."""
-    varuna.train.varuna.Source, RememberingSource.toy = RememberingSource, toy  # type: ignore[misc]
+    varuna.train.build.Source, RememberingSource.toy = RememberingSource, toy  # type: ignore[misc]
     try:
         yield
     finally:
-        varuna.train.varuna.Source = Source  # type: ignore[misc]
+        varuna.train.build.Source = Source  # type: ignore[misc]
 
 
 def train(
@@ -146,7 +146,7 @@ def train(
     result["state"] = wrapped.full_state_dict()
     result["parameters"] = [n for n, _ in wrapped.named_parameters()]
     wrapped.close()
-    varuna.train.varuna.Source = Source  # type: ignore[misc]
+    varuna.train.build.Source = Source  # type: ignore[misc]
     return result
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import varuna.train.varuna
+import varuna.train.build
 from tests.tasks import SEED, RememberingSource, global_batch, stage_map, take
 from tests.toys import make_inputs, make_model
 from varuna import SampleOrder, Varuna, get_this_rank_config_varuna, plain_randomness
@@ -45,7 +45,7 @@ def train_leg(
     mapping = stage_map(depth, width)
     rank = dist.get_rank() if dist.is_initialized() else 0
     replica = get_this_rank_config_varuna(mapping, rank)[1]
-    varuna.train.varuna.Source = RememberingSource  # type: ignore[misc]
+    varuna.train.build.Source = RememberingSource  # type: ignore[misc]
     RememberingSource.toy = (name, dtype, str(model_options))
     # Another start, so that whatever is not loaded shows.
     model = make_model(name, dtype=dtype, **(model_options or {}))
@@ -85,7 +85,7 @@ def train_leg(
     wrapped.checkpoint(store, **(save or {})).result()
     found = {"losses": losses, "state": wrapped.full_state_dict(), "scale": wrapped.get_loss_scale()}
     wrapped.close()
-    varuna.train.varuna.Source = Source  # type: ignore[misc]
+    varuna.train.build.Source = Source  # type: ignore[misc]
     return found
 
 

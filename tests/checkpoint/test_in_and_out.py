@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-import varuna.train.varuna
+import varuna.train.build
 from tests.checkpoint.legs import STEPS, make_optimizer, train_in_one_go, train_leg
 from tests.pool import Pool
 from tests.tasks import SEED, RememberingSource, global_batch, stage_map
@@ -34,7 +34,7 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def start_from(store: str, depth: int, width: int) -> tuple[int, dict[str, Tensor]]:
     """Where a job begins that loads what was imported, and with what."""
-    varuna.train.varuna.Source = RememberingSource  # type: ignore[misc]
+    varuna.train.build.Source = RememberingSource  # type: ignore[misc]
     RememberingSource.toy = ("GPT", DTYPE, str(OPTIONS))
     sample = make_inputs("GPT", 2, torch.Generator().manual_seed(1), DTYPE)
     model = make_model("GPT", seed=SEED + 1, dtype=DTYPE, **OPTIONS)
@@ -43,7 +43,7 @@ def start_from(store: str, depth: int, width: int) -> tuple[int, dict[str, Tenso
     iteration = wrapped.resume(store)
     state = wrapped.full_state_dict()
     wrapped.close()
-    varuna.train.varuna.Source = Source  # type: ignore[misc]
+    varuna.train.build.Source = Source  # type: ignore[misc]
     return iteration, state
 
 

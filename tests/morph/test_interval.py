@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from varuna.cli.run import parse_save_every
 from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
-from varuna.train.autosave import OwnSaves, told_rhythm
+from varuna.train.autosave import AutosaveTimer, parse_rhythm
 
 
 def share_lost(interval: float, cost: float, mean: float) -> float:
@@ -35,16 +35,16 @@ def test_more_failures_or_cheaper_saves_mean_more_checkpoints() -> None:
 def test_the_first_save_comes_at_once_and_later_ones_at_the_best_interval() -> None:
     """The clock is a number. Saves of the script restart the interval."""
     now = 1000.0
-    saves = OwnSaves(SaveRhythm(), clock=lambda: now)
+    saves = AutosaveTimer(SaveRhythm(), clock=lambda: now)
     assert saves.due
     under_way: Future[str] = Future()
-    saves.saved(under_way, 2.0, own=True)
+    saves.saved(under_way, 2.0, autosave=True)
     assert saves.every_seconds == pytest.approx(interval_seconds(2.0, PRIOR_SECONDS))
     now += saves.every_seconds
     assert not saves.due, "the save before is not over"
     under_way.set_result("there")
     assert saves.due
-    saves.saved(under_way, 99.0, own=False)
+    saves.saved(under_way, 99.0, autosave=False)
     now += saves.every_seconds / 2
     assert not saves.due and saves.every_seconds == pytest.approx(240, abs=5), "at the cost of its own"
     now += saves.every_seconds
@@ -52,18 +52,18 @@ def test_the_first_save_comes_at_once_and_later_ones_at_the_best_interval() -> N
     assert not saves.due
     now += 600
     assert saves.due
-    saves.give_up()
+    saves.turn_off()
     assert not saves.due and not saves.every_seconds
 
 
 def test_the_setting_of_the_manager_decides_the_interval() -> None:
-    every = OwnSaves(told_rhythm('{"every_seconds": 30}'), clock=lambda: 0.0)
+    every = AutosaveTimer(parse_rhythm('{"every_seconds": 30}'), clock=lambda: 0.0)
     assert every.every_seconds == 30 and not every.due
     for nothing in (None, '{"every_seconds": 0}'):
-        assert not OwnSaves(told_rhythm(nothing)).due
+        assert not AutosaveTimer(parse_rhythm(nothing)).due
     calm = SaveRhythm(save_seconds=1.0)
     failing = SaveRhythm(save_seconds=1.0, failures=9, observed_seconds=3600.0)
-    often, seldom = (OwnSaves(rhythm).every_seconds for rhythm in (failing, calm))
+    often, seldom = (AutosaveTimer(rhythm).every_seconds for rhythm in (failing, calm))
     assert 30 < often < seldom / 2
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import varuna.train.varuna
+import varuna.train.build
 from tests.pool import Pool
 from tests.tasks import SEED, compare, find_loss, make_optimizer, stage_map, train, train_plainly
 from tests.toys import make_inputs, make_model
@@ -101,7 +101,7 @@ def test_a_hugging_face_model_trains_as_it_is(pool: Pool, name: str) -> None:
 def train_hugging_face(name: str, plainly: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     from tests.capture.test_hugging_face import MODELS
 
-    varuna.train.varuna.Source = Source  # type: ignore[misc]
+    varuna.train.build.Source = Source  # type: ignore[misc]
     torch.manual_seed(0)
     make, _, inputs = MODELS[name]
     model: Any = make().double().train()

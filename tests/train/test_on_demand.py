@@ -16,14 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import varuna.train.varuna
+import varuna.train.build
 from tests.pool import Pool
 from tests.tasks import RememberingSource, logged, make_optimizer, stage_map
 from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
 from varuna.errors import CheckpointError
-from varuna.train.save_requests import NO_STORE, NOT_EVERYWHERE, STORE_VARIABLE, Verdict, Word, decide
+from varuna.train.save_requests import (
+    HANDLERS_DIFFER,
+    NO_STORE,
+    STORE_VARIABLE,
+    BoundaryDecision,
+    RankRequest,
+    decide,
+)
 from varuna.types import Op
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -42,7 +49,7 @@ class Job:
         self.losses: list[float] = []
         self.moments: list[str] = []
         if model is None:
-            varuna.train.varuna.Source = RememberingSource  # type: ignore[misc]
+            varuna.train.build.Source = RememberingSource  # type: ignore[misc]
         RememberingSource.toy = ("Plain", torch.float32, "None")
         self.model = Varuna(
             model or make_model("Plain"),
@@ -55,7 +62,7 @@ class Job:
             timeout_seconds=30,
             compute_delay=self._delay,
         )
-        varuna.train.varuna.Source = Source  # type: ignore[misc]
+        varuna.train.build.Source = Source  # type: ignore[misc]
         self.optimizer = make_optimizer("sgd", self.model.parameters())
         self.model.set_optimizer(self.optimizer)
         self.model._checkpoints.save = lambda store, **_: self._save(store)
@@ -303,7 +310,7 @@ def signal_without_store() -> tuple[list[str], int, Any]:
 
 def test_a_checkpoint_on_demand_that_fails_does_not_end_the_training(pool: Pool) -> None:
     for lines, steps in pool.run(fail_to_save, 2):
-        assert lines == ["no checkpoint on demand, training goes on: the disk is full"]
+        assert lines == ["the requested checkpoint was not saved, training continues: the disk is full"]
         assert steps == 4
 
 
@@ -422,7 +429,7 @@ def wrap_twice() -> tuple[list[int], bool]:
         for training in (first, second):
             training.step()
         os.kill(os.getpid(), signal.SIGUSR1)
-        asked = [len(training.model._attention._asks) for training in (first, second)]
+        asked = [len(training.model._requests._queue) for training in (first, second)]
         first.model.close()
         between = own_handler()
         second.model.close()
@@ -464,28 +471,36 @@ def signal_a_fork() -> int:
 # ---------------------------------------------------------------- deciding
 
 
-def word(
+def request(
     text: str = "", *, store: str | None = None, usual: str | None = None, due: str | None = None
-) -> Word:
-    return Word("signal" in text, "handler" in text, store, usual, due, "full" not in text)
+) -> RankRequest:
+    return RankRequest("signal" in text, "handler" in text, store, usual, due, "full" not in text)
 
 
 @pytest.mark.parametrize(
-    ("words", "verdict"),
+    ("requests", "decision"),
     [
-        ([word(), word(store="b"), word(store="c")], Verdict(save_to="b")),
-        ([word("handler"), word("handler", store="b")], Verdict(save_to="b")),
-        ([word("handler signal"), word("handler")], Verdict(call_handler=True)),
-        ([word("handler signal"), word("handler", store="b")], Verdict(save_to="b", call_handler=True)),
-        ([word("signal", usual="a"), word(usual="a")], Verdict(save_to="a", leave=True)),
-        ([word(usual="a"), word("signal", store="b")], Verdict(save_to="b", leave=True)),
-        ([word("signal"), word()], Verdict(NO_STORE)),
-        ([word(due="a"), word()], Verdict(keep_in="a", in_background=True)),
-        ([word(due="a"), word("full")], Verdict(keep_in="a")),
-        ([word(due="a"), word(store="b")], Verdict(save_to="b")),
-        ([word(due="a", usual="a"), word("signal")], Verdict(save_to="a", leave=True)),
-        ([word("handler signal"), word(usual="a")], Verdict(NOT_EVERYWHERE, save_to="a", leave=True)),
+        ([request(), request(store="b"), request(store="c")], BoundaryDecision(save_to="b")),
+        ([request("handler"), request("handler", store="b")], BoundaryDecision(save_to="b")),
+        ([request("handler signal"), request("handler")], BoundaryDecision(call_handler=True)),
+        (
+            [request("handler signal"), request("handler", store="b")],
+            BoundaryDecision(save_to="b", call_handler=True),
+        ),
+        ([request("signal", usual="a"), request(usual="a")], BoundaryDecision(save_to="a", exit=True)),
+        ([request(usual="a"), request("signal", store="b")], BoundaryDecision(save_to="b", exit=True)),
+        ([request("signal"), request()], BoundaryDecision(NO_STORE)),
+        ([request(due="a"), request()], BoundaryDecision(autosave_to="a", in_background=True)),
+        ([request(due="a"), request("full")], BoundaryDecision(autosave_to="a")),
+        ([request(due="a"), request(store="b")], BoundaryDecision(save_to="b")),
+        ([request(due="a", usual="a"), request("signal")], BoundaryDecision(save_to="a", exit=True)),
+        (
+            [request("handler signal"), request(usual="a")],
+            BoundaryDecision(HANDLERS_DIFFER, save_to="a", exit=True),
+        ),
     ],
 )
-def test_what_all_ranks_do_follows_from_what_each_of_them_says(words: list[Word], verdict: Verdict) -> None:
+def test_what_all_ranks_do_follows_from_what_each_of_them_says(
+    words: list[RankRequest], verdict: BoundaryDecision
+) -> None:
     assert decide(words) == verdict

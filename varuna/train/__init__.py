@@ -1,1 +1,1 @@
-"""Training: the class `Varuna` and what it is built from."""
+"""Training: the class `Varuna` and its parts."""

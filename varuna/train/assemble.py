@@ -1,4 +1,4 @@
-"""Puts one rank's stage together: its state, its links, its reductions, and the trainer that runs them."""
+"""Builds the trainer of one rank from its stage, its links and its reductions."""
 
 from collections.abc import Callable
 
@@ -47,16 +47,8 @@ def assemble(
         poll=session.network.poll if session.network is not None else lambda: None,
         delay=delay,
     )
-    holders: dict[str, list[int]] = {}
-    for segment in captured.graph.segments:
-        for name in segment.parameters:
-            holders.setdefault(name, []).append(segment.index)
-    ties = stages_of_ties(plan, holders)
-    groups = make_tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
     program = captured.carve(own.first, own.stop)
-    # Nothing leads from them to the loss; or an opaque module alone knows whether it uses them.
-    doubtful = captured.untouched() | captured.held_by_leaves
-    # A weight that the model never uses has no gradient, here as in one process.
+    # A weight that the model never uses has no gradient, as in one process.
     used = {state.tensor(name) for name in program.state}
     reducer = Reducer(
         parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
@@ -64,18 +56,7 @@ def assemble(
         everyone=session.group if plan.depth > 1 else None,
         counts_norm=session.replica == 0,
         waiter=session.waiter,
-        ties=[
-            TiedParameter(
-                state.tensor(name),
-                groups[stages],
-                counts_here=session.stage == stages[0],
-                num_stages=len(stages),
-                is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
-                may_lack=name in doubtful,
-            )
-            for name, stages in ties.items()
-            if session.stage in stages and state.tensor(name).requires_grad
-        ],
+        ties=_tied_parameters(plan, session, captured, state, timeout_seconds),
         overlaps=not program.leaves,
         has_request=has_request,
         fixed_gradients=graphed.gradients if graphed is not None else frozenset(),
@@ -93,3 +74,29 @@ def assemble(
         weigh=weigh,
         first_run_patience=first_run_patience,
     )
+
+
+def _tied_parameters(
+    plan: Plan, session: Session, captured: Captured, state: StageState, timeout_seconds: float
+) -> list[TiedParameter]:
+    """Return this stage's parameters that other stages hold, too. All ranks call this."""
+    holders: dict[str, list[int]] = {}
+    for segment in captured.graph.segments:
+        for name in segment.parameters:
+            holders.setdefault(name, []).append(segment.index)
+    ties = stages_of_ties(plan, holders)
+    groups = make_tie_groups(session, ties.values(), timeout_seconds=timeout_seconds)
+    # The loss does not depend on them, or only an opaque module knows whether it does.
+    doubtful = captured.untouched() | captured.held_by_leaves
+    return [
+        TiedParameter(
+            state.tensor(name),
+            groups[stages],
+            counts_here=session.stage == stages[0],
+            num_stages=len(stages),
+            is_summed=session.replica == 0 or have_equal_widths(session.stage_map, stages),
+            may_lack=name in doubtful,
+        )
+        for name, stages in ties.items()
+        if session.stage in stages and state.tensor(name).requires_grad
+    ]

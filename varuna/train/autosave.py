@@ -1,8 +1,8 @@
-"""When a job saves by itself, so that a script need only say where, once.
+"""The time of the next autosave.
 
-The first rank watches the clock; that a save is due travels as any other request does (`on_demand`), so
-that all ranks save at the same step. How often follows from what a save costs, and from how often
-something fails, which a job's manager knows (`varuna.morph.interval`).
+The first rank watches the clock. A due autosave reaches the other ranks as a save request
+(`save_requests`), so that all ranks save at the same step. The interval depends on the cost of a save
+and on the failure rate, which the manager of the job knows (`varuna.morph.interval`).
 """
 
 import time
@@ -14,52 +14,66 @@ from varuna.codec import decode
 from varuna.environment import variable_name
 from varuna.morph.interval import SaveRhythm
 
-AFTER_FAILURE_SECONDS = 60.0
-"""A store that refuses a save is not asked again sooner."""
+RETRY_SECONDS = 60.0
+"""Shortest time between a failed autosave and the next."""
 NEVER = float("inf")
 
 
-class OwnSaves:
-    """The saves that nobody asks for, as the rank that watches the clock sees them."""
+class AutosaveTimer:
+    """When and where to autosave. Without a `rhythm`, autosave is off on this rank."""
 
-    def __init__(self, rhythm: SaveRhythm | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rhythm: SaveRhythm | None,
+        store: str | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store  # the store that the job used last
+        self.every_seconds = 0.0  # 0: off, or not known yet
         self._rhythm = rhythm
         self._clock = clock
-        self._began = clock()
+        self._started = clock()
         self._save_seconds = rhythm.save_seconds if rhythm is not None else 0.0
-        self._under_way: Future[Any] | None = None
+        self._running: Future[Any] | None = None
         self._due_at = NEVER
-        self.every_seconds = 0.0  # 0: not at all, or not known yet
-        self._wait_anew()
+        self._schedule_next()
 
     @property
     def due(self) -> bool:
-        return self._clock() >= self._due_at and (self._under_way is None or self._under_way.done())
+        return self._clock() >= self._due_at and (self._running is None or self._running.done())
 
-    def saved(self, done: "Future[Any]", seconds: float, *, own: bool) -> None:
-        """Anybody has: the next is due an interval later. What they cost counts rather than the script's."""
-        self._under_way = done
-        if own or not self._save_seconds:
+    @property
+    def due_store(self) -> str | None:
+        """The store to autosave to now, or None."""
+        return self.store if self.due else None
+
+    def saved(self, done: "Future[Any]", seconds: float, *, autosave: bool) -> None:
+        """Schedule the next autosave after any save. The cost of autosaves counts more than of others."""
+        self._running = done
+        if autosave or not self._save_seconds:
             self._save_seconds = seconds
-        self._wait_anew()
+        self._schedule_next()
 
     def failed(self) -> None:
-        self._due_at = self._clock() + max(AFTER_FAILURE_SECONDS, self.every_seconds)
+        self._due_at = self._clock() + max(RETRY_SECONDS, self.every_seconds)
 
-    def give_up(self) -> None:
-        """The script numbers its checkpoints in a way of its own, into which others would not fit."""
+    def turn_off(self) -> None:
+        """Stop autosaving: the script numbers its checkpoints itself, and autosaves would not fit in."""
         self._rhythm = None
-        self._wait_anew()
+        self._schedule_next()
 
-    def _wait_anew(self) -> None:
+    def _schedule_next(self) -> None:
         now = self._clock()
         interval = None
         if self._rhythm is not None:
-            interval = self._rhythm.interval(save_seconds=self._save_seconds, more_seconds=now - self._began)
+            interval = self._rhythm.interval(
+                save_seconds=self._save_seconds, more_seconds=now - self._started
+            )
         self.every_seconds = interval or 0.0
         self._due_at = NEVER if interval is None else now + interval
 
 
-def told_rhythm(text: str | None) -> SaveRhythm | None:
-    """Where nobody has said anything, a script saves when it says so."""
+def parse_rhythm(text: str | None) -> SaveRhythm | None:
+    """Parse the variable VARUNA_SAVES; None: autosave is off."""
     return decode(text, SaveRhythm, variable_name("saves")) if text else None

@@ -1,6 +1,6 @@
-"""Remembers how a model was cut and what its parts cost, so that resuming needs neither search nor check.
+"""A cache of cut positions and measured costs, so that a resumed job skips the search and the check.
 
-Keyed by the captured graph's fingerprint: a changed model has another, and so finds nothing.
+The key is the fingerprint of the captured graph, so a changed model does not find old entries.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from varuna.files import write_atomic
 from varuna.types import Profile
 
 
-class Partition(msgspec.Struct, frozen=True):
-    """A cut of the model with this fingerprint that has been checked against the model."""
+class CachedSpans(msgspec.Struct, frozen=True):
+    """The spans of a model whose capture has been checked."""
 
     fingerprint: str
     spans: tuple[tuple[int, int], ...]
@@ -33,9 +33,9 @@ def _path(fingerprint: str, stages: int) -> Path:
 
 
 def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | None:
-    """None where nothing usable is there: a cache never stands in the way."""
+    """Return the cached spans; None if there is no valid entry."""
     try:
-        found = decode(_path(fingerprint, stages).read_text(), Partition)
+        found = decode(_path(fingerprint, stages).read_text(), CachedSpans)
     except (OSError, ValueError):
         return None
     whole = found.fingerprint == fingerprint and len(found.spans) == stages
@@ -43,11 +43,11 @@ def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | N
 
 
 def write_spans(fingerprint: str, spans: Sequence[tuple[int, int]]) -> None:
-    _write(_path(fingerprint, len(spans)), encode(Partition(fingerprint, tuple(spans))))
+    _write(_path(fingerprint, len(spans)), encode(CachedSpans(fingerprint, tuple(spans))))
 
 
 def read_costs(fingerprint: str, circumstances: str) -> Profile | None:
-    """What was measured of a model in such circumstances; None where nothing usable is there."""
+    """Return the costs measured in these circumstances; None if there is no valid entry."""
     try:
         found = decode(_path_of_costs(fingerprint, circumstances).read_bytes(), Profile)
     except (OSError, ValueError):
@@ -65,5 +65,5 @@ def _path_of_costs(fingerprint: str, circumstances: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    with suppress(OSError):  # a read-only home costs a new search next time, nothing else
+    with suppress(OSError):  # with a read-only home, the next run searches again
         write_atomic(path, text, fsync=False)

@@ -120,7 +120,7 @@ class Checkpoints:
         self._session = session
         self._plan = plan
         self._ties = ties
-        self._names = names
+        self.names = names
         self._timeout_seconds = timeout_seconds
         self._ranks = Agreement(session, plan.ranks)
         self._running: Future[Any] | None = None  # this rank's background save
@@ -356,7 +356,7 @@ class Checkpoints:
                     self.training.stage,
                     self.training.optimizer,
                     ties=self._ties,
-                    names=self._names,
+                    names=self.names,
                     strict=strict,
                     complete=check_complete,
                     cast=cast,

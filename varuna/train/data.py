@@ -1,7 +1,7 @@
-"""Which samples a replica trains on: the same set, in the same order, whatever the layout.
+"""The samples of each replica: the same samples in the same order with any layout.
 
-A step's global batch is a function of (seed, step) alone; a replica takes its part of it. So a job
-that goes on with another number of replicas sees every sample that it would have seen, once.
+The global batch of a step depends only on (seed, step), and each replica takes its share. So a job that
+continues with another number of replicas still sees every sample once per epoch.
 """
 
 from collections.abc import Iterator, Sequence, Sized
@@ -13,17 +13,17 @@ from varuna.types import spread_evenly
 
 
 class SampleOrder:
-    """The order of samples of a training run, and each replica's share of every step.
+    """The order of the samples, and each replica's share of every step.
 
-    Use it as a DataLoader's `batch_sampler`: it yields one replica's indices for one step at a time,
-    from `first_step` on, for ever or for `num_steps`.
+    `batches` returns a `batch_sampler` for a DataLoader. It yields one replica's indices step by step,
+    from `first_step` on, endlessly or for `num_steps`.
 
         order = SampleOrder(len(dataset), batch_size=32, seed=1)
-        order.replica(step=7, replica=0, num_replicas=3)      # its indices of step 7
+        order.replica(step=7, replica=0, num_replicas=3)      # indices of step 7
         loader = DataLoader(dataset, batch_sampler=order.batches(replica=0, num_replicas=3, first_step=7))
 
-    Each epoch is a fresh shuffle from (seed, epoch). Where the batch does not divide the data, an
-    epoch's last step is smaller (`drop_last=True`: left out).
+    Each epoch is shuffled by (seed, epoch). If the batch size does not divide the data, the last step of
+    an epoch is smaller; `drop_last=True` skips it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SampleOrder:
             )
         if drop_last and batch_size > self.num_samples:
             raise ValueError(
-                f"batch_size {batch_size} is above the {self.num_samples} samples: drop_last leaves no step"
+                f"drop_last leaves no step: batch_size {batch_size} is above the {self.num_samples} samples"
             )
         self.batch_size = batch_size
         self.seed = seed
@@ -57,15 +57,15 @@ class SampleOrder:
         return whole + (rest > 0 and not self.drop_last)
 
     def step(self, step: int) -> Sequence[int]:
-        """The whole global batch of a step."""
+        """Return the indices of the global batch of a step."""
         if step < 0:
-            raise ValueError(f"steps count from 0, not from {step}")
+            raise ValueError(f"step must be 0 or more, not {step}")
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.batch_size
         return self._epoch_order(epoch)[first : first + self.batch_size]
 
     def replica(self, *, step: int, replica: int, num_replicas: int) -> Sequence[int]:
-        """One replica's share: a contiguous part, no share more than one sample larger than another."""
+        """Return one replica's share, a contiguous part; shares differ by at most one sample."""
         if not 0 <= replica < num_replicas:
             raise ValueError(f"replica must be 0 to {num_replicas - 1}, not {replica}")
         batch = self.step(step)
@@ -75,8 +75,8 @@ class SampleOrder:
 
     def batches(
         self, *, replica: int, num_replicas: int, first_step: int = 0, num_steps: int | None = None
-    ) -> "Batches":
-        return Batches(self, replica, num_replicas, first_step, num_steps)
+    ) -> "ReplicaBatches":
+        return ReplicaBatches(self, replica, num_replicas, first_step, num_steps)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
@@ -89,8 +89,8 @@ class SampleOrder:
         return self._order
 
 
-class Batches:
-    """A DataLoader's `batch_sampler`: one replica's indices, step after step."""
+class ReplicaBatches:
+    """A `batch_sampler` for a DataLoader: one replica's indices, step by step."""
 
     def __init__(
         self, order: SampleOrder, replica: int, num_replicas: int, first_step: int, num_steps: int | None

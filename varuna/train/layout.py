@@ -1,4 +1,4 @@
-"""What a worker makes of what the planner has told it: a plan, a profile, and what is to be expected."""
+"""The layout of a wrapped model: from the script, a plan or a profile; and its predicted step time."""
 
 import logging
 import os
@@ -30,22 +30,22 @@ from varuna.types import (
 
 log = logging.getLogger("varuna")
 
-Anything = TypeVar("Anything")
+Setting = TypeVar("Setting")
 
 
-class Subject(NamedTuple):
-    """What is wrapped, as far as a plan or a profile may be another's."""
+class WrappedModel(NamedTuple):
+    """The facts about a model that a plan or profile must match."""
 
     fingerprint: str
     precision: PrecisionName
-    device: str  # as a profile names it
+    device: str  # the name that a profile uses
     stage_map: StageMap
-    machines: Sequence[str]  # of each rank, in the order of ranks
+    machines: Sequence[str]  # of each rank
     shard_optimizer: bool
 
 
-class Asked(NamedTuple):
-    """What the script gives; None: it leaves that open."""
+class LayoutRequest(NamedTuple):
+    """The layout arguments of the script; None: not given."""
 
     batch_size: int
     microbatch_size: int
@@ -54,57 +54,57 @@ class Asked(NamedTuple):
     spans: Sequence[tuple[int, int]] | None
 
 
-class Settled(NamedTuple):
+class ChosenLayout(NamedTuple):
     schedule: ScheduleName
     recompute: bool | Sequence[bool]
-    spans: Sequence[tuple[int, int]] | None  # None: by the estimate of each segment's work
+    spans: Sequence[tuple[int, int]] | None  # None: equal estimated work
 
 
-class Outlook(NamedTuple):
-    """What to expect of a step."""
+class Prediction(NamedTuple):
+    """The predicted step."""
 
     forecast: Forecast
-    timeline: Callable[[], Timeline] | None  # of the first replica; None where no profile is at hand
+    timeline: Callable[[], Timeline] | None  # of the first replica; None without a profile
 
 
 # ---------------------------------------------------------------- a plan
 
 
-def plan_told(text: str | None, subject: Subject) -> Proposal | None:
-    """The plan that the launcher has handed to all workers, where it has; refused where it is another's."""
+def parse_plan(text: str | None, wrapped: WrappedModel) -> Proposal | None:
+    """Parse the launcher's plan, if there is one. Refuses a plan for another model or map."""
     if text is None:
         return None
     proposal = decode(text, Proposal, variable_name("plan"))
     plan = proposal.plan
-    if plan.fingerprint not in ("", subject.fingerprint):
+    if plan.fingerprint not in ("", wrapped.fingerprint):
         raise PlanError(
-            f"the plan is for the model {plan.fingerprint}, but this one is {subject.fingerprint} "
-            "(profile this model again and plan from that, or start without --plan and --profile-folder)"
+            f"the plan is for the model {plan.fingerprint}, but this one is {wrapped.fingerprint} "
+            "(profile and plan this model again, or start without --plan and --profile-folder)"
         )
-    if plan.precision != subject.precision:
+    if plan.precision != wrapped.precision:
         raise PlanError(
-            f"the plan is for {plan.precision}, but the model is wrapped in {subject.precision} "
-            f"(profile it in {subject.precision}, or wrap it with precision={plan.precision!r})"
+            f"the plan is for {plan.precision}, but the model is wrapped in {wrapped.precision} "
+            f"(profile it in {wrapped.precision}, or wrap it with precision={plan.precision!r})"
         )
-    if tuple(stage.ranks for stage in plan.stages) != subject.stage_map:
+    if tuple(stage.ranks for stage in plan.stages) != wrapped.stage_map:
         raise PlanError(
             f"the plan places ranks as {format_stage_map(stage.ranks for stage in plan.stages)!r}, but the "
-            f"model is wrapped with the map {format_stage_map(subject.stage_map)!r} (pass the launcher's own "
+            f"model is wrapped with the map {format_stage_map(wrapped.stage_map)!r} (pass the launcher's own "
             f"map, {variable_name('stage_to_rank_map')}, or start without --plan and --profile-folder)"
         )
     return proposal
 
 
-def settle(asked: Asked, planned: Plan | None) -> Settled:
-    """What the script gives wins; what it leaves open is the plan's, where there is one."""
+def choose_layout(request: LayoutRequest, planned: Plan | None) -> ChosenLayout:
+    """Use the script's arguments; take the others from the plan, if there is one."""
     if planned is None:
-        recompute = False if asked.recompute is None else asked.recompute
-        return Settled(asked.schedule or "varuna", recompute, asked.spans)
-    flags, spans = asked.recompute, asked.spans
+        recompute = False if request.recompute is None else request.recompute
+        return ChosenLayout(request.schedule or "varuna", recompute, request.spans)
+    flags, spans = request.recompute, request.spans
     if isinstance(flags, bool):
         flags = (flags,) * planned.depth
-    return Settled(
-        _prefer("schedule", asked.schedule, planned.schedule),
+    return ChosenLayout(
+        _prefer("schedule", request.schedule, planned.schedule),
         _prefer("recompute", flags and tuple(flags), tuple(s.recompute for s in planned.stages)),
         _prefer(
             "spans",
@@ -114,92 +114,92 @@ def settle(asked: Asked, planned: Plan | None) -> Settled:
     )
 
 
-def _prefer(what: str, given: Anything | None, planned: Anything) -> Anything:
+def _prefer(name: str, given: Setting | None, planned: Setting) -> Setting:
     if given is None:
         return planned
     if given != planned:
-        log.info("%s is the script's, %s, not the plan's, %s", what, given, planned)
+        log.info("using %s=%s of the script instead of %s of the plan", name, given, planned)
     return given
 
 
 # ---------------------------------------------------------------- a profile
 
 
-def profile_at_hand(
-    folder: str | os.PathLike[str] | None, subject: Subject, *, needed: bool
+def find_profile(
+    folder: str | os.PathLike[str] | None, wrapped: WrappedModel, *, required: bool
 ) -> Profile | None:
-    """The profile of this very model on this kind of device. Where a plan is there too, it may be missing."""
+    """Read the profile and check that it fits this model and device. It may be missing unless `required`."""
     if not folder:
         return None
     try:
         profile = read_profile(folder)
     except OSError:
-        if needed:
+        if required:
             raise
-        log.info("the profile %s cannot be read here; the plan's own forecast is used", folder)
+        log.info("the profile %s cannot be read here; using the prediction of the plan", folder)
         return None
-    for what, measured, here, way_out in (
-        ("model", profile.fingerprint, subject.fingerprint, "profile this model"),
-        ("precision", profile.precision, subject.precision, "profile it in that precision"),
-        ("device", _kind(profile.device), _kind(subject.device), "profile on that device"),
+    for what, measured, here, advice in (
+        ("model", profile.fingerprint, wrapped.fingerprint, "profile this model"),
+        ("precision", profile.precision, wrapped.precision, "profile it in that precision"),
+        ("device", _kind(profile.device), _kind(wrapped.device), "profile on that device"),
     ):
         if measured != here:
             raise PlanError(
-                f"the profile {os.fspath(folder)} is of another {what}: {measured}, but here it is {here} "
-                f"({way_out}, or leave the profile out)"
+                f"the profile {os.fspath(folder)} is for another {what}: {measured}, but here it is {here} "
+                f"({advice}, or start without the profile)"
             )
-    if profile.device != subject.device:
-        log.warning("the profile was measured on %s, this is %s", profile.device, subject.device)
+    if profile.device != wrapped.device:
+        log.warning("the profile was measured on %s, this is %s", profile.device, wrapped.device)
     return profile
 
 
 def _kind(device: str) -> str:
-    """All processors are one kind: how fast each is, the report of the first steps tells."""
+    """Return the device, or "cpu" for all CPUs: the step report shows differences in speed."""
     return "cpu" if device.startswith("cpu") else device
 
 
 def cluster_of(machines: Sequence[str], memory_bytes: int) -> Cluster:
-    """Of ranks that are neighbours on one machine."""
+    """Describe the machines: consecutive ranks on one machine are its devices."""
     runs = [len(list(run)) for _, run in groupby(machines)]
     return Cluster(tuple(Machine(f"machine{i}", devices, memory_bytes) for i, devices in enumerate(runs)))
 
 
-def cut_by_time(profile: Profile, subject: Subject, asked: Asked) -> Plan | None:
-    """Stages cut for the shortest step, as measured, in a device's memory; None where the script cuts."""
-    if asked.spans is not None:
+def plan_stages_by_time(profile: Profile, wrapped: WrappedModel, request: LayoutRequest) -> Plan | None:
+    """Choose the stages with the shortest predicted step that fit in memory; None if spans are given."""
+    if request.spans is not None:
         return None
-    given = asked.recompute
+    given = request.recompute
     flags = set() if given is None else {given} if isinstance(given, bool) else set(given)
     return cut_layout(
         profile,
-        cluster_of(subject.machines, profile.device_memory_bytes),
-        subject.stage_map,
-        batch_size=asked.batch_size,
-        microbatch_size=asked.microbatch_size,
-        schedule=asked.schedule or "varuna",
+        cluster_of(wrapped.machines, profile.device_memory_bytes),
+        wrapped.stage_map,
+        batch_size=request.batch_size,
+        microbatch_size=request.microbatch_size,
+        schedule=request.schedule or "varuna",
         recompute=flags.pop() if len(flags) == 1 else None,
-        shard_optimizer=subject.shard_optimizer,
+        shard_optimizer=wrapped.shard_optimizer,
         headroom=HEADROOM,
     ).plan
 
 
-# ---------------------------------------------------------------- what to expect
+# ---------------------------------------------------------------- a prediction
 
 
-def look_ahead(
-    plan: Plan, profile: Profile | None, told: Proposal | None, subject: Subject
-) -> Outlook | None:
-    """By the profile, for what is really run; else the plan's own forecast, where it is run as it stands."""
+def predict(
+    plan: Plan, profile: Profile | None, given: Proposal | None, wrapped: WrappedModel
+) -> Prediction | None:
+    """Predict the step from the profile; else use the prediction of the given plan, if it is unchanged."""
     if profile is not None:
         try:
             forecast, simulation = forecast_plan(
                 profile,
-                cluster_of(subject.machines, profile.device_memory_bytes),
+                cluster_of(wrapped.machines, profile.device_memory_bytes),
                 plan,
-                shard_optimizer=subject.shard_optimizer,
+                shard_optimizer=wrapped.shard_optimizer,
             )
-        except PlanError as error:  # a size that is not in the profile, say: no reason not to train
-            log.info("no forecast: %s", error)
+        except PlanError as error:  # such as a size that is not in the profile: training works without
+            log.info("no prediction: %s", error)
             return None
         firsts = {stage.ranks[0] for stage in plan.stages}
 
@@ -207,7 +207,7 @@ def look_ahead(
             whole = simulation.timeline([stage.ranks for stage in plan.stages])
             return Timeline(tuple(i for i in whole.intervals if i.rank in firsts))
 
-        return Outlook(forecast, timeline)
-    if told is not None and msgspec.structs.replace(told.plan, fingerprint=plan.fingerprint) == plan:
-        return Outlook(told.forecast, None)
+        return Prediction(forecast, timeline)
+    if given is not None and msgspec.structs.replace(given.plan, fingerprint=plan.fingerprint) == plan:
+        return Prediction(given.forecast, None)
     return None

@@ -1,233 +1,199 @@
-"""A word from any rank at any moment, on which all ranks act at one and the same step boundary.
+"""Save requests: any rank can get one at any moment; all ranks act on it at the same step boundary.
 
-    any moment         SIGUSR1, or on_demand_checkpoint(store) ──► kept on this rank
-    during every step  the sum of losses tells it along        ──► all ranks know that some rank has asked
-    next call of step  what was asked, gathered ──► decide ──► save, call the script's handler, or leave
+    any moment         SIGUSR1, or on_demand_checkpoint(store)  -> stored on this rank
+    during every step  the ranks exchange whether any has a request
+    next call of step  gather the requests, decide; then save, call the script's handler, or exit
 
-Nothing is done when the signal comes: this rank may be in the middle of a step, and the others may
-not have heard of it.
+Nothing happens at the signal itself: this rank may be inside of a step that the other ranks need.
 """
 
 import atexit
-import logging
 import os
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from varuna.environment import VarunaEnvironment, variable_name
-from varuna.errors import CheckpointError
+from varuna.environment import variable_name
 from varuna.morph.run.worker import early_signal
+from varuna.train.autosave import AutosaveTimer
 
 STORE_VARIABLE = variable_name("checkpoint_store")
-USR1: int | None = getattr(signal, "SIGUSR1", None)  # not every platform has it
+USR1: int | None = getattr(signal, "SIGUSR1", None)  # not on every platform
 
 NO_STORE = (
-    "SIGUSR1: nothing is saved, because no checkpoint has been saved or loaded yet that would say where; "
-    f"training goes on (set {STORE_VARIABLE} to a folder, or set a handler of SIGUSR1 on every rank that "
-    "calls model.on_demand_checkpoint(folder) and exits)"
+    "SIGUSR1: nothing was saved, because the job has no checkpoint store yet; training continues "
+    f"(set {STORE_VARIABLE} to a folder, or set a SIGUSR1 handler on every rank that calls "
+    "model.on_demand_checkpoint(folder) and exits)"
 )
-NOT_EVERYWHERE = (
-    "SIGUSR1: only some ranks have a handler of the script's own; none of them is called, all ranks save "
+HANDLERS_DIFFER = (
+    "SIGUSR1: only some ranks have a SIGUSR1 handler of the script; no handler is called, all ranks save "
     "and exit (set the handler on every rank, or on none)"
 )
 
-log = logging.getLogger("varuna")
-
-# What signal.getsignal wraps: before Python 3.12 the wrapper takes 2 µs to see that a function is no number.
+# Before Python 3.12 signal.getsignal adds 2 µs.
 _getsignal: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
 
 
-# ---------------------------------------------------------------- deciding
+# ---------------------------------------------------------------- decisions
 
 
 @dataclass(frozen=True)
-class Word:
-    """What one rank says at the boundary."""
+class RankRequest:
+    """The requests of one rank at a step boundary."""
 
     signalled: bool
-    has_handler: bool  # of the script's own
-    store: str | None  # where it was asked to save
-    usual_store: str | None  # where it saves unless told otherwise
-    due: str | None = None  # where to save though nobody has asked: it is time
-    has_room: bool = True  # for a copy of its state, so that it can be saved while training goes on
+    has_handler: bool  # the script has its own SIGUSR1 handler
+    store: str | None  # where a script wants to save
+    default_store: str | None  # where to save after a signal
+    autosave_store: str | None = None  # where an autosave is due
+    fits_in_memory: bool = True  # a snapshot fits, so an autosave can run in the background
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What all ranks do, in this order."""
+class BoundaryDecision:
+    """The actions of all ranks at a step boundary, in this order."""
 
-    complaint: str = ""
+    warning: str = ""
     save_to: str | None = None
     call_handler: bool = False
-    leave: bool = False
-    keep_in: str | None = None  # a save that nobody asked for
+    exit: bool = False
+    autosave_to: str | None = None
     in_background: bool = False
 
 
-def decide(words: Sequence[Word]) -> Verdict:
-    """From the words of all ranks, in their order; so it is the same on each of them."""
-    named = _first(word.store for word in words)
-    if not any(word.signalled for word in words):
-        due = _first(word.due for word in words)
-        if named is not None or due is None:
-            return Verdict(save_to=named)
-        return Verdict(keep_in=due, in_background=all(word.has_room for word in words))
-    if all(word.has_handler for word in words):
-        return Verdict(save_to=named, call_handler=True)
-    store = named or _first(word.usual_store for word in words)
+def decide(requests: Sequence[RankRequest]) -> BoundaryDecision:
+    """Decide from the requests of all ranks, in the order of ranks; every rank gets the same result."""
+    requested = _first(request.store for request in requests)
+    if not any(request.signalled for request in requests):
+        due = _first(request.autosave_store for request in requests)
+        if requested is not None or due is None:
+            return BoundaryDecision(save_to=requested)
+        return BoundaryDecision(
+            autosave_to=due, in_background=all(request.fits_in_memory for request in requests)
+        )
+    if all(request.has_handler for request in requests):
+        return BoundaryDecision(save_to=requested, call_handler=True)
+    store = requested or _first(request.default_store for request in requests)
     if store is None:
-        return Verdict(NO_STORE)
-    some_have_one = any(word.has_handler for word in words)
-    return Verdict(NOT_EVERYWHERE if some_have_one else "", save_to=store, leave=True)
+        return BoundaryDecision(NO_STORE)
+    handlers_differ = any(request.has_handler for request in requests)
+    return BoundaryDecision(HANDLERS_DIFFER if handlers_differ else "", save_to=store, exit=True)
 
 
 def _first(stores: Iterable[str | None]) -> str | None:
     return next((store for store in stores if store is not None), None)
 
 
-# ---------------------------------------------------------------- one wrapped model
+# ---------------------------------------------------------------- requests of this rank
 
 
-@dataclass(eq=False)
-class Attention:
-    """What this rank has been asked for and not done yet; and the doing, together with all ranks."""
+class SaveRequests:
+    """The requests of this rank that are not done yet."""
 
-    _asks: deque[str | None] = field(default_factory=deque)  # stores to save to; None stands for the signal
-    _acting: int | None = None  # the thread that runs the script's handler
+    def __init__(self, autosave: AutosaveTimer) -> None:
+        self.autosave = autosave
+        self._queue: deque[str | None] = deque()  # stores to save to; None for the signal
+        self._handler_thread: int | None = None  # the thread that runs the script's handler
 
-    def ask(self, store: str | os.PathLike[str] | None = None) -> None:
-        """Takes no lock, for it runs in signal handlers; and a deque loses nothing to another thread."""
-        self._asks.append(None if store is None else os.fspath(store))
+    def add(self, store: str | os.PathLike[str] | None = None) -> None:
+        """Add a request without a lock, because signal handlers call this; deque.append is thread-safe."""
+        self._queue.append(None if store is None else os.fspath(store))
 
-    def asked(self) -> bool:
-        return bool(self._asks)
+    def is_pending(self) -> bool:
+        return bool(self._queue) or self.autosave.due_store is not None
 
     @property
-    def at_boundary(self) -> bool:
-        """Whether the caller is the script's handler, which all ranks run now."""
-        return self._acting == threading.get_ident()
+    def in_handler(self) -> bool:
+        """Whether the caller is the script's handler, which all ranks run at this moment."""
+        return self._handler_thread == threading.get_ident()
 
-    def act(
-        self,
-        gather: Callable[[Word], Sequence[Word]],
-        *,
-        save: Callable[[str, bool], "Future[Any]"],
-        keep: Callable[[str, bool], None],
-        usual_store: str | None,
-        due: str | None,
-        has_room: bool,
-        leave: Callable[[], None],
-    ) -> None:
-        """All ranks call it, between two steps. Raises SystemExit where the job is to end."""
-        asks = self._take()
-        word = Word(
-            signalled=None in asks,
+    def take(self, *, default_store: str | None, fits_in_memory: bool) -> RankRequest:
+        """Remove and return all requests."""
+        queue = self._take()
+        return RankRequest(
+            signalled=None in queue,
             has_handler=usr1.script_has_handler,
-            store=_first(asks),
-            usual_store=usual_store or VarunaEnvironment.read(os.environ).checkpoint_store,
-            due=due,
-            has_room=has_room,
+            store=_first(queue),
+            default_store=default_store,
+            autosave_store=self.autosave.due_store,
+            fits_in_memory=fits_in_memory,
         )
-        verdict = decide(gather(word))
-        if verdict.complaint:
-            log.error(verdict.complaint)
-        if verdict.keep_in is not None:
-            keep(verdict.keep_in, verdict.in_background)
-        saved = verdict.save_to is not None and _try_to_save(save, verdict.save_to, by_itself=verdict.leave)
-        if verdict.call_handler:
-            self._call_handler()
-        if verdict.leave and saved:
-            log.warning("SIGUSR1: all is saved to %s; this rank ends", verdict.save_to)
-            usr1.script_handler = signal.SIG_IGN  # one more on the way out must not kill
-            leave()
-            raise SystemExit(0)
 
-    def _take(self) -> list[str | None]:
-        # One by one: a signal that comes in between must be among them, or stay for the next boundary.
-        return [self._asks.popleft() for _ in range(len(self._asks))]
-
-    def _call_handler(self) -> None:
-        self._acting = threading.get_ident()
+    def call_handler(self) -> None:
+        self._handler_thread = threading.get_ident()
         try:
             usr1.script_handler(USR1, sys._getframe())
         finally:
-            self._acting = None
-        # A signal that came meanwhile has been answered; so has one that the handler handed on to ours.
-        self._asks.extend(ask for ask in self._take() if ask is not None)
+            self._handler_thread = None
+        # Drop signals that came during the call, also if the handler has passed its signal on to ours.
+        self._queue.extend(request for request in self._take() if request is not None)
+
+    def _take(self) -> list[str | None]:
+        # One by one: a signal in between is either among them or stays for the next boundary.
+        return [self._queue.popleft() for _ in range(len(self._queue))]
 
 
-def _try_to_save(save: Callable[[str, bool], "Future[Any]"], store: str, *, by_itself: bool) -> bool:
-    try:
-        save(store, by_itself).result()
-    except CheckpointError as error:  # the same on all ranks, and no reason to lose what is in memory
-        log.error("no checkpoint on demand, training goes on: %s", error)
-        return False
-    return True
+# ---------------------------------------------------------------- the signal of this process
 
 
-# ---------------------------------------------------------------- the signal, of which a process has one
-
-
-class Usr1:
-    """SIGUSR1 in this process: held back while a wrapped model is open, else as the script has it."""
+class Usr1Signal:
+    """SIGUSR1 in this process. While a wrapped model is open, the signal becomes a save request."""
 
     def __init__(self) -> None:
         self.script_handler: Any = signal.SIG_DFL
-        self._listeners: list[Attention] = []
-        self._ours = self._notice  # one object, to be recognised by
+        self._listeners: list[SaveRequests] = []
+        self._ours = self._handle  # one object, for comparison by identity
 
     @property
     def script_has_handler(self) -> bool:
         return callable(self.script_handler) and self.script_handler is not early_signal
 
-    def tell(self, attention: Attention) -> None:
-        """From now on of every signal, until `release` or until another model is wrapped."""
+    def listen(self, requests: SaveRequests) -> None:
+        """Send signals to `requests`, until `release` or until another model is wrapped."""
         if not self._listeners:
             atexit.register(self._ignore)
-        self._listeners.append(attention)
+        self._listeners.append(requests)
         self.hold()
         if early_signal.came:
             early_signal.came = False
-            attention.ask()
+            requests.add()
 
     def hold(self) -> None:
-        """Takes the signal back where the script has set a handler since: that waits for a boundary too."""
+        """Install our handler again if the script has set one: the script's runs at a step boundary."""
         if USR1 is None:
             return
         current = _getsignal(USR1)
-        if current is self._ours or current is None:  # None: a handler that is not Python's
+        if current is self._ours or current is None:  # None: a handler of C code
             return
         self.script_handler = current
-        if _in_main_thread():  # Python lets no other thread set handlers
+        if _in_main_thread():  # Python allows no other thread to set handlers
             signal.signal(USR1, self._ours)
-            signal.siginterrupt(USR1, False)  # whoever waits may wait on: the signal is in no hurry
+            signal.siginterrupt(USR1, False)  # do not interrupt system calls
 
-    def release(self, attention: Attention) -> None:
-        """Hands the signal back to the script with the last model."""
-        if attention not in self._listeners:
+    def release(self, requests: SaveRequests) -> None:
+        """Stop sending signals to `requests`; after the last model, restore the script's handler."""
+        if requests not in self._listeners:
             return
-        self._listeners.remove(attention)
+        self._listeners.remove(requests)
         if not self._listeners:
             atexit.unregister(self._ignore)
             if USR1 is not None and _getsignal(USR1) is self._ours and _in_main_thread():
                 signal.signal(USR1, self.script_handler)
                 self.script_handler = signal.SIG_DFL
 
-    def _notice(self, signum: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._listeners:
-            self._listeners[-1].ask()
-        elif callable(self.script_handler):  # the last model was let go of outside the main thread
+            self._listeners[-1].add()
+        elif callable(self.script_handler):  # the last model was released outside of the main thread
             self.script_handler(signum, frame)
 
     def _ignore(self) -> None:
-        """At the very end Python gives up its handlers, and a late signal would kill what has ended well."""
+        """Ignore the signal at exit: Python drops its handlers then, and the default would kill."""
         if USR1 is not None and _getsignal(USR1) is self._ours:
             signal.signal(USR1, signal.SIG_IGN)
 
@@ -236,4 +202,4 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-usr1 = Usr1()
+usr1 = Usr1Signal()

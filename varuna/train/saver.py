@@ -1,0 +1,144 @@
+"""Saves of a wrapped model: by the script, on request, and by the autosave timer; and loads."""
+
+import logging
+import os
+import signal
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from varuna.checkpoint.store.store import open_store
+from varuna.environment import VarunaEnvironment
+from varuna.errors import CheckpointError
+from varuna.execute.device.facts import available_bytes
+from varuna.execute.step.trainer import Trainer
+from varuna.morph.run.progress_page import ProgressWriter
+from varuna.train.checkpoints import Checkpoints, PathLike
+from varuna.train.save_requests import SaveRequests, decide, usr1
+
+log = logging.getLogger("varuna")
+
+
+class Saver:
+    """Keeps checkpoints, requests, the autosave timer and the progress page of a job consistent."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        requests: SaveRequests,
+        *,
+        trainer: Trainer,
+        progress: ProgressWriter,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self.requests = requests
+        self._session = trainer.session
+        self._trainer = trainer
+        self._progress = progress
+        self._promised: list[Future[str]] = []  # futures of requested checkpoints
+
+    # ------------------------------------------------------------ the script's calls
+
+    def save(self, global_store: PathLike, *, autosave: bool = False, **options: Any) -> "Future[str]":
+        started, iteration = time.monotonic(), self._trainer.iteration
+        done = self.checkpoints.save(global_store, autosave=autosave, **options)
+        seconds = time.monotonic() - started
+        self._use_store()
+        timer, step = self.requests.autosave, options.get("step")
+        step = iteration if step is None else step
+        if step != iteration:
+            timer.turn_off()
+        timer.saved(done, seconds, autosave=autosave)
+        self._progress.saves_every(timer.every_seconds)
+
+        def report(ended: "Future[str]", progress: ProgressWriter = self._progress) -> None:
+            if ended.exception() is None:
+                progress.saved(step, seconds)
+
+        done.add_done_callback(report)
+        return done
+
+    def save_on_demand(self, global_store: PathLike) -> "Future[str]":
+        """Request a save at the next step boundary."""
+        promised: Future[str] = Future()
+        self._promised.append(promised)
+        self.requests.add(global_store)
+        return promised
+
+    def load(self, global_store: PathLike, iteration: int | None, **options: bool) -> int:
+        step = self.checkpoints.load(global_store, iteration, **options)
+        self._progress.uses(self.checkpoints.store)
+        if step != self._trainer.iteration:
+            self.requests.autosave.turn_off()
+        return step
+
+    def resume(self, global_store: PathLike) -> None:
+        """Load the newest complete checkpoint, if there is one."""
+        step = self.checkpoints.newest(global_store)
+        if step is None:
+            self.checkpoints.store = open_store(os.fspath(global_store)).url
+        else:
+            self.load(global_store, step)
+        self._use_store()
+
+    def close(self) -> None:
+        self.checkpoints.resources.close()
+        self._session.close()
+        usr1.release(self.requests)
+
+    # ------------------------------------------------------------ requests, at a step boundary
+
+    def run_requests(self) -> None:
+        """Run the requests of all ranks. All ranks call this. Raises SystemExit if the job must end."""
+        self._trainer.engine.where = f"stage {self._session.stage}, a save request between two steps"
+        self._progress.on_demand(True)
+        environment = VarunaEnvironment.read(os.environ)
+        request = self.requests.take(
+            default_store=self.checkpoints.store or environment.checkpoint_store,
+            fits_in_memory=self.checkpoints.fits_in_memory(
+                available_bytes(torch.device("cpu")),
+                ranks_on_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            ),
+        )
+        decision = decide(self._session.gather(request))
+        if decision.warning:
+            log.error(decision.warning)
+        if decision.autosave_to is not None:
+            self._autosave(decision.autosave_to, decision.in_background)
+        saved = decision.save_to is not None and self._save_requested(decision.save_to, decision.exit)
+        if decision.call_handler:
+            self.requests.call_handler()
+        if decision.exit and saved:
+            log.warning("SIGUSR1: a checkpoint was saved to %s; this rank exits", decision.save_to)
+            usr1.script_handler = signal.SIG_IGN  # another signal during the exit must not kill
+            self.close()
+            raise SystemExit(0)
+        self._progress.on_demand(False)
+
+    def _autosave(self, store: str, in_background: bool) -> None:
+        tempdir = self.checkpoints.tempdir if in_background else None
+        try:
+            self.save(store, autosave=True, tempdir=tempdir, gradients=True)
+        except CheckpointError as error:  # the same on all ranks
+            log.error("the autosave failed: %s", error)
+            self.requests.autosave.failed()
+
+    def _save_requested(self, store: str, autosave: bool) -> bool:
+        """Save and complete the promised futures; return False after an error, which is logged."""
+        try:
+            place = self.save(store, autosave=autosave, gradients=True).result()
+        except CheckpointError as error:  # the same on all ranks; training can continue
+            log.error("the requested checkpoint was not saved, training continues: %s", error)
+            while self._promised:
+                self._promised.pop().set_exception(error)
+            return False
+        while self._promised:
+            self._promised.pop().set_result(place)
+        return True
+
+    def _use_store(self) -> None:
+        """Autosave to the store that was used last, and report it."""
+        self.requests.autosave.store = self.checkpoints.store
+        self._progress.uses(self.checkpoints.store)
