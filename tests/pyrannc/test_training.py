@@ -152,7 +152,7 @@ def test_what_could_never_train_is_refused_at_once() -> None:
     model = RaNNCModule(make("Simple"), device="cpu")
     with pytest.raises(ValueError, match="none of the model's parameters"):
         RaNNCModule(make("Simple"), torch.optim.SGD(make("Simple").parameters()), device="cpu")
-    with pytest.raises(TypeError, match="wrapped already"):
+    with pytest.raises(TypeError, match="already wrapped"):
         RaNNCModule(model, device="cpu")
     with pytest.raises(ValueError, match="no rank gave a sample"):
         model(torch.randn(0, WIDTH))

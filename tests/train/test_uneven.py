@@ -198,6 +198,6 @@ def refusal(name: str, mapping: str, **options: Any) -> str:
 
 def test_a_value_that_sums_up_samples_is_refused_between_unequal_stages(pool: Pool) -> None:
     for told in pool.run(refusal, 3, "Shared", "0,1;2;", model_options={"sums_up": True}):
-        assert "cannot be parted by sample: mean [] sums up all samples of a micro-batch" in told
-    with pytest.raises(ValueError, match=r"have \[2, 1\] replicas"):
+        assert "cannot be split by sample: mean [] sums up all samples of a micro-batch" in told
+    with pytest.raises(ValueError, match=r"different numbers of replicas: \[2, 1\]"):
         get_varuna_config("0,1;2;")

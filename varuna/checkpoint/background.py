@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.format.manifest import Manifest, PartManifest
-from varuna.checkpoint.format.part import PartLayout, TensorSpec
+from varuna.checkpoint.format.part import FileTensor, PartLayout
 from varuna.checkpoint.format.tensors import check_dense
 from varuna.checkpoint.writer_process import (
     CancelSave,
@@ -85,7 +85,7 @@ class BackgroundSaver:
     def start(
         self,
         order: SaveOrder,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[FileTensor],
         layout: PartLayout,
         tensors: Mapping[str, Tensor],
     ) -> "Future[Saved]":

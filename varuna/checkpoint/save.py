@@ -22,7 +22,7 @@ from varuna.checkpoint.format.manifest import (
     hash_of,
     merge,
 )
-from varuna.checkpoint.format.part import PartLayout, TensorSpec
+from varuna.checkpoint.format.part import FileTensor, PartLayout
 from varuna.checkpoint.load import all_checkpoints
 from varuna.checkpoint.store.store import Buffer, Store
 
@@ -40,7 +40,7 @@ def write_part(
     store: Store,
     facts: Facts,
     writer: str,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[FileTensor],
     layout: PartLayout,
     memory: Callable[[str], memoryview],
     trees: Mapping[str, Json],

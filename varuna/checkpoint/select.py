@@ -20,7 +20,7 @@ from varuna.errors import CheckpointError, list_some
 log = logging.getLogger("varuna")
 
 
-class StageTensors(Protocol):
+class NamedTensors(Protocol):
     """The parameters and buffers of a stage by canonical name."""
 
     @property
@@ -49,7 +49,7 @@ class LoadSelection(msgspec.Struct):
 
 def select(
     manifest: Manifest,
-    state: StageTensors,
+    state: NamedTensors,
     optimizer: torch.optim.Optimizer | None,
     *,
     ties: Sequence[tuple[str, ...]],
@@ -87,7 +87,7 @@ def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
 
 def _choose_tensors(
     manifest: Manifest,
-    state: StageTensors,
+    state: NamedTensors,
     names_of: Mapping[str, tuple[str, ...]],
     chosen: LoadSelection,
     *,

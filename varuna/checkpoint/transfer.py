@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.format.manifest import PLAIN_NAME, Facts, Manifest, PartManifest, TensorEntry
-from varuna.checkpoint.format.part import TensorSpec, lay_out, read_header
+from varuna.checkpoint.format.part import FileTensor, lay_out, read_header
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tensor_from
 from varuna.checkpoint.format.tree import tensors_in, unpack
 from varuna.checkpoint.load import Checkpoint, status_of
@@ -61,7 +61,7 @@ class ExportTensor(msgspec.Struct, frozen=True):
 
     key: str
     entry: TensorEntry
-    spec: TensorSpec
+    spec: FileTensor
 
 
 def form_of(path: Path) -> ExportForm:
@@ -145,7 +145,7 @@ def to_export(checkpoint: Checkpoint, names: Mapping[str, str], dtype: str | Non
     tensors = checkpoint.manifest.tensors
     ordered = sorted(names, key=lambda key: (tensors[key].file, tensors[key].first))
     return [
-        ExportTensor(key, entry, TensorSpec(names[key], exported_dtype(entry.dtype, dtype), entry.shape))
+        ExportTensor(key, entry, FileTensor(names[key], exported_dtype(entry.dtype, dtype), entry.shape))
         for key in ordered
         for entry in [tensors[key]]
     ]
@@ -187,7 +187,7 @@ def read_all(
             on_bytes(entry.stop - entry.first)
 
 
-def convert(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def convert(tensor: Tensor, spec: FileTensor) -> Tensor:
     """Convert a tensor. Refuses to turn a finite value into infinity."""
     narrow = tensor.to(getattr(torch, spec.dtype))
     wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no arithmetic on 8-bit floats

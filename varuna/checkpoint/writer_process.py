@@ -28,7 +28,7 @@ from queue import SimpleQueue
 import msgspec
 
 from varuna.checkpoint.format.manifest import Facts, Json, Manifest, PartManifest, decode_part, folder_of
-from varuna.checkpoint.format.part import PartLayout, TensorSpec
+from varuna.checkpoint.format.part import FileTensor, PartLayout
 from varuna.checkpoint.save import commit, part_name, remove_old, remove_part, write_part
 from varuna.checkpoint.store.claim import refuse_disowned
 from varuna.checkpoint.store.store import Store, local_folder, open_store, retrying
@@ -64,7 +64,7 @@ class SaveTask(msgspec.Struct, frozen=True):
     """Everything the writer needs for one save, except the bytes of the tensors."""
 
     order: SaveOrder
-    specs: Sequence[TensorSpec]
+    specs: Sequence[FileTensor]
     layout: PartLayout
 
 

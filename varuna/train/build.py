@@ -22,8 +22,8 @@ from varuna.plan.cut.blocks import partition
 from varuna.train.assemble import assemble
 from varuna.train.checkpoints import Checkpoints
 from varuna.train.layout import (
-    LayoutRequest,
     Prediction,
+    ScriptLayout,
     WrappedModel,
     choose_layout,
     find_profile,
@@ -173,7 +173,7 @@ def choose_plan(
         sampled.machines,
         options.shard_optimizer,
     )
-    request = LayoutRequest(
+    request = ScriptLayout(
         options.batch_size, options.microbatch_size, options.schedule, options.recompute, options.spans
     )
     given = parse_plan(environment.plan, wrapped)

@@ -44,7 +44,7 @@ class WrappedModel(NamedTuple):
     shard_optimizer: bool
 
 
-class LayoutRequest(NamedTuple):
+class ScriptLayout(NamedTuple):
     """The layout arguments of the script; None: not given."""
 
     batch_size: int
@@ -95,7 +95,7 @@ def parse_plan(text: str | None, wrapped: WrappedModel) -> Proposal | None:
     return proposal
 
 
-def choose_layout(request: LayoutRequest, planned: Plan | None) -> ChosenLayout:
+def choose_layout(request: ScriptLayout, planned: Plan | None) -> ChosenLayout:
     """Use the script's arguments; take the others from the plan, if there is one."""
     if planned is None:
         recompute = False if request.recompute is None else request.recompute
@@ -164,7 +164,7 @@ def cluster_of(machines: Sequence[str], memory_bytes: int) -> Cluster:
     return Cluster(tuple(Machine(f"machine{i}", devices, memory_bytes) for i, devices in enumerate(runs)))
 
 
-def plan_stages_by_time(profile: Profile, wrapped: WrappedModel, request: LayoutRequest) -> Plan | None:
+def plan_stages_by_time(profile: Profile, wrapped: WrappedModel, request: ScriptLayout) -> Plan | None:
     """Choose the stages with the shortest predicted step that fit in memory; None if spans are given."""
     if request.spans is not None:
         return None

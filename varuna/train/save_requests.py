@@ -109,7 +109,7 @@ class SaveRequests:
 
     @property
     def in_handler(self) -> bool:
-        """Whether the caller is the script's handler, which all ranks run at this moment."""
+        """True if the caller is the script's handler, which all ranks run at this moment."""
         return self._handler_thread == threading.get_ident()
 
     def take(self, *, default_store: str | None, fits_in_memory: bool) -> RankRequest:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from varuna.checkpoint.format.manifest import Facts, Json, Manifest, hash_of
 from varuna.checkpoint.format.optimizer import number_groups, pack_groups, pack_state, unpack_optimizer
-from varuna.checkpoint.format.part import TensorSpec
+from varuna.checkpoint.format.part import FileTensor
 from varuna.checkpoint.format.tensors import fill, spec_of, tensor_from
 from varuna.checkpoint.format.tree import pack, unpack
-from varuna.checkpoint.select import LoadSelection, StageTensors
+from varuna.checkpoint.select import LoadSelection, NamedTensors
 from varuna.errors import CheckpointError
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale
@@ -34,7 +34,7 @@ class Stateful(Protocol):
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """What the ranks compare before a save."""
+    """The values that the ranks compare before a save."""
 
     facts: Facts  # those of the first rank are used
     groups: Sequence[bytes]  # hyper-parameters of its optimizer's groups
@@ -60,7 +60,7 @@ class PartContent(msgspec.Struct):
 class TrainingState:
     """Model, optimizer, loss scale, step counter and registered objects of this rank."""
 
-    stage: StageTensors
+    stage: NamedTensors
     trainer: Trainer
     shards_optimizer: bool = False
     optimizer: torch.optim.Optimizer | None = None
@@ -179,7 +179,7 @@ class TrainingState:
 
         def tensor(key: str) -> Tensor:
             entry = manifest.tensors[key]
-            if key not in current or spec_of("", current[key]) != TensorSpec("", entry.dtype, entry.shape):
+            if key not in current or spec_of("", current[key]) != FileTensor("", entry.dtype, entry.shape):
                 return tensor_from(views[key], entry)
             fill(current[key], views[key], entry)  # allocating new memory would take longer than the copy
             return current[key]

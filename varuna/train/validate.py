@@ -94,8 +94,8 @@ def join_job(stage_map: StageMap) -> int:
         if missing and ranks != [0]:
             raise RuntimeError(
                 f"the map {format_stage_map(stage_map)!r} needs {len(ranks)} processes, but this one was "
-                f"started alone: {', '.join(missing)} not set (start it with `python -m varuna.run_varuna` or "
-                "torchrun, or call torch.distributed.init_process_group)"
+                f"started alone: {', '.join(missing)} not set (start it with `python -m varuna.run_varuna` "
+                "or torchrun, or call torch.distributed.init_process_group)"
             )
         _check_fit(stage_map, world)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -34,8 +34,8 @@ DTYPES = {
 NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
-    """Key, dtype and shape of a tensor."""
+class FileTensor(msgspec.Struct, frozen=True):
+    """Key, dtype and shape of a tensor in a file."""
 
     key: str
     dtype: str
@@ -54,7 +54,7 @@ class PartLayout(msgspec.Struct, frozen=True):
     size: int
 
 
-def lay_out(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> PartLayout:
+def lay_out(specs: Iterable[FileTensor], *, metadata: Mapping[str, str]) -> PartLayout:
     """Place the tensors, wide elements first, so that each tensor is aligned without gaps."""
     for spec in (specs := list(specs)):
         if spec.dtype not in DTYPES:
@@ -82,7 +82,7 @@ def lay_out(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> Part
     return PartLayout(header, spans, len(header) + ends[-1])
 
 
-def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[TensorSpec, int, int]]:
+def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[FileTensor, int, int]]:
     """Return (spec, first byte, stop byte) of each tensor in a safetensors file that starts with `head`."""
     try:
         length = int.from_bytes(head[:8], "little")
@@ -90,7 +90,7 @@ def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[TensorS
         fields.pop("__metadata__", None)
         return {
             key: (
-                TensorSpec(key, NAMES[field["dtype"]], tuple(field["shape"])),
+                FileTensor(key, NAMES[field["dtype"]], tuple(field["shape"])),
                 8 + length + field["data_offsets"][0],
                 8 + length + field["data_offsets"][1],
             )

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.format.manifest import TensorEntry
-from varuna.checkpoint.format.part import TensorSpec
+from varuna.checkpoint.format.part import FileTensor
 
 
-def spec_of(key: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+def spec_of(key: str, tensor: Tensor) -> FileTensor:
+    return FileTensor(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def check_dense(key: str, tensor: Tensor) -> None:
@@ -32,7 +32,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def tensor_from(buffer: memoryview, entry: TensorEntry | TensorSpec) -> Tensor:
+def tensor_from(buffer: memoryview, entry: TensorEntry | FileTensor) -> Tensor:
     """Return a new tensor with these bytes."""
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     memory_of(tensor)[:] = buffer
@@ -40,7 +40,7 @@ def tensor_from(buffer: memoryview, entry: TensorEntry | TensorSpec) -> Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, buffer: memoryview, entry: TensorEntry | TensorSpec) -> None:
+def fill(tensor: Tensor, buffer: memoryview, entry: TensorEntry | FileTensor) -> None:
     """Set a tensor's values from these bytes, with a single copy if it is contiguous on the CPU."""
     if tensor.device.type == "cpu" and tensor.is_contiguous() and spec_of("", tensor).dtype == entry.dtype:
         memory_of(tensor.detach())[:] = buffer

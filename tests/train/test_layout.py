@@ -186,16 +186,22 @@ def test_a_script_that_disagrees_with_the_plan_is_told_of(
     monkeypatch.setenv("VARUNA_PLAN", encode(proposal(stages=(StagePlan(0, 4, (0,)),))))
     with caplog.at_level(logging.INFO, logger="varuna"):
         wrap(schedule="gpipe")
-    assert "schedule is the script's, gpipe, not the plan's, 1f1b" in caplog.text
+    assert "using schedule=gpipe of the script instead of 1f1b of the plan" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"fingerprint": "abc"}, r"for the model abc, but this one is [0-9a-f]+ \(profile this model again"),
+        (
+            {"fingerprint": "abc"},
+            r"for the model abc, but this one is [0-9a-f]+ \(profile and plan this model",
+        ),
         ({"precision": "bf16"}, "for bf16, but the model is wrapped in fp32"),
         ({}, "places ranks as '0;1;', but the model is wrapped with the map '0;'"),
-        ({"stages": (StagePlan(0, 7, (0,)),)}, "spans must part the segments 0 to 4"),
+        (
+            {"stages": (StagePlan(0, 7, (0,)),)},
+            "spans must be 1 contiguous, non-empty ranges that cover segments 0 to 3",
+        ),
     ],
 )
 def test_a_plan_for_something_else_is_refused_by_name(
@@ -262,7 +268,7 @@ def test_without_a_forecast_a_report_tells_what_was_measured_and_nothing_is_prin
     """V28"""
     monkeypatch.setenv("VARUNA_LOG_DIR", str(tmp_path))
     model = wrap()
-    with pytest.raises(RuntimeError, match="no step has been measured yet, after 0 of them"):
+    with pytest.raises(RuntimeError, match="no step has been measured yet, after 0 steps"):
         model.report()
     report = trained(model, 10).report()
     assert report.forecast is None and report.seconds > 4 * SECONDS
@@ -279,7 +285,7 @@ def test_a_step_far_from_its_forecast_is_a_warning_that_names_the_stage(
         report = trained(wrap(), 10).report()
     assert report.forecast == plan.forecast
     assert "1000 s predicted (-100.0%)" in caplog.text
-    assert "less than the predicted 1000 s; furthest off is stage 0: computing takes" in caplog.text
+    assert "less than the predicted 1000 s; largest difference: stage 0, computing takes" in caplog.text
 
 
 def test_a_forecast_is_not_told_of_a_plan_that_is_not_run_as_it_stands(
