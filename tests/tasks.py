@@ -1,4 +1,4 @@
-"""What workers of the pool do, and the same done by one plain process."""
+"""Tasks of pool workers, and the same work in one plain process."""
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ SEED = 11
 
 
 def stage_map(depth: int, width: int) -> str:
-    """As the launcher places ranks: rank r is stage r mod P of replica r div P."""
+    """Return the map of the launcher: rank r is stage r mod P of replica r div P."""
     return format_stage_map([[stage + depth * replica for replica in range(width)] for stage in range(depth)])
 
 
@@ -178,7 +178,7 @@ def train_plainly(
     random: bool = False,
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """One process, the unwrapped model, the whole batch; in pieces of `chunk` where BatchNorm asks for it."""
+    """One process, the unwrapped model, the whole batch; in pieces of `chunk` for BatchNorm."""
     model = make_model(name, dtype=dtype, **(model_options or {}))
     opt = make_optimizer(optimizer, model.parameters())
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
@@ -237,7 +237,7 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: floa
 
 @contextmanager
 def logged(name: str = "varuna") -> Iterator[list[str]]:
-    """What a logger is told within."""
+    """Collect log messages within the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

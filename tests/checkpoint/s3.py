@@ -49,7 +49,7 @@ class S3Server:
             raise RuntimeError(f"the S3 server did not start: {''.join(seen)}")
         self._log: SimpleQueue[str] = SimpleQueue()
         threading.Thread(target=keep_reading, args=(self._process.stdout, self._log), daemon=True).start()
-        self.ask("PUT", f"/{BUCKET}")
+        self.request("PUT", f"/{BUCKET}")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class S3Server:
             "region": "us-east-1",
         }
 
-    def ask(self, method: str, path: str) -> bytes:
+    def request(self, method: str, path: str) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
         try:
             connection.request(method, path)
@@ -81,7 +81,7 @@ class S3Server:
 
     def requests(self) -> list[str]:
         """All since the last time, as 'GET /bucket/name 206'."""
-        self.ask("GET", "/end-of-log")
+        self.request("GET", "/end-of-log")
         found = []
         while True:
             line = re.sub(r"\x1b\[\d*m", "", self._log.get())  # colours
@@ -109,6 +109,6 @@ class S3Server:
 
 
 def keep_reading(lines: IO[str], log: SimpleQueue[str]) -> None:
-    """A server whose output nobody reads stands still when the pipe is full."""
+    """Read the output: a server stops when the pipe is full."""
     for line in lines:
         log.put(line)

@@ -108,7 +108,7 @@ def writer_of(process: int) -> int:
 
 
 def wait_for_the_end_of(process: int) -> None:
-    """Of any process, whoever's child it is."""
+    """Return the state of any process."""
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
@@ -149,7 +149,7 @@ def words(level: int) -> Iterator["Words"]:
 
 
 class Words(logging.Handler):
-    """What is logged, for whoever waits for it."""
+    """A handler that keeps log messages and can be waited for."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
@@ -254,7 +254,7 @@ def test_what_lies_on_a_gpu_is_saved_as_it_was(tmp_path: Path, store: Path, temp
             check_saved(store, step, state_of(step, size))
 
 
-def test_a_save_cannot_start_while_one_is_under_way(background: BackgroundSaver, store: Path) -> None:
+def test_a_save_cannot_start_while_one_is_running(background: BackgroundSaver, store: Path) -> None:
     begin(background, store, 1, writers=[ME, OTHER])
     with pytest.raises(AssertionError, match="still running"):
         begin(background, store, 2)
@@ -288,7 +288,7 @@ def test_a_job_that_has_failed_does_not_wait_for_the_parts_of_the_dead(
     assert newest_complete(open_store(str(store))) is None
 
 
-def test_a_writer_whose_part_never_comes_is_named(background: BackgroundSaver, store: Path) -> None:
+def test_the_error_names_a_writer_that_wrote_no_part(background: BackgroundSaver, store: Path) -> None:
     """V37: and nothing stays of a checkpoint that will not be."""
     future = begin(background, store, 1, writers=[ME, OTHER], patience_seconds=0.1)
     with pytest.raises(
@@ -309,7 +309,7 @@ def test_old_checkpoints_go_when_the_new_one_is_there(background: BackgroundSave
 # ---------------------------------------------------------------- a store that fails
 
 
-def put_in_the_way(path: Path) -> None:
+def block_the_path(path: Path) -> None:
     """A socket: whoever opens it meets an error that may pass."""
     path.parent.mkdir(parents=True)
     os.mknod(path, stat.S_IFSOCK | 0o600)
@@ -317,7 +317,7 @@ def put_in_the_way(path: Path) -> None:
 
 def test_a_store_that_fails_for_a_while_is_tried_again(background: BackgroundSaver, store: Path) -> None:
     """The other writer's document is listed, but cannot be opened at first."""
-    put_in_the_way(store / folder_of(1) / f"{OTHER}-try.json")
+    block_the_path(store / folder_of(1) / f"{OTHER}-try.json")
     with words(logging.WARNING) as log:
         future = begin(background, store, 1, writers=[ME, OTHER])
         assert log.came.wait(LONG)
@@ -331,7 +331,7 @@ def test_a_store_that_fails_for_a_while_is_tried_again(background: BackgroundSav
 def test_a_store_that_goes_on_failing_is_reported_once_and_training_goes_on(
     background: BackgroundSaver, store: Path
 ) -> None:
-    put_in_the_way(store / folder_of(1) / f"{OTHER}-try.json")
+    block_the_path(store / folder_of(1) / f"{OTHER}-try.json")
     with words(logging.ERROR) as log:
         future = begin(background, store, 1, writers=[ME, OTHER], retry_seconds=0.1)
         error = future.exception(LONG)
@@ -360,7 +360,7 @@ def test_a_save_waits_for_a_remote_store_that_is_down(
 
 
 def test_a_full_disk_is_reported_in_the_stores_own_words(background: BackgroundSaver, store: Path) -> None:
-    """V37: and what had been written is taken away, so that the next save finds room."""
+    """V37: written files are removed, so that the next save has space."""
     begin(background, store, 1).result(LONG)
     limit = (100_000, resource.RLIM_INFINITY)
     resource.prlimit(writer_of(os.getpid()), resource.RLIMIT_FSIZE, limit)
@@ -372,7 +372,7 @@ def test_a_full_disk_is_reported_in_the_stores_own_words(background: BackgroundS
     check_saved(store, 3)
 
 
-def test_no_room_for_the_snapshot_is_reported_and_takes_nothing_down(tmp_path: Path, store: Path) -> None:
+def test_too_little_space_for_the_snapshot_is_reported(tmp_path: Path, store: Path) -> None:
     with closing(BackgroundSaver(tmp_path / "temp")) as background:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -438,7 +438,7 @@ def test_a_writer_process_that_hangs_is_killed_when_its_save_is_given_up(store: 
 def test_a_writer_process_that_cannot_even_be_killed_is_left_behind(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one is that waits in the kernel for a dead server; the new one has memory of its own."""
+    """Like a process that waits in the kernel for a dead server; the next one has its own memory."""
     monkeypatch.setattr(background_module, "KILL_SECONDS", 0.05)
     monkeypatch.setattr(background_module.WriterProcess, "kill", lambda writer: None)
     with closing(BackgroundSaver(timeout_seconds=0.05)) as background:
@@ -455,7 +455,7 @@ def test_a_writer_process_that_cannot_even_be_killed_is_left_behind(
     wait_for_the_end_of(hanging)
 
 
-def test_closing_waits_for_what_is_under_way_and_says_so(store: Path) -> None:
+def test_closing_logs_and_waits_for_a_running_save(store: Path) -> None:
     background = BackgroundSaver()
     with words(logging.WARNING) as log:
         future = begin(background, store, 1, state_of(1, size=1_000_000))
@@ -570,7 +570,7 @@ def test_the_writer_process_goes_with_a_trainer_that_is_killed(store: Path, fork
 
 
 def test_a_signal_to_the_whole_process_group_is_the_trainers_to_answer(store: Path) -> None:
-    """V40: Ctrl-C, a preemption notice to all processes; the save under way goes on."""
+    """V40: Ctrl-C, a preemption notice to all processes; the running save continues."""
     with trainer(hold_a_save, store, False) as (process, ready):
         ready.recv()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -26,14 +26,14 @@ OPTIONS: dict[str, Any] = {"dropout": 0.0}
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """Where two stages saved after two steps, and what."""
+    """Return the store and the state of two stages after two steps."""
     store = tmp_path_factory.mktemp("trained")
     leg = {"chunk": 2, "first": 0, "stop": 2, "store": str(store), "model_options": OPTIONS}
     return store, pool.run(train_leg, 2, "GPT", 2, 1, **leg)[0]["state"]
 
 
 def start_from(store: str, depth: int, width: int) -> tuple[int, dict[str, Tensor]]:
-    """Where a job begins that loads what was imported, and with what."""
+    """Return the iteration and the state of a job that loads an imported checkpoint."""
     varuna.train.build.Source = RememberingSource  # type: ignore[misc]
     RememberingSource.toy = ("GPT", DTYPE, str(OPTIONS))
     sample = make_inputs("GPT", 2, torch.Generator().manual_seed(1), DTYPE)

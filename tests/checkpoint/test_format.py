@@ -1,4 +1,4 @@
-"""What lies on the disk: read by others, without pickle, and every damage to it is seen."""
+"""The files on disk: readable by other programs, without pickle, with every damage detected."""
 
 import collections
 import json
@@ -190,7 +190,7 @@ def test_reading_names_what_is_damaged_and_the_newest_sound_one(store: Store) ->
     assert newest_complete(store) == 2
 
 
-def test_an_interrupted_save_is_not_offered_but_can_be_asked_for(store: Store) -> None:
+def test_an_interrupted_save_is_loaded_only_without_check_complete(store: Store) -> None:
     """V37: without a manifest it is not there; its parts can be had by name."""
     commit(store, [write(store, 1)])
     write(store, 2, {"model/a": torch.ones(3)}, writer="w0", attempt="b")
@@ -273,7 +273,7 @@ def test_a_newer_version_and_a_foreign_document_are_refused_by_name(store: Store
 
 
 def test_one_stage_reads_its_own_bytes_alone(store: Store) -> None:
-    """V36: spans of the tensors that were asked for, and nothing else."""
+    """V36: only the spans of the requested tensors."""
     commit(store, [write(store, 1)])
     opened = open_checkpoint(store, 1)
     asked: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint: all ranks say the same, with a name, and nothing is lost."""
+"""Failed saves and loads: all ranks raise the same error with a name, and nothing is lost."""
 
 import os
 import resource
@@ -159,7 +159,7 @@ def test_another_kind_of_optimizer_is_refused_by_what_it_has(tmp_path: Path) -> 
     other.close()
 
 
-def test_another_dtype_is_cast_only_when_asked_for(tmp_path: Path) -> None:
+def test_another_dtype_is_converted_only_with_cast(tmp_path: Path) -> None:
     saved = wrap()
     saved.checkpoint(tmp_path)
     inputs = make_inputs("Plain", 2, torch.Generator(), torch.float64)
@@ -310,7 +310,9 @@ def on_each_rank(pool: Pool, task: Callable[..., Any], tmp_path: Path) -> list[A
     return pool.run(task, 4, str(tmp_path))
 
 
-def test_a_full_disk_under_one_rank_is_told_by_all_and_training_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_training_continues(
+    pool: Pool, tmp_path: Path
+) -> None:
     """V37: nothing of it is left, the one before stays, and the next one works."""
     messages = on_each_rank(pool, fill_the_disk_of_one, tmp_path)
     assert len(set(messages)) == 1
@@ -423,9 +425,9 @@ def register_on_one_rank(store: str) -> str:
     return str(refused.value)
 
 
-def test_each_tensor_is_written_once_and_evenly_where_asked(pool: Pool, tmp_path: Path) -> None:
+def test_each_tensor_is_written_once_and_evenly_with_shard(pool: Pool, tmp_path: Path) -> None:
     """V35: each stage its own part; with `shard` the replicas share the bytes."""
-    pool.run(save_both_ways, 4, str(tmp_path))
+    pool.run(save_with_and_without_shard, 4, str(tmp_path))
     plain, shared = all_checkpoints(open_store(str(tmp_path)))
     assert plain.manifest is not None and shared.manifest is not None
     assert plain.manifest.tensors.keys() == shared.manifest.tensors.keys()
@@ -437,7 +439,7 @@ def test_each_tensor_is_written_once_and_evenly_where_asked(pool: Pool, tmp_path
         assert max(ours) - min(ours) < 2000, "the largest unit is smaller than that"
 
 
-def save_both_ways(store: str) -> None:
+def save_with_and_without_shard(store: str) -> None:
     wrapped = wrap(depth=2, width=2)
     train(wrapped)
     wrapped.checkpoint(store, 1)
@@ -445,7 +447,7 @@ def save_both_ways(store: str) -> None:
     wrapped.close()
 
 
-def test_ranks_that_are_not_at_the_same_point_are_told_so(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_at_different_steps_cannot_save(pool: Pool, tmp_path: Path) -> None:
     """V35: a checkpoint of two moments would be none."""
     for message in pool.run(save_at_different_points, 2, str(tmp_path)):
         assert "at different steps" in message and "[(0, 0), (1, 0)]" in message
@@ -591,7 +593,7 @@ def fail_in_the_background(store: str, temp: str) -> str:
     return "" if error is None else str(error)
 
 
-def test_closing_waits_for_the_save_under_way(tmp_path: Path) -> None:
+def test_closing_waits_for_the_running_save(tmp_path: Path) -> None:
     wrapped = wrap()
     train(wrapped)
     wrapped.checkpoint(tmp_path, tempdir="memory")

@@ -1,4 +1,4 @@
-"""What every store promises, tried on a local folder and, through fsspec, on one in memory."""
+"""The promises of every store, tested with a local folder and, through fsspec, in memory."""
 
 import array
 import os
@@ -102,7 +102,7 @@ def test_writing_again_leaves_only_the_new_content(store: Store) -> None:
     assert store.read("folder/part") == b"short"
 
 
-def test_a_chunk_may_be_reused_once_the_next_one_is_asked_for(store: Store) -> None:
+def test_a_chunk_may_be_reused_after_the_next_one_is_requested(store: Store) -> None:
     def one_buffer(size: int) -> Iterator[bytearray]:
         buffer = bytearray(size)
         for number in range(4):
@@ -203,7 +203,7 @@ def test_a_path_that_could_lead_out_is_refused_before_anything_is_touched(path: 
     """V37: nor can a manifest lead anywhere else."""
 
     def untouched() -> Iterator[bytes]:
-        raise AssertionError("asked for content")
+        raise AssertionError("requested content")
 
     attempts = [
         lambda: store.size(path),
@@ -244,7 +244,7 @@ def test_where_a_put_can_be_seen_half_done_a_reader_still_sees_old_or_new(
     assert [entry.name for entry in store.list("folder")] == ["manifest.json"]
 
 
-def test_a_put_that_fails_half_way_leaves_the_old_content_and_no_litter(
+def test_a_failed_put_leaves_only_the_old_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> None:

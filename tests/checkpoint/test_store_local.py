@@ -38,7 +38,7 @@ def publish(store: LocalStore, version: int) -> None:
 
 
 def assert_whole(store: LocalStore) -> None:
-    """What has a manifest is all there; what is replaced is the old or the new."""
+    """Check that a folder with a manifest is complete, and that a replaced file is old or new."""
     if "manifest.json" in {entry.name for entry in store.list("checkpoint")}:
         assert store.read("checkpoint/part") == store.read("checkpoint/manifest.json") * 300_000
     if "newest" in {entry.name for entry in store.list()}:
@@ -65,7 +65,7 @@ class Watched:
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """How a forked process ends that does the work: 0, or minus the signal that killed it."""
+    """Run the work in a forked process; return 0, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -204,7 +204,7 @@ assert store.read("manifest.json") == b"old"
 """
 
 
-def test_a_full_disk_is_told_with_the_path_and_the_space_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_path_and_space_and_leaves_no_file(tmp_path: Path) -> None:
     script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     tiny_disk = f"mount -t tmpfs -o size=2m none {tmp_path}"
     can_mount = subprocess.run(["sh", "-c", f"unshare -rm {tiny_disk}"], capture_output=True).returncode == 0
@@ -330,7 +330,7 @@ def test_a_run_waits_for_an_earlier_one_of_its_job_that_is_about_to_end(tmp_path
     later.result().release()
 
 
-def test_a_folder_that_changes_hands_just_now_is_asked_for_again(
+def test_a_claim_is_retried_while_another_is_being_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """V42: locked, though its record is empty: its holder is about to write its name, or has released it."""
@@ -354,7 +354,7 @@ def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_ov
     with pytest.raises(StoreTaken, match="can no longer write there"):
         earlier.check()
     with pytest.raises(StoreTaken, match="can no longer write there"):
-        refuse_disowned(store)  # as what saves in the background asks
+        refuse_disowned(store)  # the check of the writer process
     with pytest.raises(StoreTaken, match="another run of this job"):
         store.claim(Owner(job="mine", token="2", host="there", pid=1))
     earlier.release()

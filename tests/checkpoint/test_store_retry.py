@@ -51,26 +51,28 @@ def chunks_that_fail(errors: Iterable[Exception], calls: list[int]) -> Callable[
 
 
 def attempt(errors: list[Exception], *, seconds: float) -> tuple[list[int], Clock, list[str]]:
-    """Writes what fails so; returns the attempts, the clock and what was told."""
-    clock, told, calls = Clock(), [], []
+    """Write with these failures; return the attempts, the clock and the messages."""
+    clock, messages, calls = Clock(), [], []
     store = retrying(
         open_store(f"memory://{secrets.token_hex(8)}"),
         seconds=seconds,
-        on_wait=told.append,
+        on_wait=messages.append,
         clock=clock,
         sleep=clock.sleep,
     )
     store.write("part", chunks_that_fail(errors, calls))
     assert store.read("part") == b"abc"
-    return calls, clock, told
+    return calls, clock, messages
 
 
 def test_what_fails_for_a_while_is_tried_again_with_growing_pauses() -> None:
-    calls, clock, told = attempt([ConnectionResetError(errno.ECONNRESET, "reset")] * 5, seconds=60)
+    calls, clock, messages = attempt([ConnectionResetError(errno.ECONNRESET, "reset")] * 5, seconds=60)
     assert len(calls) == 6
-    assert len(clock.pauses) == len(told) == 5
+    assert len(clock.pauses) == len(messages) == 5
     assert clock.pauses[4] > 4 * clock.pauses[0]
-    assert "writing memory://" in told[0] and "reset" in told[0] and "attempt 2 starts in" in told[0]
+    assert (
+        "writing memory://" in messages[0] and "reset" in messages[0] and "attempt 2 starts in" in messages[0]
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -169,7 +171,7 @@ def test_a_foreign_record_refuses_until_it_is_old_and_a_check_keeps_it_young() -
     other.check()
 
 
-def test_a_claim_whose_record_was_removed_is_renewed_and_one_that_cannot_be_read_is_told() -> None:
+def test_a_removed_record_is_written_again_and_an_unreadable_one_is_an_error() -> None:
     store = remote(Clock(), secrets.token_hex(8))
     mine = store.claim(MINE)
     store.remove(RECORD)
@@ -181,7 +183,7 @@ def test_a_claim_whose_record_was_removed_is_renewed_and_one_that_cannot_be_read
         store.claim(OTHER)
 
 
-def test_a_retried_claim_passes_failures_of_the_store_and_tells_those_of_ownership() -> None:
+def test_a_retried_claim_retries_store_failures_but_not_a_lost_claim() -> None:
     clock = Clock()
     plain = remote(clock, secrets.token_hex(8))
     store = retrying(plain, seconds=10, on_wait=lambda message: None, clock=clock, sleep=clock.sleep)

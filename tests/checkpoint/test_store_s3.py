@@ -125,7 +125,7 @@ def test_a_write_that_fails_leaves_no_file_and_no_upload(
         with pytest.raises(KeyError, match="the source failed"):
             store.write(f"{folder}/part", lambda size=size: failing(size))
     assert store.list(folder) == []
-    assert folder.encode() not in server.ask("GET", f"/{BUCKET}?uploads")
+    assert folder.encode() not in server.request("GET", f"/{BUCKET}?uploads")
 
 
 def test_a_folder_goes_with_its_manifest_first(
@@ -223,20 +223,20 @@ def test_a_server_that_stalls_in_the_middle_of_an_operation_is_waited_for(
     server: S3Server, hasty: S3Store, folder: str
 ) -> None:
     content = numbered(BLOCK + 40_000)
-    told: list[str] = []
+    messages: list[str] = []
 
     def on_wait(message: str) -> None:
-        told.append(message)
+        messages.append(message)
         server.resume()
 
     store = patient(hasty, seconds=60, on_wait=on_wait)
     store.write(f"{folder}/part", interrupting(content, server.halt))
     assert store.read(f"{folder}/part") == content
-    assert f"writing {store.url}/{folder}/part failed" in told[0] and "does not answer" in told[0]
-    told.clear()
+    assert f"writing {store.url}/{folder}/part failed" in messages[0] and "does not answer" in messages[0]
+    messages.clear()
     server.halt()
     assert bytes(store.read_spans(f"{folder}/part", [(4, 8)])[0]) == content[4:8]
-    assert f"reading {store.url}/{folder}/part failed" in told[0]
+    assert f"reading {store.url}/{folder}/part failed" in messages[0]
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_write_and_started_again_gets_it_whole(
@@ -256,21 +256,23 @@ def test_a_server_that_came_back_without_the_blocks_sent_so_far_gets_them_again(
         server.start()
 
     content = numbered(BLOCK + 40_000)
-    told: list[str] = []
-    patient(store, seconds=60, on_wait=told.append).write(f"{folder}/part", interrupting(content, restart))
+    messages: list[str] = []
+    patient(store, seconds=60, on_wait=messages.append).write(
+        f"{folder}/part", interrupting(content, restart)
+    )
     assert store.read(f"{folder}/part") == content
-    assert told
+    assert messages
 
 
 def test_a_server_that_does_not_come_back_is_given_up_with_how_often_and_how_long(
     server: S3Server, store: S3Store, folder: str
 ) -> None:
-    told: list[str] = []
-    tireless = patient(store, seconds=60, on_wait=told.append)
+    messages: list[str] = []
+    tireless = patient(store, seconds=60, on_wait=messages.append)
     with pytest.raises(OSError, match="cannot be reached") as caught:
         tireless.write(f"{folder}/part", interrupting(numbered(BLOCK + 40_000), server.kill))
     assert caught.value.errno == errno.EIO
-    assert f"tried {len(told) + 1} times over 60 s" in str(caught.value)
+    assert f"tried {len(messages) + 1} times over 60 s" in str(caught.value)
     assert f"{store.url}/{folder}/part" in str(caught.value)
     with pytest.raises(OSError, match="tried"):
         tireless.list()

@@ -1,4 +1,4 @@
-"""What is saved at one layout goes on at any other, as if nothing had happened."""
+"""Training continues in any layout from a checkpoint of another."""
 
 from contextlib import closing
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_half_precision_goes_on_bit_for_bit_at_the_same_layout(
 
 @pytest.mark.timeout(300)
 def test_an_object_store_serves_as_any_other(pool: Pool) -> None:
-    """V35, V36: a real server of S3, told of by the environment; now and in the background."""
+    """V35, V36: a real S3 server, given by the environment; saves at once and in the background."""
     legs = [
         {"depth": 2, "width": 1, "chunk": 3, "save": {"keep_last": 1}},
         {"depth": 1, "width": 2, "chunk": 3, "save": {"tempdir": "memory", "shard": True, "keep_last": 1}},

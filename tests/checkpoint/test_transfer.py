@@ -88,7 +88,7 @@ def save(
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """To the bit, also where a bit pattern is not a number."""
+    """Compare bit by bit, also NaNs."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -300,7 +300,7 @@ def test_the_optimizer_goes_out_as_torch_takes_it_by_name(store: Store, tmp_path
         assert_equal(fresh.state[parameter], trained.state[parameter])
 
 
-def test_an_optimizer_is_asked_for_where_none_is_or_none_can_go(store: Store, tmp_path: Path) -> None:
+def test_with_optimizer_needs_an_optimizer_state_and_a_pt_file(store: Store, tmp_path: Path) -> None:
     save(store, STRANGE)
     with pytest.raises(CheckpointError, match="no optimizer state"):
         export(open_checkpoint(store, 3), tmp_path / "x.pt", with_optimizer=True)
@@ -315,7 +315,7 @@ def test_an_optimizer_is_asked_for_where_none_is_or_none_can_go(store: Store, tm
 
 
 @pytest.mark.parametrize("out", ["x.pt", "x.safetensors", "folder"])
-def test_nothing_is_overwritten_unless_asked(store: Store, tmp_path: Path, out: str) -> None:
+def test_nothing_is_overwritten_without_overwrite(store: Store, tmp_path: Path, out: str) -> None:
     save(store, {"a": torch.zeros(3)}, step=1)
     save(store, {"a": torch.ones(3)}, step=2)
     export(open_checkpoint(store, 1), tmp_path / out)
@@ -350,7 +350,7 @@ def test_a_folder_is_not_replaced_by_a_file_nor_a_file_by_a_folder(store: Store,
         export(open_checkpoint(store, 3), tmp_path / "folder", overwrite=True)
 
 
-def test_an_import_replaces_a_step_only_when_asked_but_takes_the_place_of_an_interrupted_one(
+def test_an_import_replaces_a_step_only_with_overwrite_but_an_interrupted_one_always(
     store: Store,
 ) -> None:
     state = {"a": torch.ones(3)}
@@ -410,8 +410,8 @@ def test_a_broken_checkpoint_is_not_exported(
     """V37: what is broken is named, with the newest complete one; nothing is written."""
     save(store, STRANGE, step=2)
     save(store, STRANGE, parts=2)
-    told = damage(store)
-    with pytest.raises(CheckpointError, match=f"{told}.*newest complete step is 2"):
+    expected_text = damage(store)
+    with pytest.raises(CheckpointError, match=f"{expected_text}.*newest complete step is 2"):
         export(open_checkpoint(store, 3), tmp_path / out, max_shard_bytes=1)
     assert os.listdir(tmp_path) == ["store"]
 
@@ -436,7 +436,7 @@ def index_to(place: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "expected_text"),
     [
         ({}, "contains no model"),
         ({"x.pt": b"nonsense"}, "x.pt is not a file of torch.save"),
@@ -454,18 +454,20 @@ def index_to(place: str) -> bytes:
         ({INDEX: index_to("x.safetensors"), "x.safetensors": None}, "does not contain 'a'"),
     ],
 )
-def test_what_cannot_be_imported_is_told(tmp_path: Path, files: dict[str, bytes | None], told: str) -> None:
+def test_files_that_cannot_be_imported_are_refused(
+    tmp_path: Path, files: dict[str, bytes | None], expected_text: str
+) -> None:
     for name, content in files.items():
         if content is None:
             safetensors.torch.save_file({"b": torch.ones(1)}, tmp_path / name)
         else:
             (tmp_path / name).write_bytes(content)
-    with pytest.raises((CheckpointError, ValueError, OSError), match=told):
+    with pytest.raises((CheckpointError, ValueError, OSError), match=expected_text):
         read_source(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected_text"),
     [
         ([torch.ones(1)], "contains a list, not a state_dict"),
         ({}, "contains no tensors"),
@@ -479,11 +481,11 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path, files: dict[str, bytes 
         ),
     ],
 )
-def test_a_file_of_torch_that_is_no_state_dict_is_told(
-    store: Store, tmp_path: Path, content: Any, told: str
+def test_a_torch_file_without_a_state_dict_is_refused(
+    store: Store, tmp_path: Path, content: Any, expected_text: str
 ) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=expected_text):
         import_state(store, read_source(tmp_path / "x.pt"), facts_of(0), ME)
     assert all_checkpoints(store) == []
 
@@ -600,7 +602,7 @@ import_state(open_store(str(folder / "store")), read_source(folder / "folder"), 
 """
 
 
-def test_a_model_larger_than_memory_passes_both_ways(tmp_path: Path) -> None:
+def test_a_model_larger_than_memory_is_exported_and_imported(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITH_LITTLE_MEMORY, str(tmp_path)], capture_output=True, text=True
     )

@@ -277,7 +277,7 @@ def leave_thrice(depth: int, width: int, reached: list[Moments]) -> list[Any]:
 def leave(depth: int, width: int, signals: Moments) -> tuple[object, int, Any, bool, Any]:
     with job(depth, width, store="folder") as training:
         code, iteration = training.step_until_exit(signals)
-        os.kill(os.getpid(), signal.SIGUSR1)  # one more, on the way out: the default would kill
+        os.kill(os.getpid(), signal.SIGUSR1)  # one more during the exit: the default handler would kill
         closed = training.model._session.closed
         training.model.close()
         return code, iteration, training.saves, closed, own_handler()
@@ -355,12 +355,12 @@ def signal_during_capture() -> tuple[object, list[tuple[int, str]]]:
 
 
 def test_a_request_from_any_thread_saves_on_all_ranks_and_the_training_goes_on(pool: Pool) -> None:
-    """Where ranks name different stores, the lowest rank's is taken."""
-    for saves, steps in pool.run(ask_from_threads, 4):
+    """If ranks name different stores, the store of the lowest rank is used."""
+    for saves, steps in pool.run(request_from_threads, 4):
         assert (saves, steps) == ([(2, "of rank 1"), (4, "of rank 3")], 6)
 
 
-def ask_from_threads() -> tuple[list[tuple[int, str]], int]:
+def request_from_threads() -> tuple[list[tuple[int, str]], int]:
     with job(2, 2) as training:
         for step in range(6):
             asking = {1: (1, 2), 3: (3,)}.get(step, ())
@@ -373,11 +373,11 @@ def ask_from_threads() -> tuple[list[tuple[int, str]], int]:
         return training.saves, training.model.iteration
 
 
-def test_whoever_asked_by_checkpoint_has_a_future_of_it(pool: Pool) -> None:
-    assert pool.run(ask_for_a_future, 1) == [("folder", "the disk is full")]
+def test_checkpoint_with_on_demand_returns_a_future(pool: Pool) -> None:
+    assert pool.run(request_with_a_future, 1) == [("folder", "the disk is full")]
 
 
-def ask_for_a_future() -> tuple[str, str]:
+def request_with_a_future() -> tuple[str, str]:
     with job(1, 1) as training:
         ask = training.model.checkpoint
         good = ask("folder", on_demand=True)
@@ -411,7 +411,7 @@ def wrap_in_a_thread() -> tuple[Any, list[tuple[int, str]]]:
     return found[0], found[1]
 
 
-# ---------------------------------------------------------------- whose the signal is
+# ---------------------------------------------------------------- owner of the signal
 
 
 def test_the_signal_goes_back_to_the_script_when_the_last_model_is_closed(pool: Pool) -> None:
@@ -452,7 +452,7 @@ def drop() -> Any:
 
 
 def test_a_process_forked_from_a_rank_does_not_die_of_the_signal(pool: Pool) -> None:
-    """As loaders of data are."""
+    """Like the workers of a data loader."""
     assert pool.run(signal_a_fork, 1) == [0]
 
 

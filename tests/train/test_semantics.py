@@ -1,4 +1,4 @@
-"""What a step means beyond its layout: randomness, buffers, evaluation, precision, clipping, optimizers."""
+"""Semantics of a step that do not depend on the layout: randomness, buffers, evaluation, precision, clipping, optimizers."""
 
 from typing import Any
 
@@ -75,12 +75,12 @@ def switch_on(mapping: str, switch: str) -> str:
 
 def test_what_the_sample_inputs_did_not_turn_on_is_refused_where_it_would_be_wrong(pool: Pool) -> None:
     """V16: replicas would draw alike, and a stage would lack a weight."""
-    for mapping, switch, told in (
+    for mapping, switch, expected_text in (
         ("0,1;", "drops", "the model draws random numbers"),
         ("0;1;", "repeats", "the stage uses first.weight, first.bias"),
     ):
         for message in pool.run(switch_on, 2, mapping, switch):
-            assert f"{told}, with the sample inputs it did not" in message
+            assert f"{expected_text}, with the sample inputs it did not" in message
 
 
 def test_masks_differ_between_steps_and_samples(pool: Pool) -> None:
@@ -271,7 +271,7 @@ def optimizer_state(width: int) -> int:
 
 
 def test_param_groups_and_lr_schedulers_work(pool: Pool) -> None:
-    """V15: groups by name, a schedule, a stage whose group is empty."""
+    """V15: groups by name, a schedule, a stage with an empty group."""
     expected = grouped(make_model("Plain", dtype=torch.float64), wrap=False)
     for found in pool.run(grouped_over_stages, 2):
         for name, value in expected.items():
@@ -308,7 +308,7 @@ def grouped(model: nn.Module, wrap: bool) -> dict[str, Tensor]:
     return state
 
 
-def test_a_token_weighted_loss_can_be_asked_for(pool: Pool) -> None:
+def test_a_loss_can_be_weighted_by_tokens(pool: Pool) -> None:
     """V11: labels of -100 do not count; the weight of a micro-batch is its number of tokens."""
     model = make_model("GPT", dtype=torch.float64)
     inputs = ragged_tokens()

@@ -129,7 +129,7 @@ def test_what_one_map_has_saved_another_goes_on_with(pool: Pool, tmp_path: Path)
 
 
 def weigh_and_refuse() -> dict[str, Any]:
-    """Weights of which some are zero; then shares that are not parts of one batch, in three ways."""
+    """Weights with zeros; then three kinds of shares that are not parts of one batch."""
     sample = make_inputs("Plain", 2, torch.Generator().manual_seed(1), torch.float64)
     batch = global_batch("Plain", 0, 9, torch.float64)
     result: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def weigh_and_refuse() -> dict[str, Any]:
     return result
 
 
-def test_samples_weigh_as_asked_and_shares_of_different_batches_are_refused(pool: Pool) -> None:
+def test_loss_weights_are_used_and_shares_of_different_batches_are_refused(pool: Pool) -> None:
     """Features of one sample must not meet the label of another, unnoticed."""
     for found in pool.run(weigh_and_refuse, 3):
         assert found["weighted"] == pytest.approx(weighted_loss(), rel=1e-10)
@@ -197,7 +197,7 @@ def refusal(name: str, mapping: str, **options: Any) -> str:
 
 
 def test_a_value_that_sums_up_samples_is_refused_between_unequal_stages(pool: Pool) -> None:
-    for told in pool.run(refusal, 3, "Shared", "0,1;2;", model_options={"sums_up": True}):
-        assert "cannot be split by sample: mean [] sums up all samples of a micro-batch" in told
+    for expected_text in pool.run(refusal, 3, "Shared", "0,1;2;", model_options={"sums_up": True}):
+        assert "cannot be split by sample: mean [] sums up all samples of a micro-batch" in expected_text
     with pytest.raises(ValueError, match=r"different numbers of replicas: \[2, 1\]"):
         get_varuna_config("0,1;2;")

@@ -260,7 +260,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_bad_input_is_refused_on_every_rank_with_the_way_out(pool: Pool, case: str) -> None:
+def test_bad_input_is_refused_on_every_rank_with_advice(pool: Pool, case: str) -> None:
     """V7, B7."""
     for message in pool.run(refusal, 3, case):
         assert REFUSALS[case][1] in message
@@ -348,7 +348,7 @@ def losses_of_lengths() -> list[float]:
 def test_the_partition_is_remembered_until_the_model_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V8: by its graph's fingerprint; `from_cache=False` looks and checks anew."""
+    """V8: by its graph's fingerprint; `from_cache=False` searches and checks again."""
     monkeypatch.setenv("VARUNA_CACHE", str(tmp_path))
     checks = []
     monkeypatch.setattr("varuna.train.validate.check_capture", lambda *_: checks.append(1))
@@ -365,7 +365,7 @@ def test_the_partition_is_remembered_until_the_model_changes(
     assert len(checks) == 4
 
 
-def test_an_unwritable_cache_stands_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_works_with_an_unwritable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """V8."""
     monkeypatch.setenv("VARUNA_CACHE", "/proc/nowhere")
     assert wrap(Plain()).plan.depth == 1
@@ -389,7 +389,7 @@ class FrozenFront(Plain):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_frozen_first_stage_trains_the_rest(pool: Pool, depth: int) -> None:
-    """V3: what needs no gradient is sent without a way back."""
+    """V3: values that need no gradient get none back."""
     torch.manual_seed(0)
     plain = FrozenFront()
     plain(**sample(4)).backward()
@@ -451,7 +451,7 @@ def test_one_rank_of_several_does_not_train_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_stages_that_are_given_different_samples_are_refused(pool: Pool) -> None:
-    """V7: loaders that shuffle each by itself would pair one sample's features with another's label."""
+    """V7: loaders with different shuffles would pair one sample's features with another's label."""
     for message in pool.run(shuffled_apart, 2):
         assert "sample 0 of the batch differs between stages 0 and 1" in message
 
@@ -468,7 +468,7 @@ def shuffled_apart() -> str:
 
 
 @pytest.mark.parametrize("mapping", ["0,1;", "0,2;1,3;"])
-def test_replicas_that_are_given_the_same_samples_are_told(pool: Pool, mapping: str) -> None:
+def test_replicas_with_the_same_samples_get_a_warning(pool: Pool, mapping: str) -> None:
     """V7: once, and none where each has its own."""
     ranks = mapping.count(",") * 2
     assert sum(pool.run(warnings_of_given_alike, ranks, mapping, True), 0) == 1
