@@ -500,7 +500,7 @@ def request(
         ),
     ],
 )
-def test_what_all_ranks_do_follows_from_what_each_of_them_says(
-    words: list[RankRequest], verdict: BoundaryDecision
+def test_all_ranks_decide_the_same_from_the_requests_of_each(
+    requests: list[RankRequest], decision: BoundaryDecision
 ) -> None:
-    assert decide(words) == verdict
+    assert decide(requests) == decision

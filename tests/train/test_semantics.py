@@ -1,4 +1,4 @@
-"""Semantics of a step that do not depend on the layout: randomness, buffers, evaluation, precision, clipping, optimizers."""
+"""Semantics of a step in any layout: randomness, buffers, evaluation, precision, clipping, optimizers."""
 
 from typing import Any
 

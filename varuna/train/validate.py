@@ -188,7 +188,9 @@ def plan_stages(
         )
     flags = [recompute] * depth if isinstance(recompute, bool) else list(recompute)
     if len(flags) != depth:
-        raise ValueError(f"recompute must be one bool, or one for each of the {depth} stages, not {flags}")
+        raise ValueError(
+            f"recompute must be a bool (for all stages), or one for each of the {depth} stages, not {flags}"
+        )
     return tuple(
         StagePlan(first, stop, ranks, bool(flag))
         for (first, stop), ranks, flag in zip(spans, stage_map, flags, strict=True)
