@@ -9,11 +9,11 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,10 +29,10 @@ from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retry
 from varuna.checkpoint.writer_process import SaveOrder
 from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError, StoreTaken
+from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
-from varuna.train.agreement import Agreement
 from varuna.train.training_state import PartContent, RankSummary, TrainingState, check_summaries
-from varuna.types import Plan
+from varuna.types import Plan, place_in_map
 
 log = logging.getLogger("varuna")
 
@@ -48,6 +48,7 @@ STATUS_SECONDS = 1.0
 """Time between two status exchanges while the ranks wait for an earlier save."""
 
 PathLike = str | os.PathLike[str]
+Value = TypeVar("Value")
 
 
 class PendingSave(NamedTuple):
@@ -99,6 +100,51 @@ class SaveResources:
 def newest_checkpoint(global_store: PathLike) -> int | None:
     """Return the step of the newest complete checkpoint in a store, or None."""
     return newest_complete(open_store(os.fspath(global_store)))
+
+
+class Agreement:
+    """The ranks of a job, as one of them sees them during a save or load."""
+
+    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
+        self._session = session
+        self.places = [place_in_map(session.stage_map, rank) for rank in ranks]
+        """(stage, replica) of each rank, in the order of gathered values."""
+        self.index = ranks.index(session.rank)
+        self.first = ranks.index(session.stage_map[0][0])
+        """The index of the first replica of the first stage, which writes manifests."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == self.first
+
+    @property
+    def description(self) -> str:
+        return self._describe(self._session.rank)
+
+    def run(self, act: Callable[[], Value], failure: str) -> list[Value]:
+        """Return the results of all ranks. If any rank fails, all raise the same error with its reason."""
+
+        def error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+            kind = StoreTaken if all(one.kind == "StoreTaken" for one in failures) else CheckpointError
+            reasons = [f"{self._describe(one.rank)}: {one.message}" for one in failures]
+            return kind(f"{failure}: {'; '.join(reasons)}")
+
+        return self._session.agree(act, error)
+
+    def run_on_first(self, act: Callable[[], Value], failure: str) -> Value:
+        """Run on the first rank only; return its result on all ranks."""
+        found = self.run(lambda: act() if self.is_first else None, failure)[self.first]
+        return found  # type: ignore[return-value]
+
+    def run_locally(self, act: Callable[[], Value], failure: str) -> Value:
+        """Return this rank's result, once all ranks have succeeded. Results are not exchanged."""
+        results: list[Value] = []
+        self.run(lambda: results.append(act()), failure)
+        return results[0]
+
+    def _describe(self, rank: int) -> str:
+        stage, replica = place_in_map(self._session.stage_map, rank)
+        return f"rank {rank} (stage {stage}, replica {replica})"
 
 
 class Checkpoints:
