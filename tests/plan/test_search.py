@@ -323,7 +323,7 @@ def test_a_plan_of_another_model_precision_or_size_is_refused() -> None:
         forecast_plan(profile([segment(1e-3)], [0] * 4, precision="fp32"), cluster, plan)
     with pytest.raises(PlanError, match="the plan has 4 segments, but the profile has 5"):
         forecast_plan(blocks(5), cluster, plan)
-    with pytest.raises(PlanError, match="2 ranks, the cluster 1 devices"):
+    with pytest.raises(PlanError, match="the plan has 2 ranks, but only 1 devices are available"):
         forecast_plan(made, machines(1, 1), plan)
 
 

@@ -306,7 +306,7 @@ def test_a_plan_with_an_empty_stage_is_refused() -> None:
     plan = Plan((StagePlan(0, 1, (0,)), StagePlan(1, 2, ())), 4, 1)
     with pytest.raises(ValueError, match="have at least one rank"):
         check_plan(plan, "it")
-    with pytest.raises(ValueError, match="a stage without a rank"):
+    with pytest.raises(ValueError, match="has a stage without ranks"):
         parse_stage_map("0,1;,;")
     assert parse_stage_map("0,1,2;3;") == ((0, 1, 2), (3,))
     assert format_widths((3, 1)) == "3+1 replicas" and format_widths((1, 1)) == "1 replica"
