@@ -90,7 +90,7 @@ def test_a_time_of_zero_and_sizes_out_of_order_are_refused_with_their_key(tmp_pa
     (tmp_path / "profile.json").write_text(encode(blocks(1)).replace("0.001", "0.0", 1))
     with pytest.raises(ValueError, match=r"> 0\.0 - at `\$\.kinds\[0\]\.sizes\[0\]\.forward\[0\]`"):
         AutoConfig(1, 1, 8, tmp_path)
-    with pytest.raises(ValueError, match=r"sizes must be in ascending order without duplicates, not \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"sizes must be in ascending order .*, not \[2, 1\]"):
         SegmentCost(tuple(reversed(segment(1e-3, sizes=(1, 2)).sizes)), 0, 0, 0)
     with pytest.raises(ValueError, match=r"segments\[1\] is 3, but there are 1 kinds"):
         profile([segment(1e-3)], [0, 3])
