@@ -28,7 +28,7 @@ from varuna.execute.step.stage import (
     IdleProgram,
     Stage,
     StageProgram,
-    StageTensors,
+    TensorsByName,
     leaves_of,
     or_zeros,
     outputs_with_gradient,
@@ -161,7 +161,7 @@ class ReplayedMicroBatch(HeldMicroBatch):
 class GraphedStage(Stage):
     """Replays what it can. Recompute, random numbers, opaque modules and weight hooks run unrecorded."""
 
-    def __init__(self, state: StageTensors, recorders: Callable[[], Record], device: torch.device) -> None:
+    def __init__(self, state: TensorsByName, recorders: Callable[[], Record], device: torch.device) -> None:
         super().__init__(state, split_backward=False)
         self.gradients: dict[Tensor, Tensor] = {}  # by weight: its gradient at a fixed address
         self.num_recorded = 0

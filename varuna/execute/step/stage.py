@@ -53,7 +53,7 @@ class IdleProgram:
         return () if self.loss_on is None else (torch.zeros((), device=self.loss_on),)
 
 
-class StageTensors(Protocol):
+class TensorsByName(Protocol):
     """Parameters and buffers of this stage by name."""
 
     def tensor(self, name: str) -> Tensor: ...
@@ -74,7 +74,7 @@ class HeldMicroBatch:
 
 
 class Stage:
-    def __init__(self, state: StageTensors, *, split_backward: bool = True) -> None:
+    def __init__(self, state: TensorsByName, *, split_backward: bool = True) -> None:
         self.state = state
         self.split_backward = split_backward  # False: `backward_inputs` does all (a compiled program)
         self.held: dict[int, HeldMicroBatch] = {}

@@ -20,7 +20,7 @@ from varuna.execute.step.division import Division, check_equal_batches, divide_b
 from varuna.execute.step.engine import Engine, MicroBatchJob
 from varuna.execute.step.same_data import check_same_samples, find_equal_replicas, hash_samples
 from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
-from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, StageTensors
+from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
 from varuna.execute.update.buffers import synchronize_buffers
 from varuna.execute.update.precision import LossScale
 from varuna.execute.update.reduce import Reducer, StepTotals
@@ -74,7 +74,7 @@ class Trainer:
     session: Session
     engine: Engine
     reducer: Reducer
-    state: StageTensors
+    state: TensorsByName
     traits: ModelTraits
     programs: Programs
     mutated: Sequence[str]  # buffers of this stage that its forwards change
