@@ -264,7 +264,7 @@ def test_machines_that_warm_up_together_join_together() -> None:
     world.passes(3, steps=1)
     world.happens(events.StoreReady("b", "b", 2001))
     world.passes(0.5, steps=1)
-    assert world.generations == [("a",)], "another one is on its way"
+    assert world.generations == [("a",)], "another one is still starting"
     world.happens(events.StoreReady("c", "c", 2002))
     world.carry_out()
     assert world.generations == [("a",), ("a", "b", "c")], "all are ready, and the list is stable"

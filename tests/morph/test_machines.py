@@ -1,4 +1,4 @@
-"""What a job is started with is read as people write it, and refused where it makes no sense."""
+"""The parsers of the machine list and the environment file accept comments and refuse invalid lines."""
 
 import pytest
 

@@ -99,13 +99,13 @@ def test_aws_reports_a_spot_interruption_once_with_its_deadline(aws: clouds.Aws)
             assert notice == CloudNotice(NOW + 120, "AWS will terminate this machine at 08:02:00 UTC")
             results.again.release()
             assert [await results.pauses.get(), await results.pauses.get()] == [1.0, 1.0]
-            assert results.notices.empty(), "told twice"
+            assert results.notices.empty(), "reported twice"
             assert aws.requests.count("PUT /latest/api/token") == 1
 
     asyncio.run(story())
 
 
-def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) -> None:
+def test_aws_gets_a_new_token_when_the_old_one_has_expired(aws: clouds.Aws) -> None:
     async def story() -> None:
         async with polling(metadata_service("aws"), aws.url) as results:
             await results.pauses.get()

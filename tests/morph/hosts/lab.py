@@ -22,7 +22,7 @@ from tests.morph.hosts.box import Box, missing_tools, tool
 
 ROOT = Path(__file__).parents[3]
 CLOCK = Path(__file__).parent / "clock"
-OWNED = "varuna test hosts of process "  # the alias of a lab's bridge tells who made it
+OWNED = "varuna test hosts of process "  # the alias of a lab's bridge names its owner
 MOST_LABS = 250
 TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 

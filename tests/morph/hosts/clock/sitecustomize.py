@@ -1,7 +1,7 @@
-"""The wall clock of a test host, which can be made to jump: a file says by how many seconds it is wrong.
+"""The wall clock of a test host, which tests can shift: a file holds the offset in seconds.
 
-Python imports this by itself on a host of the lab, in every process. `time.time` alone is moved: what a
-clock that is set does, and all that Python code of ours can see of it.
+Python imports this file in every process of the host. It changes only `time.time`, like a clock that
+somebody sets.
 """
 
 import os
@@ -15,7 +15,7 @@ _right = time.time
 def wrong_time() -> float:
     try:
         return _right() + float(Path(FILE).read_text())
-    except (OSError, ValueError):  # nobody has moved it
+    except (OSError, ValueError):  # the clock is not shifted
         return _right()
 
 
