@@ -47,13 +47,13 @@ def ended(rank: int, code: int) -> WorkerFailure:
         "quotations alone: the earliest",
     ],
 )
-def test_the_cause_is_the_failure_that_the_others_follow_from(failures: list[WorkerFailure]) -> None:
+def test_the_cause_is_the_failure_that_caused_the_others(failures: list[WorkerFailure]) -> None:
     """V33"""
     assert find_cause(failures).rank == 2
     assert find_cause(failures[::-1]).rank == 2
 
 
-def test_an_error_file_of_torch_elastics_own_is_understood() -> None:
+def test_an_error_file_of_torch_elastic_is_read() -> None:
     info = ExtraInfo(py_callstack="", timestamp="17")
     quoted = ErrorFile(ErrorMessage("PeerHangs: rank 1", info))
     assert (quoted.seconds, quoted.quotes_another) == (17.0, True)
@@ -71,7 +71,7 @@ def test_the_message_names_rank_stage_and_original_traceback() -> None:
     ("code", "words"),
     [(-9, "was killed by SIGKILL"), (3, "exited with code 3"), (-40, "was killed by signal 40")],
 )
-def test_a_worker_without_an_exception_is_quoted_from_its_log(code: int, words: str) -> None:
+def test_a_failure_without_an_exception_quotes_the_log(code: int, words: str) -> None:
     """V33"""
     told = describe_failure(ended(0, code), LAYOUT, last_lines="out of memory\n")
     assert told.startswith(f"rank 0 (stage 0, replica 0) {words}")

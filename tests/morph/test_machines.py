@@ -9,20 +9,20 @@ def test_the_machine_list_may_hold_comments_and_blank_lines() -> None:
     assert read_machines("# ours\n127.0.0.1  # here\n\nnode-a\n::1\n") == (("127.0.0.1", "node-a", "::1"), ())
 
 
-def test_what_is_no_address_or_there_twice_is_named_and_left_out() -> None:
+def test_invalid_and_repeated_machines_are_reported_and_ignored() -> None:
     machines, problems = read_machines("a\n-oProxyCommand=x\na\nb; rm -rf /\n\x00\n")
     assert machines == ("a",)
     assert len(problems) == 4
 
 
-def test_an_env_file_holds_several_variables_as_a_shell_would_read_them() -> None:
+def test_an_env_file_is_read_like_a_shell_reads_it() -> None:
     """V31"""
     text = "# cluster\nA=1\nexport B='two words' # here\n\nC=\"x=y\"\nD= E=5\n"
     assert parse_environment(text, source="f") == {"A": "1", "B": "two words", "C": "x=y", "D": "", "E": "5"}
 
 
 @pytest.mark.parametrize("line", ["A=two words", "A b", "1A=2", "A='open"])
-def test_a_line_that_is_no_assignment_is_named(line: str) -> None:
+def test_an_invalid_line_of_an_env_file_is_reported(line: str) -> None:
     """V31"""
     with pytest.raises(ValueError, match="f, line 2"):
         parse_environment(f"OK=1\n{line}\n", source="f")
