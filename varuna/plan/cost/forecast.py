@@ -17,7 +17,7 @@ from varuna.plan.cost.simulate import (
     name_orders,
     simulate,
 )
-from varuna.plan.cost.uneven import TOTALS_BYTES, forecast_uneven
+from varuna.plan.cost.uneven import TOTALS_BYTES, forecast_uneven, to_forecast
 from varuna.plan.cut.place import ClusterMap, Placement, ReplicaKind
 from varuna.types import (
     Cluster,
@@ -26,7 +26,6 @@ from varuna.types import (
     Plan,
     Profile,
     ScheduleName,
-    StageForecast,
     StagePlan,
 )
 
@@ -140,15 +139,7 @@ def plan_of(layout: CandidateLayout, profile: Profile) -> Plan:
 
 def describe(costs: CostTable, layout: CandidateLayout, simulation: Simulation) -> Forecast:
     """Return the time of a step and, for each stage, its parts and its memory."""
-    seconds = simulation.seconds
-    stages = []
-    for stage, memory in enumerate(memories(costs, layout)):
-        compute = simulation.compute_seconds(stage)
-        reduce = simulation.finishing_seconds(stage)
-        ending = simulation.replicas[0].stages[stage].ending_seconds
-        waiting = max(0.0, seconds - compute - reduce - ending)
-        stages.append(StageForecast(compute, waiting, reduce, ending, memory))
-    return Forecast(seconds, tuple(stages), costs.profile.notes + costs.take_notes())
+    return to_forecast(costs, simulation, memories(costs, layout))
 
 
 def memories(costs: CostTable, layout: CandidateLayout) -> list[MemoryForecast]:

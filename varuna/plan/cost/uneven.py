@@ -47,13 +47,19 @@ def forecast_uneven(
     costs.start_notes()
     orders = layout.orders
     simulation = simulate(orders, [layout.pipeline(orders)])
+    memories = [layout.memory(stage) for stage in range(plan.depth)]
+    return to_forecast(costs, simulation, memories), simulation
+
+
+def to_forecast(costs: CostTable, simulation: Simulation, memories: Sequence[MemoryForecast]) -> Forecast:
+    """Return the time of a step and, for each stage, its parts and its memory."""
     stages = []
-    for stage in range(plan.depth):
+    for stage, memory in enumerate(memories):
         compute, reduce = simulation.compute_seconds(stage), simulation.finishing_seconds(stage)
         ending = simulation.replicas[0].stages[stage].ending_seconds
         waiting = max(0.0, simulation.seconds - compute - reduce - ending)
-        stages.append(StageForecast(compute, waiting, reduce, ending, layout.memory(stage)))
-    return Forecast(simulation.seconds, tuple(stages), costs.profile.notes + costs.take_notes()), simulation
+        stages.append(StageForecast(compute, waiting, reduce, ending, memory))
+    return Forecast(simulation.seconds, tuple(stages), costs.profile.notes + costs.take_notes())
 
 
 def simulate_if_it_fits(

@@ -30,7 +30,7 @@ from varuna.types import Forecast, Plan, ScheduleName, StageMap, StagePlan
 from varuna.units import count
 
 FEW_LAYOUTS = 3_000
-"""Try every layout if the cuts and devices can be combined in at most this many ways."""
+"""Try every layout if there are at most this many combinations of cuts and devices."""
 FEW_CUTS = 600
 """Try every cut for a given stage map if there are at most this many."""
 MOST_DEVICES = 512
