@@ -30,7 +30,7 @@ from varuna import CutPoint, Profiler, Varuna, cut_after
 from varuna.capture import Source
 from varuna.capture.cuts.segment_kinds import find_kinds
 from varuna.capture.model.batch import Batch
-from varuna.measure.segments import ChainLink, run_once
+from varuna.measure.segments import LinkedSegment, run_once
 from varuna.measure.stopwatch import Effort, Stopwatch
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.search.search import search
@@ -535,7 +535,7 @@ class Yardstick:
         captured = source.capture(inputs, training=True, batch=batch)
         factory = SegmentFactory(source, segments, device=torch.device("cpu"))
         self._chain = [
-            ChainLink(factory.make(kind, captured, inputs), factory.before(kind))
+            LinkedSegment(factory.make(kind, captured, inputs), factory.before(kind))
             for kind in range(max(segments) + 1)
         ]
         self._stopwatch = Stopwatch()

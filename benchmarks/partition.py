@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from benchmarks.coarsening import coarsen
@@ -24,7 +25,8 @@ from varuna.plan.cut.blocks import partition
 from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.search import search
 from varuna.plan.search.uneven import UnevenRequest, UnevenSearch, best_uneven
-from varuna.profile.estimate import estimate_captured
+from varuna.profile.description import describe
+from varuna.profile.estimate import estimate_described
 from varuna.types import Cluster, Machine, OperationGraph, Partition, Profile
 
 GB = 1 << 30
@@ -75,11 +77,12 @@ def _profile(subject: Subject, cut: Partition | None) -> Profile:
 
 
 def _estimated(source: Source, captured: Captured, inputs: dict[str, Tensor]) -> Profile:
-    return estimate_captured(
-        source,
-        captured,
+    sample_bytes = sum(value[:1].nbytes for value in inputs.values())
+    cpu = torch.device("cpu")
+    return estimate_described(
+        describe(source, captured, sample_bytes=sample_bytes, device=cpu, devices_per_machine=1),
+        captured.graph.segments,
         MICROBATCH_SIZES,
-        sample_bytes=sum(value[:1].nbytes for value in inputs.values()),
         speed=A_GPU,
         within=WITHIN,
         between=BETWEEN,

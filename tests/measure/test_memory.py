@@ -10,7 +10,8 @@ KB = 256  # float32 elements in a KiB
 
 
 def test_memory_counts_while_something_refers_to_it() -> None:
-    with CountingMeter(CPU) as meter:
+    meter = CountingMeter(CPU)
+    with meter.counting():
         first = torch.zeros(2 * KB) + 1
         assert meter.now() == 2048 + 2048 or meter.now() == 2048  # the zeros may be freed already
         second = first * 2
@@ -22,7 +23,8 @@ def test_memory_counts_while_something_refers_to_it() -> None:
 
 
 def test_views_and_in_place_operations_add_nothing() -> None:
-    with CountingMeter(CPU) as meter:
+    meter = CountingMeter(CPU)
+    with meter.counting():
         base = torch.ones(4, KB) * 3
         views = [base.t(), base.view(-1), base[1:], base.add_(1)]
         assert meter.now() == base.nbytes == 4096
@@ -33,7 +35,8 @@ def test_views_and_in_place_operations_add_nothing() -> None:
 
 
 def test_the_peak_is_the_most_since_the_last_restart() -> None:
-    with CountingMeter(CPU) as meter:
+    meter = CountingMeter(CPU)
+    with meter.counting():
         held = torch.ones(KB) * 2
         large = torch.ones(8 * KB) * 2
         del large
@@ -47,7 +50,8 @@ def test_the_peak_is_the_most_since_the_last_restart() -> None:
 
 def test_what_existed_before_is_not_counted() -> None:
     before = torch.ones(16 * KB)
-    with CountingMeter(CPU) as meter:
+    meter = CountingMeter(CPU)
+    with meter.counting():
         before.mul_(2)
         assert meter.now() == 0
         copy = before.clone()
@@ -56,7 +60,8 @@ def test_what_existed_before_is_not_counted() -> None:
 
 def test_a_backward_is_seen_below_autograd() -> None:
     weight = torch.ones(KB, requires_grad=True)
-    with CountingMeter(CPU) as meter:
+    meter = CountingMeter(CPU)
+    with meter.counting():
         torch.autograd.backward((weight * 2).sum())
         assert weight.grad is not None and meter.now() == weight.grad.nbytes
 

@@ -18,7 +18,7 @@ from varuna.measure.segments import (
     HEAD_START,
     PARTS,
     ChainCosts,
-    ChainLink,
+    LinkedSegment,
     SegmentSamples,
     measure_calls,
     measure_chain,
@@ -50,7 +50,10 @@ class VirtualChain:
             VirtualSegment(self._timed(FIRST), "a", self.log),
             VirtualSegment(self._timed(SECOND, more=enter_seconds or 0.0), "b", self.log, enter),
         ]
-        self.links = [ChainLink(self.segments[0], given=[torch.ones(2)]), ChainLink(self.segments[1], 0)]
+        self.links = [
+            LinkedSegment(self.segments[0], given=[torch.ones(2)]),
+            LinkedSegment(self.segments[1], 0),
+        ]
         self.stopwatch = VirtualStopwatch(self.clock)
 
     def _timed(self, seconds: Mapping[str, float], more: float = 0.0) -> Any:
@@ -60,8 +63,10 @@ class VirtualChain:
 
         return run
 
-    def empty(self) -> ChainLink:
-        return ChainLink(VirtualSegment(self._timed(dict.fromkeys(PARTS, 0.0)), "-"), given=[torch.ones(2)])
+    def empty(self) -> LinkedSegment:
+        return LinkedSegment(
+            VirtualSegment(self._timed(dict.fromkeys(PARTS, 0.0)), "-"), given=[torch.ones(2)]
+        )
 
     def measure(self, held: int = 1, effort: Effort = THREE_RUNS, **options: Any) -> ChainCosts:
         return measure_chain(
@@ -155,8 +160,8 @@ def test_what_only_a_first_segment_recomputes_is_an_entry_cost() -> None:
 
 def test_an_empty_segment_that_runs_alone_is_called_faster() -> None:
     clock = VirtualClock()
-    empty = ChainLink(VirtualSegment(lambda part: clock.advance(2.0 if part == "forward" else 1.0)))
-    empty = ChainLink(empty.segment, given=[torch.ones(2)])
+    empty = LinkedSegment(VirtualSegment(lambda part: clock.advance(2.0 if part == "forward" else 1.0)))
+    empty = LinkedSegment(empty.segment, given=[torch.ones(2)])
     assert measure_calls(empty, stopwatch=VirtualStopwatch(clock), effort=THREE_RUNS) == pytest.approx(1.5)
 
 
@@ -172,8 +177,8 @@ def test_an_asynchronous_device_gets_a_head_start_and_its_own_clock_counts() -> 
 
     stopwatch: Any = VirtualAsyncStopwatch(host, device)
     found = measure_chain(
-        [ChainLink(VirtualSegment(run), given=[torch.ones(2)])],
-        make_empty=lambda: ChainLink(VirtualSegment(run_empty), given=[torch.ones(2)]),
+        [LinkedSegment(VirtualSegment(run), given=[torch.ones(2)])],
+        make_empty=lambda: LinkedSegment(VirtualSegment(run_empty), given=[torch.ones(2)]),
         held=1,
         microbatch_size=1,
         stopwatch=stopwatch,

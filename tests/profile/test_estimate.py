@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from tests.profile.ladders import WIDTH, Ladder, get_batch
-from varuna.capture import Source
-from varuna.plan.cut.blocks import partition
 from varuna.profile.estimate import (
     ADAM,
     Speed,
     assumed_link,
     assumed_reductions,
-    estimate_captured,
     estimate_profile,
 )
 from varuna.profile.profiler import Profiler
@@ -74,20 +71,6 @@ def test_a_profile_says_that_it_is_estimated_and_with_which_speed() -> None:
     assert found.optimizer == ADAM and found.fixed_bytes == 0
     calibrated = Speed(1e9, 1e9, 1e-6, memory_bytes=1, measured_on="NVIDIA Abacus")
     assert estimated(speed=calibrated).notes[0].endswith("with the speed of NVIDIA Abacus")
-
-
-def test_a_captured_model_needs_no_batch() -> None:
-    source = Source(Ladder(4), partition=partition)
-    captured = source.capture(dict(get_batch(2)), training=True)
-    found = estimate_captured(
-        source,
-        captured,
-        (1, 4),
-        sample_bytes=2 * WIDTH * 4,
-        speed=SPEED,
-        within=assumed_link(LATENCY, BANDWIDTH),
-    )
-    assert found == estimated()
 
 
 # ---------------------------------------------------------------- links

@@ -8,8 +8,7 @@ and frees internally is not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,11 +35,15 @@ class RunnableSegment(Protocol):
     def backward_weights(self) -> None: ...
 
 
-class Meter(AbstractContextManager["Meter"]):
+class Meter:
     """Bytes in use now, and the peak since `restart`, by CUDA's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def counting(self) -> AbstractContextManager[object]:
+        """Count inside the `with` block."""
+        return nullcontext()
 
     def now(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -50,11 +53,6 @@ class Meter(AbstractContextManager["Meter"]):
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 class WeakStorage:
@@ -75,13 +73,15 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class CountingMeter(Meter):
-    """Meter that counts the tensors that operations return while it is entered."""
+    """Meter that counts the tensors that operations return."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._seen: dict[int, WeakStorage] = {}
         self._peak = 0
-        self._watch = _OperationWatch(self._add)
+
+    def counting(self) -> AbstractContextManager[object]:
+        return _OperationWatch(self._add)
 
     def now(self) -> int:
         self._seen = {key: memory for key, memory in self._seen.items() if memory.is_alive}
@@ -92,15 +92,6 @@ class CountingMeter(Meter):
 
     def peak(self) -> int:
         return self._peak
-
-    def __enter__(self) -> CountingMeter:
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _add(self, made: Iterable[Tensor]) -> None:
         for tensor in made:
@@ -142,7 +133,7 @@ def count_bytes(
     Its outputs are not counted: the next segment counts them as its inputs. Inputs that it only relays
     are not counted either: an earlier segment counts them.
     """
-    with meter:
+    with meter.counting():
         before = meter.now()
         held, counted_elsewhere, in_forward = _count_forward(segment, given, relayed, meter)
         meter.restart()

@@ -44,7 +44,7 @@ class TimedSegment(RunnableSegment, Protocol):
 
 
 @dataclass(frozen=True)
-class ChainLink:
+class LinkedSegment:
     """A segment in a chain, and its inputs: the outputs of the link at `before`, or the tensors `given`."""
 
     segment: TimedSegment
@@ -95,9 +95,9 @@ class ChainCosts(NamedTuple):
 
 
 def measure_chain(
-    chain: Sequence[ChainLink],
+    chain: Sequence[LinkedSegment],
     *,
-    make_empty: Callable[[], ChainLink],
+    make_empty: Callable[[], LinkedSegment],
     held: int,
     microbatch_size: int,
     stopwatch: Stopwatch,
@@ -142,14 +142,14 @@ def measure_chain(
     return ChainCosts(costs, empty.call_seconds(effort.quantile))
 
 
-def measure_calls(empty: ChainLink, *, stopwatch: Stopwatch, effort: Effort) -> float:
+def measure_calls(empty: LinkedSegment, *, stopwatch: Stopwatch, effort: Effort) -> float:
     """Return the time to call an empty segment when nothing else runs in between."""
     samples = SegmentSamples(stopwatch.is_async)
     _repeat(_whole_round, [empty], [samples], stopwatch, effort, held=1)
     return samples.call_seconds(effort.quantile)
 
 
-def run_once(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> None:
+def run_once(chain: Sequence[LinkedSegment], stopwatch: Stopwatch) -> None:
     """Run all forwards and all backwards of a chain."""
     _whole_round(chain, stopwatch)
 
@@ -171,15 +171,17 @@ def merge_size_costs(costs: Sequence[SizeCost]) -> SizeCost:
     )
 
 
-def _with_empty_segments(chain: Sequence[ChainLink], make_empty: Callable[[], ChainLink]) -> list[ChainLink]:
-    mixed: list[ChainLink] = []
+def _with_empty_segments(
+    chain: Sequence[LinkedSegment], make_empty: Callable[[], LinkedSegment]
+) -> list[LinkedSegment]:
+    mixed: list[LinkedSegment] = []
     for link in chain:
         before = None if link.before is None else 2 * link.before
-        mixed += [ChainLink(link.segment, before, link.given), make_empty()]
+        mixed += [LinkedSegment(link.segment, before, link.given), make_empty()]
     return mixed
 
 
-def _count_chain(chain: Sequence[ChainLink], make_meter: Callable[[], Meter]) -> list[SegmentBytes]:
+def _count_chain(chain: Sequence[LinkedSegment], make_meter: Callable[[], Meter]) -> list[SegmentBytes]:
     """Count the bytes of each segment, run alone with its inputs."""
     made: list[list[Tensor]] = []
     counted = []
@@ -193,12 +195,12 @@ def _count_chain(chain: Sequence[ChainLink], make_meter: Callable[[], Meter]) ->
 
 
 Marks = list[tuple[int, str, Any, Any]]  # place in the chain, part, start, stop
-Round = Callable[[Sequence[ChainLink], Stopwatch], Marks]
+Round = Callable[[Sequence[LinkedSegment], Stopwatch], Marks]
 
 
 def _repeat(
     run: Round,
-    chain: Sequence[ChainLink],
+    chain: Sequence[LinkedSegment],
     samples: Sequence[SegmentSamples],
     stopwatch: Stopwatch,
     effort: Effort,
@@ -226,12 +228,12 @@ def _repeat(
         link.segment.forget()
 
 
-def _whole_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+def _whole_round(chain: Sequence[LinkedSegment], stopwatch: Stopwatch) -> Marks:
     marks, made = _run_forwards(chain, stopwatch, keep_graph=True)
     return marks + _run_backwards(chain, made, stopwatch, "backward")
 
 
-def _split_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+def _split_round(chain: Sequence[LinkedSegment], stopwatch: Stopwatch) -> Marks:
     _, made = _run_forwards(chain, stopwatch, keep_graph=True)
     marks = _run_backwards(chain, made, stopwatch, "backward_inputs")
     for place, link in reversed(list(enumerate(chain))):
@@ -241,7 +243,7 @@ def _split_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
     return marks
 
 
-def _forward_only_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Marks:
+def _forward_only_round(chain: Sequence[LinkedSegment], stopwatch: Stopwatch) -> Marks:
     marks, _ = _run_forwards(chain, stopwatch, keep_graph=False)
     for link in chain:
         link.segment.forget()
@@ -249,7 +251,7 @@ def _forward_only_round(chain: Sequence[ChainLink], stopwatch: Stopwatch) -> Mar
 
 
 def _run_forwards(
-    chain: Sequence[ChainLink], stopwatch: Stopwatch, *, keep_graph: bool
+    chain: Sequence[LinkedSegment], stopwatch: Stopwatch, *, keep_graph: bool
 ) -> tuple[Marks, list[list[Tensor]]]:
     marks: Marks = []
     made: list[list[Tensor]] = []
@@ -263,7 +265,7 @@ def _run_forwards(
 
 
 def _run_backwards(
-    chain: Sequence[ChainLink], made: list[list[Tensor]], stopwatch: Stopwatch, part: str
+    chain: Sequence[LinkedSegment], made: list[list[Tensor]], stopwatch: Stopwatch, part: str
 ) -> Marks:
     """Run `part`, which is "backward" or "backward_inputs", of each segment in reverse order."""
     marks: Marks = []
@@ -281,7 +283,7 @@ def _run_backwards(
     return marks
 
 
-def _inputs(link: ChainLink, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _inputs(link: LinkedSegment, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return new tensors: several links may get the same data, and each makes its own gradient."""
     source = link.given if link.before is None else made[link.before]
     return [tensor.detach() for tensor in source]

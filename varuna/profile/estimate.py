@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from varuna.capture import Captured, Source
+from varuna.capture import Source
 from varuna.measure.draft import ProfileSubject
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cost.calibrate import calibrate
@@ -55,34 +55,16 @@ def estimate_profile(
         watch=capture_progress(shown=True),
     )
     batches = ProfileBatches(get_batch, source)
-    return estimate_captured(
+    captured = source.capture(batches.sample, training=True)
+    subject = describe(
         source,
-        source.capture(batches.sample, training=True),
-        microbatch_sizes,
+        captured,
         sample_bytes=batches.sample_bytes,
-        speed=speed,
-        within=within,
-        between=between,
-        optimizer=optimizer,
+        device=torch.device("cpu"),
+        devices_per_machine=1,
     )
-
-
-def estimate_captured(
-    source: Source,
-    captured: Captured,
-    microbatch_sizes: Sequence[int],
-    *,
-    sample_bytes: int,
-    speed: Speed,
-    within: LinkCost,
-    between: LinkCost | None = None,
-    optimizer: OptimizerCost = ADAM,
-) -> Profile:
-    """Estimate the profile of a captured model."""
     return estimate_described(
-        describe(
-            source, captured, sample_bytes=sample_bytes, device=torch.device("cpu"), devices_per_machine=1
-        ),
+        subject,
         captured.graph.segments,
         microbatch_sizes,
         speed=speed,
@@ -99,10 +81,10 @@ def estimate_described(
     *,
     speed: Speed,
     within: LinkCost,
-    between: LinkCost | None,
-    optimizer: OptimizerCost,
+    between: LinkCost | None = None,
+    optimizer: OptimizerCost = ADAM,
 ) -> Profile:
-    """Estimate the profile of a model whose facts are known."""
+    """Estimate the profile of a model from its facts and segments."""
     basis = f", with the speed of {speed.measured_on}" if speed.measured_on else ""
     return Profile(
         fingerprint=subject.fingerprint,
@@ -145,4 +127,4 @@ def assumed_reductions(link: LinkCost, between: bool) -> list[ReduceCost]:
     ]
 
 
-__all__ = ["Speed", "assumed_link", "calibrate", "estimate_captured", "estimate_profile"]
+__all__ = ["Speed", "assumed_link", "calibrate", "estimate_profile"]

@@ -19,7 +19,7 @@ from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.reduce import Reducer
 from varuna.measure.optimizer import FinishGradients
-from varuna.measure.segments import ChainLink
+from varuna.measure.segments import LinkedSegment
 from varuna.types import Plan, PrecisionName, StagePlan, TensorSpec, Work
 
 WORK = Work(seed=0, step=0, first_sample=0)
@@ -169,9 +169,9 @@ class EmptyTraits:
     momentum: Mapping[str, float | None] = {}
 
 
-def empty_link(device: torch.device) -> ChainLink:
+def empty_link(device: torch.device) -> LinkedSegment:
     segment = StageSegment(Stage(OneWeightState(device)), EmptyProgram(between=True), {}, (False,))
-    return ChainLink(segment, given=[torch.zeros((), device=device)])
+    return LinkedSegment(segment, given=[torch.zeros((), device=device)])
 
 
 def empty_step(device: torch.device, most: int) -> Callable[[int], None]:

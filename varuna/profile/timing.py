@@ -19,7 +19,7 @@ from varuna.capture import Captured
 from varuna.execute.device.facts import ran_out_of_memory
 from varuna.measure.memory import meter_for
 from varuna.measure.overheads import MANY, measure_overheads
-from varuna.measure.segments import ChainLink, measure_calls, measure_chain, run_once
+from varuna.measure.segments import LinkedSegment, measure_calls, measure_chain, run_once
 from varuna.measure.stopwatch import Effort, stopwatch_for
 from varuna.profile.runnable import SegmentFactory, empty_link, empty_step
 from varuna.types import Overheads, SizeCost, TensorSpec
@@ -61,7 +61,7 @@ class SegmentBench:
         """Measure all kinds as a chain: each gets the outputs of the one before it."""
         held = held_at_once(batch.captured.num_segments, num_kinds)
         chain = [
-            ChainLink(self.factory.make(kind, batch.captured, batch.inputs), self.factory.before(kind))
+            LinkedSegment(self.factory.make(kind, batch.captured, batch.inputs), self.factory.before(kind))
             for kind in range(num_kinds)
         ]
         costs, overheads = self._measure(chain, batch.size, held=held, with_overheads=with_overheads)
@@ -93,7 +93,10 @@ class SegmentBench:
                     before = self.factory.before(kind)
                     given = [] if before is None else made[before]
                     if kind in kinds:
-                        chain, wants = [ChainLink(segment, given=given)], with_overheads and overheads is None
+                        chain, wants = (
+                            [LinkedSegment(segment, given=given)],
+                            with_overheads and overheads is None,
+                        )
                         (by_kind[kind],), found = self._measure(
                             chain, batch.size, held=1, with_overheads=wants
                         )
@@ -121,7 +124,7 @@ class SegmentBench:
             torch.cuda.empty_cache()
 
     def _measure(
-        self, chain: Sequence[ChainLink], size: int, *, held: int, with_overheads: bool
+        self, chain: Sequence[LinkedSegment], size: int, *, held: int, with_overheads: bool
     ) -> tuple[list[SizeCost], Overheads | None]:
         stopwatch = stopwatch_for(self.device)
         measured = measure_chain(
