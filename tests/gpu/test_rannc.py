@@ -15,7 +15,7 @@ from pyrannc import RaNNCModule
 from tests.gpu.tasks import Wide
 from tests.pool import Pool
 from tests.pyrannc.jobs import make, own_rows, train, train_plainly
-from tests.pyrannc.low import compare_low, train_low, train_low_plainly
+from tests.pyrannc.low_precision import compare_low, train_low, train_low_plainly
 from tests.pyrannc.models import WIDTH
 from varuna.errors import VarunaError
 

@@ -1,4 +1,4 @@
-"""Models to be profiled: steps that are all alike, and operations that count, or run out of memory."""
+"""Models to profile: equal steps, and operations that count their calls or run out of memory."""
 
 from __future__ import annotations
 

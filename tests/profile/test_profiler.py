@@ -1,4 +1,4 @@
-"""What a profile holds, and that it is measured once, kept, extended, and refused where it is another's."""
+"""Profiles: complete, measured once, extended, and refused if they belong to another model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def sizes_of(profile: Profile) -> list[list[int]]:
     return [[size.microbatch_size for size in kind.sizes] for kind in profile.kinds]
 
 
-def test_everything_is_there_and_takes_time(make_profiler: MakeProfiler, tmp_path: Path) -> None:
+def test_a_profile_holds_all_costs(make_profiler: MakeProfiler, tmp_path: Path) -> None:
     """V24: compute, memory, link and all-reduce, with one device, in a documented JSON format."""
     profile = make_profiler(Ladder(5)).profile_all([1, 2, 4])
     assert profile.segments == (0, 1, 1, 1, 2)
@@ -91,12 +91,12 @@ def test_a_profile_is_extended_by_a_size(make_profiler: MakeProfiler, tmp_path: 
     assert read_profile(tmp_path) == more
 
 
-def test_measuring_anew_replaces_what_was_there(make_profiler: MakeProfiler) -> None:
+def test_add_to_existing_false_measures_everything_again(make_profiler: MakeProfiler) -> None:
     make_profiler(Ladder(4)).profile_all([1, 2])
     assert sizes_of(make_profiler(Ladder(4), add_to_existing=False).profile_all([4])) == [[4]] * 3
 
 
-def test_another_optimizer_is_measured_and_takes_the_place_of_the_first(make_profiler: MakeProfiler) -> None:
+def test_another_optimizer_replaces_the_first(make_profiler: MakeProfiler) -> None:
     make_profiler(Ladder(4)).profile_all([2])
     profiler = make_profiler(Ladder(4))
     profiler.set_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -110,7 +110,7 @@ def test_another_optimizer_is_measured_and_takes_the_place_of_the_first(make_pro
     assert profiler.profile_all([2]).optimizer == found.optimizer
 
 
-def test_the_readmes_form_of_the_call(make_profiler: MakeProfiler, tmp_path: Path) -> None:
+def test_the_older_form_of_the_call_works(make_profiler: MakeProfiler, tmp_path: Path) -> None:
     profiler = Profiler(Ladder(3), "cpu", fp16=False, effort=ladders.BRIEF)
     profiler.initialize(get_batch)
     profile = profiler.profile_all(get_batch, [1, 2], out_folder=tmp_path / "saved")
@@ -150,7 +150,9 @@ def change_file(folder: Path, **changes: Any) -> None:
     (folder / NAME).write_bytes(msgspec.json.encode({**found, **changes}))
 
 
-def test_another_models_profile_is_refused_by_name(make_profiler: MakeProfiler, tmp_path: Path) -> None:
+def test_a_profile_of_another_model_device_or_precision_is_refused(
+    make_profiler: MakeProfiler, tmp_path: Path
+) -> None:
     make_profiler(Ladder(4)).profile_all([2])
     with pytest.raises(ValueError, match=rf"{NAME} holds the profile of another model: .*another out_folder"):
         make_profiler(Ladder(5)).profile_all([2])
@@ -175,12 +177,12 @@ def test_an_unfinished_profile_of_another_model_is_refused_too(
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [-1], [1.5], ["2"], [True], 4, "12", None])
-def test_sizes_that_are_no_sizes_are_refused(make_profiler: MakeProfiler, sizes: Any) -> None:
+def test_invalid_sizes_are_refused(make_profiler: MakeProfiler, sizes: Any) -> None:
     with pytest.raises(ValueError, match="micro-batch sizes must be positive whole numbers"):
         make_profiler(Ladder(3)).profile_all(sizes)
 
 
-def test_a_get_batch_that_does_not_do_as_it_is_told_is_refused(make_profiler: MakeProfiler) -> None:
+def test_a_wrong_get_batch_is_refused(make_profiler: MakeProfiler) -> None:
     with pytest.raises(ValueError, match=r"get_batch\(2\) must return 2 samples, but returned 3 in 'x'"):
         make_profiler(Ladder(3), lambda size: get_batch(3)).profile_all([1])
     with pytest.raises(ValueError, match=r"get_batch\(4\) must return 4 samples, but returned 2 in 'x'"):
@@ -191,7 +193,7 @@ def test_a_get_batch_that_does_not_do_as_it_is_told_is_refused(make_profiler: Ma
         make_profiler(Ladder(3), None).profile_all([1])
 
 
-def test_a_models_own_troubles_come_through(make_profiler: MakeProfiler) -> None:
+def test_errors_of_the_model_and_the_arguments_are_raised(make_profiler: MakeProfiler) -> None:
     class NoLoss(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x + y

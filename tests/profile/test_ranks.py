@@ -1,4 +1,4 @@
-"""Several processes profile together: each gets the whole, one writes, and an error of one is one of all."""
+"""Several processes profile together: all return the profile, one writes it, and errors reach all."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(pool: Pool, tmp_path: Path, how
     ]
 
 
-def test_ranks_with_different_models_are_told_apart(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_with_different_models_are_refused(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(failing, 2, tmp_path, "another model")
     assert all(text.startswith("ValueError: ranks [1] profile another model than rank 0") for text in told)
 
@@ -83,7 +83,7 @@ def test_ranks_that_share_a_device_or_cores_do_not_measure_at_once() -> None:
     assert not places(*[("a", "cpu")] * 4).share_a_device((0, 1))
 
 
-def test_groups_to_reduce_over_lie_within_a_machine_or_take_one_rank_of_each() -> None:
+def test_reduce_groups_lie_within_a_machine_or_take_one_rank_of_each() -> None:
     spread = places(*[(machine, "cpu") for machine in "abc" for _ in range(4)])
     assert spread.groups() == [
         ((0, 1), False),

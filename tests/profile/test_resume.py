@@ -1,4 +1,4 @@
-"""A profiler that is killed goes on where it was."""
+"""A killed profiler continues where it stopped."""
 
 import os
 import random

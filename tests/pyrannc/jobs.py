@@ -1,4 +1,4 @@
-"""What ranks do with a wrapped model, and the same done by one plain process."""
+"""Training with a wrapped model on several ranks, and the same training in one plain process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""RaNNC's own kinds of test models, and what each is called with."""
+"""Test models like those of RaNNC, and their inputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""How a model is spread: chosen, kept in a file, shown, refused; and errors that reach every rank."""
+"""Deployments: chosen, saved, loaded, shown and refused; and errors that reach every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class Deep(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, 64), *(layer for parts in layers for layer in parts))
 
 
-def test_a_plan_rests_on_measured_segments_and_leaves_no_trace(
+def test_measuring_decides_the_plan_and_does_not_change_the_model(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R9, R10, R12, R13: the same plan on every rank, in every run, and without devices."""
@@ -252,7 +252,7 @@ def raise_in(wrapper: RaNNCModule) -> None:
         ("Custom", ["test_deployment.py", "Drawing", "draws random numbers"]),
     ],
 )
-def test_a_refusal_reaches_every_rank_and_says_why(pool: Pool, what: str, expected: list[str]) -> None:
+def test_an_error_reaches_every_rank_with_its_reason(pool: Pool, what: str, expected: list[str]) -> None:
     """R6, R11, R17: no rank hangs, and each has the message."""
     for message in pool.run(refusal, 2, what):
         for word in expected:

@@ -11,7 +11,7 @@ import torch
 from tests.morph.hosts.lab import Lab
 from tests.pool import free_port
 from tests.pyrannc.jobs import train_plainly
-from tests.pyrannc.launched import COUNTS
+from tests.pyrannc.launched_script import COUNTS
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 180
@@ -32,7 +32,7 @@ assert not dist.is_initialized()
 """
 
 
-def test_importing_it_does_nothing(tmp_path: Path) -> None:
+def test_import_has_no_side_effects(tmp_path: Path) -> None:
     """R17: no process group, file, handler, hook or thread, though the variables of a job are there."""
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     environment = {**os.environ, **job, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -51,7 +51,14 @@ def test_torchrun_over_two_machines_trains_as_one_process(tmp_path: Path) -> Non
         for number, host in enumerate(lab.hosts):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
             torchrun += [f"--node-rank={number}", f"--master-addr={lab.hosts[0].address}"]
-            script = ["--master-port=29511", "-m", "tests.pyrannc.launched", str(tmp_path), "train", "2"]
+            script = [
+                "--master-port=29511",
+                "-m",
+                "tests.pyrannc.launched_script",
+                str(tmp_path),
+                "train",
+                "2",
+            ]
             command = host.command([*torchrun, *script])
             jobs.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -79,7 +86,7 @@ SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
         ("die", 2, SLURM, ["rank 1 (stage 1, replica 0) is lost"]),
     ],
 )
-def test_ranks_that_nobody_looks_after_end_with_the_one_that_fails(
+def test_without_a_launcher_all_ranks_end_when_one_fails(
     tmp_path: Path, what: str, stages: int, family: tuple[str, str], said: list[str]
 ) -> None:
     """R17: as mpirun and srun start them; an exception between two calls, a kill -9 within one."""
@@ -91,7 +98,7 @@ def test_ranks_that_nobody_looks_after_end_with_the_one_that_fails(
             **{family[0]: str(rank), family[1]: "2"},
             **{"MASTER_PORT": port, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
         }
-        command = [sys.executable, "-m", "tests.pyrannc.launched", str(tmp_path), what, str(stages)]
+        command = [sys.executable, "-m", "tests.pyrannc.launched_script", str(tmp_path), what, str(stages)]
         jobs.append(
             subprocess.Popen(
                 command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True

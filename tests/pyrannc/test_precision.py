@@ -7,7 +7,7 @@ from torch import nn
 
 from pyrannc import RaNNCModule
 from tests.pool import Pool
-from tests.pyrannc.low import batch, compare_low, steps, train_low, train_low_plainly
+from tests.pyrannc.low_precision import batch, compare_low, steps, train_low, train_low_plainly
 from tests.pyrannc.models import WIDTH
 
 NUM_PARAMETERS = 6
@@ -17,7 +17,7 @@ NUM_PARAMETERS = 6
     ("world", "stages", "precision", "sharded"),
     [(1, 1, "fp16", False), (2, 2, "bf16", False), (4, 1, "bf16", True), (4, 2, "fp16", True)],
 )
-def test_low_precision_and_a_sharded_optimizer_update_as_one_process_does(
+def test_low_precision_and_a_sharded_optimizer_match_one_process(
     pool: Pool, world: int, stages: int, precision: str, sharded: bool
 ) -> None:
     """R16: bf16 by `use_amp_master_params`, fp16 with a gradient scaler, an overflow on a rank, clipping."""
@@ -62,6 +62,6 @@ def scale_with_little() -> None:
     wrapped.undeploy()
 
 
-def test_a_gradient_scaler_goes_along_where_a_rank_has_no_parameters_or_no_samples(pool: Pool) -> None:
+def test_a_gradient_scaler_works_on_ranks_without_parameters_or_samples(pool: Pool) -> None:
     """R16: its scale is that of one process, also where another rank's samples overflow."""
     pool.run(scale_with_little, 2)

@@ -14,7 +14,7 @@ from pyrannc import RaNNCModule
 from tests.pool import Pool
 from tests.pyrannc.jobs import make, train, train_plainly
 from tests.pyrannc.models import WIDTH
-from tests.pyrannc.use import use
+from tests.pyrannc.usage import use
 from tests.tasks import logged
 from varuna.errors import VarunaError
 
@@ -78,7 +78,7 @@ def test_training_equals_one_process(pool: Pool, world: int) -> None:
                 check(its, plain(name, world), counts, rank)
 
 
-def test_models_of_next_to_nothing(pool: Pool) -> None:
+def test_models_without_parameters_or_with_one_operation(pool: Pool) -> None:
     """R5: no parameters, one operation, none at all."""
     counts = [[2, 3]]
     for found in pool.run(several, 2, ["Identity", "OneOperation"], [(1, 2)], counts):
@@ -88,7 +88,9 @@ def test_models_of_next_to_nothing(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_batch_norm_and_dropout_are_those_of_the_same_microbatches(pool: Pool, recompute: bool) -> None:
+def test_batch_norm_and_dropout_match_one_process_with_the_same_microbatches(
+    pool: Pool, recompute: bool
+) -> None:
     """R9: over 2 stages of 2 replicas, recomputed or not."""
     counts = [[2, 2, 2, 2], [2, 2, 2, 2]]
     options = {"partition_num": 2, "pipeline_num": 2, "checkpointing": recompute}
@@ -100,7 +102,7 @@ def test_batch_norm_and_dropout_are_those_of_the_same_microbatches(pool: Pool, r
 @pytest.mark.parametrize(
     ("name", "replicas"), [("Simple", (2,)), ("Simple", (1, 1)), ("Simple", (2, 2)), ("Shared", (1, 2))]
 )
-def test_a_script_may_use_it_in_every_way(pool: Pool, name: str, replicas: tuple[int, ...]) -> None:
+def test_every_feature_matches_the_plain_model(pool: Pool, name: str, replicas: tuple[int, ...]) -> None:
     """R2, R3, R4, R7, R8, R9: accumulation, clipping, several forwards and backwards, evaluation, state into
     a plain model and another layout, a part of a larger model, samples on rank 0 alone."""
     pool.run(use, sum(replicas), name, replicas, timeout=150)
@@ -135,7 +137,7 @@ def run_out_of_memory(stages: int, pipeline_num: int) -> str:
         (1, 4, "partition_num=2 on as many devices or more"),
     ],
 )
-def test_out_of_memory_is_told_with_a_setting_of_ours(
+def test_out_of_memory_names_the_option_to_change(
     pool: Pool, stages: int, pipeline_num: int, way_out: str
 ) -> None:
     """R17: who has the device's memory, and what to set instead."""
@@ -147,7 +149,7 @@ def test_out_of_memory_is_told_with_a_setting_of_ours(
     assert said.endswith(f"(try {way_out})")
 
 
-def test_what_could_never_train_is_refused_at_once() -> None:
+def test_impossible_arguments_are_refused_at_once() -> None:
     """R6: another model's optimizer, a model that is wrapped already, a first call without samples."""
     model = RaNNCModule(make("Simple"), device="cpu")
     with pytest.raises(ValueError, match="none of the model's parameters"):
@@ -158,7 +160,7 @@ def test_what_could_never_train_is_refused_at_once() -> None:
         model(torch.randn(0, WIDTH))
 
 
-def test_ranks_that_are_given_the_same_samples_are_told(pool: Pool) -> None:
+def test_equal_batches_on_two_ranks_are_warned_of(pool: Pool) -> None:
     """Once, in training; an empty share is nobody's."""
     assert pool.run(warnings_of_given_alike, 2, [1, 1]) == [1, 0]
     assert pool.run(warnings_of_given_alike, 2, [1, 2]) == [0, 0]

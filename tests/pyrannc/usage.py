@@ -1,4 +1,4 @@
-"""One job that uses a wrapped model in every way that a script may, beside a plain one that is used alike."""
+"""A job that uses every feature of a wrapped model, and the same steps with a plain model."""
 
 import warnings
 from copy import deepcopy

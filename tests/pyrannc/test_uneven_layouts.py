@@ -56,7 +56,7 @@ def several(name: str, layouts: list[Layout], counts: list[list[int]]) -> list[d
         (8, "Everything", [("3+1+4", 3)]),
     ],
 )
-def test_any_numbers_of_replicas_are_the_same_training(
+def test_training_is_the_same_with_any_numbers_of_replicas(
     pool: Pool, world: int, name: str, layouts: list[Layout]
 ) -> None:
     """R1, R3, R4: a tie and a skip over the stages, dropout, a buffer, a loss inside and outside; five steps
@@ -123,7 +123,7 @@ def keep(file: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_it_is_kept_in_a_file_and_its_optimizer_is_sharded(pool: Pool, tmp_path: Path) -> None:
+def test_an_uneven_layout_is_saved_and_its_optimizer_is_sharded(pool: Pool, tmp_path: Path) -> None:
     """R14, R16: state of model and optimizer whole on all ranks, though shares differ by stage."""
     file = tmp_path / "deployment.json"
     for rank, found in enumerate(pool.run(keep, 4, str(file), timeout=150)):
@@ -177,7 +177,7 @@ def chosen(world: int, **options: Any) -> Plan:
     return deployment.choose(subject, Configuration(**options)).plan
 
 
-def test_costs_of_three_to_one_get_three_replicas_and_one() -> None:
+def test_a_stage_with_three_times_the_work_gets_three_times_the_replicas() -> None:
     """R10: where no device holds both layers; any number of ranks; the same plan every time."""
     full = {"mem_limit_gb": 0.04, "min_pipeline": 8}  # a layer with its gradients and optimizer needs 16 MiB
     plan = chosen(4, **full)
@@ -252,7 +252,7 @@ def test_no_layout_with_unequal_replicas_is_better(
 # ---------------------------------------------------------------- asked for, and refused
 
 
-def test_it_is_asked_for_by_file_environment_and_argument(tmp_path: Path) -> None:
+def test_replicas_are_set_by_file_environment_and_argument(tmp_path: Path) -> None:
     """R15: beside the one number of RaNNC."""
     (tmp_path / "rannc_conf.toml").write_text("replica_num = [1, 3]\n")
     folder = {"RANNC_CONF_DIR": str(tmp_path)}
@@ -277,7 +277,7 @@ def test_it_is_asked_for_by_file_environment_and_argument(tmp_path: Path) -> Non
         ({"partition_num": 5}, "partition_num 5.*5 stages, but there are 4 ranks"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused_with_the_way_out(options: dict[str, Any], message: str) -> None:
+def test_impossible_layouts_are_refused_with_a_remedy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         LayoutChoices(4, 3, Configuration(**options))
 

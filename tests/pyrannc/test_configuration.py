@@ -10,7 +10,7 @@ from pyrannc.logs import configure_logging
 from pyrannc.process import find_rank
 
 
-def test_every_option_by_file_by_environment_and_by_argument(tmp_path: Path) -> None:
+def test_every_option_can_be_set_by_file_environment_and_argument(tmp_path: Path) -> None:
     """R15: arguments win over the environment, that over the file."""
     folder = tmp_path / ".pyrannc"
     folder.mkdir()
@@ -80,7 +80,7 @@ def test_each_component_has_its_level_and_its_sink(tmp_path: Path) -> None:
         logger.propagate = True
 
 
-def test_the_variables_of_torchrun_mpirun_and_srun_are_understood() -> None:
+def test_ranks_are_read_from_torchrun_mpirun_and_srun() -> None:
     """R17."""
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
     assert find_rank(torchrun) == (1, 4, 1, "h", 5)

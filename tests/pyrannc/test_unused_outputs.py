@@ -1,4 +1,4 @@
-"""Outputs that only some ranks use, or none: gradients are there where one process would have them."""
+"""Outputs that only some ranks use, or none: the same parameters get gradients as in one process."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_each_rank_may_use_other_outputs(pool: Pool, stages: int) -> None:
+def test_each_rank_may_use_different_outputs(pool: Pool, stages: int) -> None:
     """R2, R7: what no rank has a gradient for has none; and it takes no other one with it."""
     pool.run(use_heads, 2, stages)
 
