@@ -1,4 +1,4 @@
-"""A script as users start it: `python -m tests.pyrannc.launched_script FOLDER WHAT STAGES`, for what it finds."""
+"""A script as users start it: `python -m tests.pyrannc.launched_script FOLDER WHAT STAGES`."""
 
 import os
 import signal
