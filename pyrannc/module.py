@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc import deployment
-from pyrannc.calls import AgreedCalls
+from pyrannc.calls import AgreedCalls, CurrentCall
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.logs import configure_logging
 from pyrannc.optimizers import PartitionedOptimizer
@@ -120,20 +120,25 @@ class RaNNCModule(nn.Module):
             call = self._calls.agree(
                 self._session, args, kwargs, training=self.training, precision=self._current_precision()
             )
-            if self._partitioned is None:
-                with self._session.patient(FIRST_CALL_TIMEOUT_FACTOR):
-                    partitioning = ModelPartitioning(
-                        self._model, self._optimizer, self._calls, self._session, self._options
-                    )
-                    partitioned = partitioning.run(call, self._open_session)
-                self._session = partitioned.session
-                self.__dict__["_partitioned"] = partitioned
-            else:
-                partitioned = self._partitioned
-            outputs = partitioned.run(call, self._backward)
-            if self._options.configuration.trace_events:
-                partitioned.write_trace(Path(self._options.configuration.event_trace_file))
-            return outputs
+            if self._partitioned is not None:
+                return self._run(self._partitioned, call)
+            partitioning = ModelPartitioning(self._model, self._optimizer, self._calls, self._options)
+            with self._session.patient(FIRST_CALL_TIMEOUT_FACTOR):
+                planned = partitioning.plan(call, self._session)
+            if planned.stage_map != self._session.stage_map:
+                flat_session, self._session = self._session, self._open_session(planned.stage_map)
+                flat_session.close()
+        # A block of its own: errors are reported to the ranks of the new session.
+        with self._report_errors("forward"):
+            partitioned = partitioning.build(planned, self._session)
+            self.__dict__["_partitioned"] = partitioned
+            return self._run(partitioned, call)
+
+    def _run(self, partitioned: PartitionedModel, call: CurrentCall) -> Any:
+        outputs = partitioned.run(call, self._backward)
+        if self._options.configuration.trace_events:
+            partitioned.write_trace(Path(self._options.configuration.event_trace_file))
+        return outputs
 
     def _backward(self, batch: BatchInFlight, gradients: Any) -> dict[str, Tensor]:
         with self._report_errors("backward"):

@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +52,34 @@ class PartitionOptions:
     timeout_seconds: float
 
 
+class PlannedModel(NamedTuple):
+    """A captured model and the plan for it, the same on all ranks."""
+
+    source: Source
+    captured: Captured
+    pinned: PinnedPlan
+    seed: int
+    number: int  # of the first call
+
+    @property
+    def stage_map(self) -> StageMap:
+        return tuple(stage.ranks for stage in self.pinned.plan.stages)
+
+
 @dataclass
 class ModelPartitioning:
-    """Partitions one model over the ranks of a session. All ranks make the same calls."""
+    """Partitions one model over all ranks. All ranks make the same calls."""
 
     model: nn.Module
     optimizer: PartitionedOptimizer | None
     calls: AgreedCalls
-    session: Session  # of all ranks, before there are stages
     options: PartitionOptions
 
-    def run(self, call: CurrentCall, open_session: Callable[[StageMap], Session]) -> PartitionedModel:
-        """Choose a layout by the batch of this call, and build this rank's stage."""
+    def plan(self, call: CurrentCall, session: Session) -> PlannedModel:
+        """Choose a layout by the batch of this call; in `session` there are no stages yet."""
         if not call.batch_size:
             raise ValueError("no rank gave a sample (the batch of the first call decides the layout)")
-        options, session = self.options, self.session
+        options = self.options
         source = Source(
             self.model,
             precision=self.calls.calls[call.number].signature.precision,
@@ -75,31 +88,17 @@ class ModelPartitioning:
             watch=capture_progress(shown=session.rank == 0),
         )
         captured = self.calls.capture(source, call.number, training=True)
-        self._check_same_model(captured)
+        self._check_same_model(captured, session)
         own_seed = torch.initial_seed() if options.seed is None else options.seed
         seed = session.gather(own_seed)[0] % 2**63
-        pinned = self._plan(source, captured, call)
+        pinned = self._choose(source, captured, call, session)
         if options.configuration.sync_params_on_init and switches.syncs_parameters:
-            self._sync_parameters()
-        stage_map = tuple(stage.ranks for stage in pinned.plan.stages)
-        if stage_map != session.stage_map:
-            staged = open_session(stage_map)
-            session.close()
-            session = staged
-        partitioned = self._build(source, captured, session, pinned, seed, call.number)
-        log.info("deployed: %s", pinned.reason)
-        return partitioned
+            self._sync_parameters(session)
+        return PlannedModel(source, captured, pinned, seed, call.number)
 
-    def _build(
-        self,
-        source: Source,
-        captured: Captured,
-        session: Session,
-        pinned: PinnedPlan,
-        seed: int,
-        number: int,  # of the first call
-    ) -> PartitionedModel:
+    def build(self, planned: PlannedModel, session: Session) -> PartitionedModel:
         """Keep this stage's part of the model and of the optimizer, and make its pipeline."""
+        source, captured, pinned, seed, number = planned
         options, plan = self.options, pinned.plan
         names = parameter_names(self.model)
         own = plan.stages[session.stage]
@@ -130,6 +129,7 @@ class ModelPartitioning:
         )
         if self.optimizer is not None:
             self._partition_optimizer(self.optimizer, partitioned, names)
+        log.info("deployed: %s", pinned.reason)
         return partitioned
 
     def _partition_optimizer(
@@ -147,11 +147,11 @@ class ModelPartitioning:
         # Ranks whose stage has one replica take part as well: gathering is collective.
         optimizer.shard(partitioned.gather_shares)
 
-    def _plan(self, source: Source, captured: Captured, call: CurrentCall) -> PinnedPlan:
+    def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
         """Return the plan of rank 0: loaded from a file, or chosen."""
-        configuration, is_first = self.options.configuration, self.session.rank == 0
+        configuration, is_first = self.options.configuration, session.rank == 0
         sample_bytes = self.calls.calls[call.number].sample_bytes
-        machines = self.session.gather(machine_identity())
+        machines = session.gather(machine_identity())
         task = DeploymentTask(source, captured, call.batch_size, sample_bytes, machines, self.options.device)
         file = self.options.deployment_file
         if file is None and configuration.load_deployment:
@@ -160,18 +160,18 @@ class ModelPartitioning:
         if file is not None:
             pinned = deployment.load(file, task) if is_first else None
         else:
-            measured = self._measure(task, call)
+            measured = self._measure(task, call, session)
             if is_first:
                 pinned = deployment.choose(task, configuration, measured)
             if pinned is not None and configuration.save_deployment:
                 deployment.save(configuration.deployment_file, pinned)
-        agreed = self.session.broadcast(pinned, 0)
+        agreed = session.broadcast(pinned, 0)
         assert agreed is not None
         return agreed
 
-    def _measure(self, task: DeploymentTask, call: CurrentCall) -> Profile | None:
+    def _measure(self, task: DeploymentTask, call: CurrentCall, session: Session) -> Profile | None:
         """Return the costs of the model: those that rank 0 knows, or measured by all ranks."""
-        session, configuration = self.session, self.options.configuration
+        configuration = self.options.configuration
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
         needed = NeededCosts()
         if session.rank == 0:
@@ -194,10 +194,10 @@ class ModelPartitioning:
             keep_costs(profile, configuration, needed.circumstances)
         return profile
 
-    def _check_same_model(self, captured: Captured) -> None:
+    def _check_same_model(self, captured: Captured, session: Session) -> None:
         """Raise ValueError with the first difference, if ranks wrapped different models."""
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        everyone = self.session.gather((type(self.model).__name__, shapes, captured.graph.fingerprint))
+        everyone = session.gather((type(self.model).__name__, shapes, captured.graph.fingerprint))
         first_kind, first, _ = everyone[0]
         for rank, (kind, theirs, _) in enumerate(everyone):
             if kind != first_kind:
@@ -211,17 +211,17 @@ class ModelPartitioning:
                         f"{_shape_text(theirs.get(name))}, on rank 0 {_shape_text(first.get(name))} "
                         "(build the same model on all ranks)"
                     )
-        check_same_forward(self.session, [fingerprint for *_, fingerprint in everyone], captured)
+        check_same_forward(session, [fingerprint for *_, fingerprint in everyone], captured)
 
     @torch.no_grad()
-    def _sync_parameters(self) -> None:
+    def _sync_parameters(self, session: Session) -> None:
         """Copy the values of rank 0 to all ranks: random initial values differ between processes."""
         tensors = [t for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta]
-        if self.session.group is None or not tensors:
+        if session.group is None or not tensors:
             return
         on_host = [t.detach().cpu().contiguous() for t in tensors]
         broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
-        broadcast(self.session.group, on_host, SYNC_BYTES, 0)
+        broadcast(session.group, on_host, SYNC_BYTES, 0)
         for tensor, value in zip(tensors, on_host, strict=True):
             tensor.copy_(value)
 

@@ -1,7 +1,9 @@
 """Deployments: chosen, saved, loaded, shown and refused; and errors that reach every rank."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import pyrannc
+import pyrannc.partitioning
 from pyrannc import RaNNCModule, deployment
 from tests.pool import Pool
 from tests.pyrannc.jobs import make
@@ -220,11 +223,16 @@ def refusal(what: str) -> str:
         x = torch.randn(4, WIDTH + rank)
     elif what in ("Looking", "Fixed", "Custom"):
         model = {"Looking": Looking, "Fixed": Fixed, "Custom": Custom}[what]()
-    with pytest.raises(Exception) as refused:
+    elif what == "new session":
+        options["partition_num"] = 2
+    with pytest.raises(Exception) as refused, ExitStack() as stack:
         wrapper = wrapped(model, **options)
         if what == "one rank" and rank == 1:
             x = x.int().float() * float("nan")
             raise_in(wrapper)
+        if what == "new session" and rank == 1:
+            error = ZeroDivisionError("no memory for this stage")
+            stack.enter_context(patch.object(pyrannc.partitioning, "adopted_state", side_effect=error))
         wrapper(x)
     return str(refused.value) + "".join(getattr(refused.value, "__notes__", ()))
 
@@ -247,6 +255,7 @@ def raise_in(wrapper: RaNNCModule) -> None:
         ("layout", ["partition_num 2", "replica_num 2", "2 ranks"]),
         ("shape", ["'x'", "rank 1", "rank 0"]),
         ("one rank", ["something of this rank's own"]),
+        ("new session", ["no memory for this stage"]),
         ("Looking", ["test_deployment.py", "x.sum() > 0"]),
         ("Fixed", ["test_deployment.py", "x.view(4, -1)", "batch size"]),
         ("Custom", ["test_deployment.py", "Drawing", "draws random numbers"]),
