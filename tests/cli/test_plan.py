@@ -112,7 +112,7 @@ def test_several_numbers_of_devices_are_compared(planner: Planner) -> None:
     shown = planner.run(*given, "--devices", "1,2,4,8")
     head, *table = rows(shown)[:5]
     assert head == [
-        *("devices", "machines", "stages", "replicas", "micro-batch", "schedule", "per", "step"),
+        *("devices", "machines", "stages", "replicas", "micro-batch", "schedule", "a", "step"),
         *("samples/s", "gain", "efficiency", "idle"),
     ]
     assert [row[:2] for row in table] == [["1", "1"], ["2", "1"], ["4", "2"], ["8", "4"]]

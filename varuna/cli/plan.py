@@ -217,7 +217,7 @@ def simulate(options: SimulateOptions) -> None:
     change = forecast.seconds / pinned.forecast.seconds - 1
     rate = pinned.plan.batch_size / forecast.seconds
     typer.echo(
-        f"{duration(forecast.seconds)} per step, {rate:.4g} samples/s"
+        f"{duration(forecast.seconds)} a step, {rate:.4g} samples/s"
         + (f"; planned: {duration(pinned.forecast.seconds)} ({change:+.1%})" if abs(change) >= 5e-4 else "")
     )
     for note in forecast.estimates:
@@ -328,7 +328,7 @@ def _timeline(simulation: Simulation, proposal: Proposal) -> Timeline:
 
 
 def _draw(file: Path, simulation: Simulation, proposal: Proposal) -> None:
-    title = f"{tables.headline(proposal.plan)}: {duration(simulation.seconds)} per step"
+    title = f"{tables.headline(proposal.plan)}: {duration(simulation.seconds)} a step"
     write_atomic(file, to_svg(_timeline(simulation, proposal), title))
 
 
@@ -371,7 +371,7 @@ def _show_sweep(points: Sequence[SweepPoint], as_json: bool) -> None:
         typer.echo(encode(points))
         return
     table = tables.table(
-        *("devices>", "machines>", "stages>", "replicas>", "micro-batch>", "schedule", "per step>"),
+        *("devices>", "machines>", "stages>", "replicas>", "micro-batch>", "schedule", "a step>"),
         *("samples/s>", "gain>", "efficiency>", "idle>"),
     )
     gains = tables.gains([point.samples_per_second for point in points])
