@@ -203,8 +203,8 @@ owners = st.builds(
 
 @settings(deadline=None)
 @given(holder=owners, comer=owners, age=st.floats(-1e4, 1e4))
-def test_only_a_young_record_of_another_job_is_blocks_claim(holder: Owner, comer: Owner, age: float) -> None:
+def test_only_a_young_record_of_another_job_blocks_a_claim(holder: Owner, comer: Owner, age: float) -> None:
     record = ClaimRecord(holder, renewed=1e6)
     assert msgspec.json.decode(msgspec.json.encode(record), type=ClaimRecord) == record
-    refused = blocks_claim(record, comer, 1e6 + age) is not None
+    refused = blocks_claim(record, comer, 1e6 + age)
     assert refused == (holder.job != comer.job and age < STALE_SECONDS)
