@@ -1,4 +1,4 @@
-"""How plans and profiles are told in a terminal. Imports no torch."""
+"""Terminal tables of plans and profiles. Imports no torch."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,12 @@ from varuna.units import count, duration, memory
 
 
 def console() -> Console:
-    """Where nobody looks, a line is as long as it needs to be."""
+    """Return a console; lines wrap only in a terminal."""
     return Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
 
 
 def table(*columns: str) -> Table:
-    """Columns of numbers are written "name>"; the last may be as long as it likes."""
+    """Return a table. A column "name>" is right-aligned; only the last column wraps."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         right, last = name.endswith(">"), index == len(columns) - 1
@@ -34,19 +34,18 @@ def headline(plan: Plan) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Which numbers, in few words: "0 to 3, 7, 8"; of many runs the first."""
+    """Format numbers as ranges: "0 to 3, 7, 8". Only the first four ranges are shown."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    told = ["{} to {}".format(*run) if len(run) > 1 and run[1] > run[0] + 1 else _join(run) for run in runs]
-    return ", ".join(told[:4]) + (", ..." if len(told) > 4 else "")
-
-
-def _join(run: Sequence[int]) -> str:
-    return ", ".join(map(str, run))
+    texts = [
+        f"{run[0]} to {run[1]}" if len(run) > 1 and run[1] > run[0] + 1 else ", ".join(map(str, run))
+        for run in runs
+    ]
+    return ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
 
 
 def samples_per_second(proposal: Proposal) -> float:
@@ -54,7 +53,7 @@ def samples_per_second(proposal: Proposal) -> float:
 
 
 def bubble(proposal: Proposal) -> float:
-    """Of the mean stage."""
+    """Return the mean bubble of the stages."""
     return fmean(stage.bubble for stage in proposal.forecast.stages)
 
 
@@ -95,7 +94,7 @@ def layouts(proposals: Sequence[Proposal]) -> Table:
 
 
 def stages(proposal: Proposal) -> Table:
-    """Where the time of a step goes."""
+    """Return the parts of the step time of each stage."""
     made = table(
         *("stage>", "segments", "ranks", "recompute", "compute>", "waiting>", "all-reduce>", "optimizer>"),
         *("bubble>", "memory>"),
@@ -115,7 +114,7 @@ def stages(proposal: Proposal) -> Table:
 
 
 def memories(proposal: Proposal) -> Table:
-    """What the memory of each stage is for."""
+    """Return the memory of each stage by purpose."""
     parts = ("fixed", "parameters", "gradients", "buckets", "optimizer", "activations", "boundaries")
     made = table("stage>", *(f"{part}>" for part in parts), "working>", "in all>")
     for index, stage in enumerate(proposal.forecast.stages):
@@ -125,9 +124,9 @@ def memories(proposal: Proposal) -> Table:
 
 
 def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str]]:
-    """(what, here, there) of all that differs."""
+    """Return (what, here, there) for each difference."""
 
-    def tell(pinned: PinnedPlan) -> dict[str, str]:
+    def describe(pinned: PinnedPlan) -> dict[str, str]:
         plan = pinned.plan
         return {
             "stages": str(plan.depth),
@@ -149,7 +148,7 @@ def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str
             "memory": memory(fullest(pinned)),
         }
 
-    here, there = tell(left), tell(right)
+    here, there = describe(left), describe(right)
     return [(name, here[name], there[name]) for name in here if here[name] != there[name]]
 
 
@@ -157,7 +156,7 @@ def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str
 
 
 def kinds(profile: Profile) -> Table:
-    """What each kind of segment costs, at each size."""
+    """Return the costs of each kind of segment at each size."""
     made = table(
         *("kind>", "segments", "weights>", "micro-batch>", "forward>", "backward>", "in two parts>"),
         *("activations>", "working>"),
@@ -168,8 +167,8 @@ def kinds(profile: Profile) -> Table:
             made.add_row(
                 *(("", "", "") if row else (str(index), spans(where), memory(kind.parameter_bytes))),
                 str(size.microbatch_size),
-                _give_or_take(size.forward.seconds, size.forward.spread),
-                _give_or_take(size.backward.seconds, size.backward.spread),
+                _with_spread(size.forward.seconds, size.forward.spread),
+                _with_spread(size.backward.seconds, size.backward.spread),
                 f"{duration(size.backward_inputs.seconds)} + {duration(size.backward_weights.seconds)}",
                 memory(size.activation_bytes),
                 memory(size.working_bytes),
@@ -177,12 +176,12 @@ def kinds(profile: Profile) -> Table:
     return made
 
 
-def _give_or_take(seconds: float, spread: float) -> str:
+def _with_spread(seconds: float, spread: float) -> str:
     return f"{duration(seconds)} ± {spread / seconds:.0%}"
 
 
 def facts(profile: Profile) -> list[str]:
-    """What else a profile tells, a line each."""
+    """Return the other numbers of a profile, one line each."""
     optimizer, overheads = profile.optimizer, profile.overheads
     whole = sum(kind.parameter_bytes for kind in map(profile.segment, range(len(profile.segments))))
     tied = sum((len(tie.segments) - 1) * tie.num_bytes for tie in profile.ties)
@@ -226,11 +225,11 @@ def _reductions(costs: Sequence[ReduceCost], *, between: bool) -> str:
     )
 
 
-# ---------------------------------------------------------------- more machines
+# ---------------------------------------------------------------- a whole plan
 
 
 def show_plan(on: Console, pinned: PinnedPlan) -> None:
-    """A plan in all its parts, and what it was chosen over."""
+    """Print a plan with its stages, its memory and the plans it was preferred to."""
     where = "" if pinned.cluster is None else f"{pinned.cluster}, "
     on.print(Text(f"{where}batches of {pinned.plan.batch_size}, {pinned.plan.precision}"))
     if pinned.basis:
@@ -251,7 +250,7 @@ def show_plan(on: Console, pinned: PinnedPlan) -> None:
 
 
 def contents(pinned: PinnedPlan) -> Table:
-    """What each stage is made of, and who has it."""
+    """Return what each stage contains, and its ranks."""
     made = table("stage>", "operations>", "parameters>", "replicas>", "ranks")
     for index, (stage, held) in enumerate(zip(pinned.plan.stages, pinned.contents, strict=True)):
         made.add_row(
@@ -265,7 +264,7 @@ def contents(pinned: PinnedPlan) -> Table:
 
 
 def data_parallel(pinned: PinnedPlan) -> str | None:
-    """What one stage with a replica on every rank would take, as far as the plan tells."""
+    """Return a line on plain data parallelism: one stage, a replica on every rank; None if unknown."""
     by_depth = {proposal.plan.depth: proposal for proposal in (*pinned.runners_up, pinned)}
     proposal = by_depth.get(1, pinned.plain)
     if proposal is None:
@@ -274,9 +273,9 @@ def data_parallel(pinned: PinnedPlan) -> str | None:
         min((machine.memory_bytes for machine in pinned.cluster.machines), default=0) if pinned.cluster else 0
     )
     here = " (this plan)" if proposal is pinned else ""
-    room = f", and needs {memory(fullest(proposal))}" if proposal is pinned.plain else ""
-    room += f" of {memory(have)}" if room and have else ""
-    return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step{room}"
+    need = f", and needs {memory(fullest(proposal))}" if proposal is pinned.plain else ""
+    need += f" of {memory(have)}" if need and have else ""
+    return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step{need}"
 
 
 def show_rest(on: Console, proposal: Proposal, refused: Sequence[str] = ()) -> None:
@@ -290,6 +289,6 @@ def show_rest(on: Console, proposal: Proposal, refused: Sequence[str] = ()) -> N
 
 
 def gains(rates: Sequence[float | None]) -> list[str]:
-    """By how much each is more than the one before, as far as both are known."""
-    told = [f"{after / before - 1:+.1%}" if before and after else "-" for before, after in pairwise(rates)]
-    return ["-", *told]
+    """Return the gain of each rate over the one before; "-" if one of them is unknown."""
+    pairs = pairwise(rates)
+    return ["-", *(f"{after / before - 1:+.1%}" if before and after else "-" for before, after in pairs)]

@@ -69,9 +69,9 @@ class TimeLimits:
         return self.work.whole[False][-1] / sum(self.speeds) * self.microbatches * 0.999
 
     def reach(self, stage: int, first: int, budget: float, recompute: bool) -> int:
-        """Return the furthest stop of a stage whose way down, work and way up fit the budget.
+        """Return the furthest stop with which the budget covers the stages before, this stage, and back.
 
-        See `bounds.least_seconds`. Weight parts can be deferred, so they are not on the way.
+        See `bounds.least_seconds`. Weight parts can be deferred, so no other stage waits for them.
         """
         work, speed, microbatches = self.work, self.speeds[stage], self.microbatches
         whole, chain = (work.whole if stage else work.first)[recompute], work.chain
