@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.profiles import GB, machines
-from varuna.plan.cut.place import ARRANGEMENTS, ClusterMap, ReplicaKind
+from varuna.plan.cut.place import ARRANGEMENTS, ClusterMap, ReplicaKind, lanes
 from varuna.types import Cluster, Machine
 
 
@@ -86,3 +86,91 @@ def test_a_look_at_the_first_replicas_tells_all_of_equal_machines(
         every = ClusterMap(odd).place(depth, width, way)
         if [list(r) for r in few.replicas] == [list(r) for r in every.replicas]:
             assert few[1:] == every[1:]
+
+
+# ---------------------------------------------------------------- unequal clusters
+
+unequal_clusters = st.lists(
+    st.tuples(
+        st.integers(1, 5), st.sampled_from([16 * GB, 80 * GB]), st.sampled_from([0.5, 1.0]), st.integers(1, 2)
+    ),
+    min_size=1,
+    max_size=5,
+).map(
+    lambda rows: Cluster(tuple(Machine(f"m{index}", *row) for index, row in enumerate(rows)))  # type: ignore[arg-type]
+)
+
+
+@given(unequal_clusters, st.integers(1, 6), st.integers(1, 6))
+def test_every_device_is_used_at_most_once_on_unequal_machines(
+    cluster: Cluster, depth: int, width: int
+) -> None:
+    cluster_map = ClusterMap(cluster)
+    if depth * width > cluster_map.num_devices:
+        return
+    for arrangement in ARRANGEMENTS:
+        placement = cluster_map.place(depth, width, arrangement)
+        used = [device for replica in placement.replicas for device in replica]
+        assert len(used) == len(set(used)) == depth * width
+        assert set(used) <= set(range(cluster_map.num_devices))
+        machines_of = [
+            [cluster_map.machine_of[device] for device in replica] for replica in placement.replicas
+        ]
+        for stage in range(depth):
+            column = {replica[stage] for replica in machines_of}
+            assert placement.between[stage] == (len(column) > 1)
+            smallest = min(cluster.machines[machine].memory_bytes for machine in column)
+            assert placement.memory_bytes[stage] == smallest
+            assert placement.speeds[stage] >= min(cluster.machines[machine].speed for machine in column)
+        if depth * width == cluster_map.num_devices:
+            assert sorted(used) == list(range(cluster_map.num_devices))
+
+
+@given(unequal_clusters, st.integers(1, 5), st.integers(1, 5))
+def test_a_placement_described_from_its_devices_is_the_same(cluster: Cluster, depth: int, width: int) -> None:
+    cluster_map = ClusterMap(cluster)
+    if depth * width > cluster_map.num_devices:
+        return
+    for arrangement in cluster_map.arrangements(depth, width):
+        placed = cluster_map.place(depth, width, arrangement)
+        columns = [[replica[stage] for replica in placed.replicas] for stage in range(depth)]
+        described = cluster_map.placement_of(columns)
+        assert described[1:] == placed[1:]
+        assert described.ranks() == placed.ranks()
+
+
+@given(unequal_clusters, st.integers(1, 4))
+def test_a_replica_stays_on_one_machine_where_all_machines_have_enough_devices(
+    cluster: Cluster, depth: int
+) -> None:
+    cluster_map = ClusterMap(cluster)
+    fitting = sum(machine.devices // depth for machine in cluster.machines)
+    if not fitting or any(machine.devices < depth for machine in cluster.machines):
+        return
+    placement = cluster_map.place(depth, fitting, "stages together")
+    for replica in placement.replicas:
+        assert len({cluster_map.machine_of[device] for device in replica}) == 1
+    assert all(not any(kind.crossing) for kind in placement.kinds)
+    assert placement.messages_per_card == (1,) * (depth - 1)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(1, 3))
+def test_stages_of_a_machine_take_its_cards_in_turn(homes: list[int], cards: int) -> None:
+    owners = [Machine(f"m{index}", 9, GB, cards=cards) for index in range(3)]
+    found = lanes(homes, owners)
+    by_lane: dict[int, set[int]] = {}
+    for home, lane in zip(homes, found, strict=True):
+        by_lane.setdefault(lane, set()).add(home)
+    assert all(len(members) == 1 for members in by_lane.values())  # a lane is a card of one machine
+    for machine in set(homes):
+        own = [lane for home, lane in zip(homes, found, strict=True) if home == machine]
+        assert len(set(own)) == min(cards, len(own))
+        assert own == [own[index % cards] for index in range(len(own))]
+
+
+def test_only_the_slowest_kinds_of_replicas_are_kept() -> None:
+    """Two fast machines and a slow one: a replica that is as slow everywhere stands for the others."""
+    cluster = Cluster((Machine("a", 2, 80 * GB), Machine("b", 2, 80 * GB), Machine("slow", 2, 80 * GB, 0.5)))
+    placement = ClusterMap(cluster).place(2, 3, "stages together")
+    assert placement.kinds == (ReplicaKind((0.5, 0.5), (False,)),)
+    assert placement.speeds == (0.5, 0.5)
