@@ -94,7 +94,7 @@ def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) 
     """Give each stage as many segments as it may take; leave one for each later stage.
 
     `reach(stage, first)` is the furthest stop of a stage that begins at `first`. If fewer segments never
-    cost more, this finds a cut if there is one.
+    cost more, and no stage can take a segment that an earlier one cannot, this finds a cut if there is one.
     """
     bounds = [0]
     first = 0
