@@ -198,3 +198,76 @@ def test_of_equally_long_stages_those_are_chosen_between_which_least_travels() -
     assert balance(uneven, stages=2, crossing=[9, 9, 9, 1, 9]) == ((0, 4), (4, 6))
     assert balance(uneven, stages=2, crossing=[9, 9, 1, 9, 9]) == ((0, 3), (3, 6))
     assert balance(uneven, stages=2, crossing=[1, 9, 9, 9, 9]) == ((0, 2), (2, 6)), "not at any price"
+
+
+# ---------------------------------------------------------------- orders of operations
+
+
+def needs(graph: OperationGraph) -> list[tuple[int, int]]:
+    return [(value.made_by, user) for value in graph.values for user in value.used_by]
+
+
+@given(graphs())
+def test_every_order_runs_each_operation_once_after_what_it_needs(graph: OperationGraph) -> None:
+    for order in (late(graph), early(graph), best_order(graph, [1] * len(graph.operations), windows=4)):
+        place = {operation: number for number, operation in enumerate(order)}
+        assert sorted(order) == list(range(len(graph.operations)))
+        assert all(place[maker] < place[user] for maker, user in needs(graph))
+
+
+@given(graphs(), st.data())
+def test_crossing_bytes_are_those_of_values_made_before_and_used_after(
+    graph: OperationGraph, data: st.DataObject
+) -> None:
+    order = data.draw(st.sampled_from([list(range(len(graph.operations))), late(graph), early(graph)]))
+    place = {operation: number for number, operation in enumerate(order)}
+    for stop, num_bytes in enumerate(crossings(graph, order)):
+        assert num_bytes == sum(
+            value.num_bytes
+            for value in graph.values
+            if place[value.made_by] < stop <= max(place[user] for user in value.used_by)
+        )
+
+
+@given(graphs())
+def test_another_order_is_used_only_if_its_cheapest_cuts_are_clearly_cheaper(graph: OperationGraph) -> None:
+    durations = [operation.flops for operation in graph.operations]
+    found = best_order(graph, durations, windows=1)
+    cheapest = {
+        name: min(crossings(graph, order))
+        for name, order in (("program", range(len(durations))), ("found", found))
+    }
+    assert cheapest["found"] <= cheapest["program"]
+
+
+@given(graphs(), st.integers(1, 12), st.integers(0, 12))
+def test_a_block_has_no_path_that_leaves_it_and_comes_back(
+    graph: OperationGraph, fewest: int, more: int
+) -> None:
+    """Convex, by search: from what leaves a block, no later operation leads back into it."""
+    blocks = partition(graph, fewest=fewest, most=fewest + more)
+    users: dict[int, list[int]] = {}
+    for maker, user in needs(graph):
+        users.setdefault(maker, []).append(user)
+    for block in set(blocks):
+        outside = [user for maker, user in needs(graph) if blocks[maker] == block and blocks[user] != block]
+        seen = set(outside)
+        while outside:
+            for user in users.get(outside.pop(), []):
+                assert blocks[user] != block
+                if user not in seen:
+                    seen.add(user)
+                    outside.append(user)
+
+
+@given(st.integers(1, 40), st.integers(2, 30), st.integers(1, 12))
+def test_a_chain_of_equal_layers_is_cut_between_layers(layers: int, length: int, fewest: int) -> None:
+    """Within a layer ten times as much would travel as between two: no cut is made there."""
+    count = layers * length
+    values = tuple(
+        Value(index, (index + 1,), 1 if (index + 1) % length == 0 else 10_000) for index in range(count - 1)
+    )
+    graph = OperationGraph(tuple(Operation(10**6, 0) for _ in range(count)), values)
+    blocks = partition(graph, fewest=min(fewest, layers), most=count)
+    cuts = [index + 1 for index in range(count - 1) if blocks[index] != blocks[index + 1]]
+    assert all(cut % length == 0 for cut in cuts)

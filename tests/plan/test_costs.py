@@ -1,12 +1,16 @@
 """Looking up what was measured, and saying what was not."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.plan.profiles import ADAM, GB, MB, link, profile, reductions, segment
 from varuna.errors import PlanError
 from varuna.plan.cost.costs import CostTable, with_network
-from varuna.types import Duration, LinkCost, MessageCost, Overheads, ReduceCost, TieCost
+from varuna.types import CutCost, Dim, Duration, LinkCost, MessageCost, Overheads, ReduceCost, TieCost
 
 
 def test_spans_are_sums_of_their_segments() -> None:
@@ -142,3 +146,80 @@ def test_another_network_replaces_what_was_measured_between_machines_and_says_so
     assert other.notes == ("the network between machines is assumed: 8 Gbit/s, 10 µs",)
     with pytest.raises(PlanError, match="a latency and a bandwidth above zero"):
         with_network(other, 0.0, 1e9)
+
+
+# ---------------------------------------------------------------- properties
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=6))
+def test_all_reduce_times_go_through_the_measured_points_and_never_fall_beyond_them(
+    rows: list[tuple[int, int]],
+) -> None:
+    points = {size * MB: seconds * 1e-3 for size, seconds in rows}
+    costs_of = tuple(ReduceCost(2, size, False, Duration(seconds)) for size, seconds in points.items())
+    costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=costs_of))
+    for size, seconds in points.items():
+        assert costs.reduce_seconds(2, size, between=False) == pytest.approx(seconds)
+    largest = max(points)
+    beyond = [costs.reduce_seconds(2, largest + more * MB, between=False) for more in (0, 1, 10, 100)]
+    assert beyond == sorted(beyond)
+    ordered = sorted(points.items())
+    for (low, first), (high, second) in pairwise(ordered):
+        middle = costs.reduce_seconds(2, (low + high) // 2, between=False)
+        assert min(first, second) - 1e-12 <= middle <= max(first, second) + 1e-12
+    assert costs.reduction_sizes(2, between=False) == sorted(points)
+
+
+@given(st.integers(2, 64), st.integers(1, 1000))
+def test_an_all_reduce_over_any_group_lies_between_its_measured_groups(group: int, megabytes: int) -> None:
+    rates = reductions(1e9, between=False, groups=(2, 4, 8, 64))
+    costs = CostTable(profile([segment(1e-3)], [0], reduce_costs=rates))
+    found = costs.reduce_seconds(group, megabytes * MB, between=False)
+    assert costs.reduce_seconds(2, megabytes * MB, between=False) <= found * (1 + 1e-9)
+    assert found <= costs.reduce_seconds(64, megabytes * MB, between=False) * (1 + 1e-9)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.data())
+def test_ranges_are_differences_of_running_sums(each: list[int], data: st.DataObject) -> None:
+    kinds = [segment(n * 1e-3, parameter_bytes=n * MB, working_bytes=n * MB) for n in each]
+    costs = CostTable(profile(kinds, range(len(each))))
+    sizes = costs.sizes(2)
+    first = data.draw(st.integers(0, len(each) - 1))
+    stop = data.draw(st.integers(first + 1, len(each)))
+    assert sizes.forward[stop] - sizes.forward[first] == pytest.approx(2e-3 * sum(each[first:stop]))
+    assert costs.gradient_bytes[stop] - costs.gradient_bytes[first] == MB * sum(each[first:stop])
+    assert costs.working_peaks(2)[first][stop - first - 1] == 2 * MB * max(each[first:stop])
+    work = costs.work_between(2, [0, first, stop] if first else [0, stop])
+    assert sum(work) == pytest.approx(3 * 2e-3 * sum(each[:stop]))
+
+
+def test_with_fill_in_a_size_that_some_segments_lack_scales_in_proportion() -> None:
+    kinds = [segment(1e-3, sizes=(1, 2)), segment(1e-3, sizes=(1, 2, 4))]
+    made = profile(kinds, [0, 1])
+    assert CostTable(made).microbatch_sizes() == (1, 2)
+    costs = CostTable(made, fill_in=True)
+    assert costs.microbatch_sizes() == (1, 2, 4)
+    costs.start_notes()
+    sizes = costs.sizes(4)
+    assert sizes.forward[1] == pytest.approx(2 * 2e-3)
+    assert sizes.activation_bytes[1] == 2 * 2 * MB
+    assert costs.take_notes() == ("micro-batches of 4 are estimated from 2 for some segments",)
+    with pytest.raises(PlanError, match="micro-batches of 4 are larger"):
+        CostTable(made).sizes(4)
+
+
+def test_extremes_are_the_smallest_message_of_all_and_the_largest_forward() -> None:
+    cuts = tuple(CutCost(Dim(sent * MB, 0), Dim(back * MB, 0)) for sent, back in ((4, 1), (2, 8), (3, 3)))
+    costs = CostTable(profile([segment(1e-3)], [0] * 4, cuts=cuts))
+    assert costs.extremes(2) == (2 * MB, 8 * MB)
+    assert costs.cuts_differ and not CostTable(profile([segment(1e-3)], [0] * 4)).cuts_differ
+
+
+def test_notes_are_taken_only_between_start_and_take() -> None:
+    costs = CostTable(profile([segment(1e-3, sizes=(1, 4))], [0]))
+    costs.sizes(2)
+    assert costs.take_notes() == ()
+    costs.start_notes()
+    costs.sizes(2)
+    costs.sizes(3)
+    assert len(costs.take_notes()) == 2

@@ -55,7 +55,7 @@ def test_no_cut_has_a_heaviest_stage_below_the_bound(costs: CostTable, depth: in
 
 
 def test_the_heaviest_stage_counts_how_many_large_segments_must_share_one() -> None:
-    """Five segments of 6 ms and three of 3 ms on three stages: two large ones are together. On one: all five."""
+    """Five segments of 6 ms, three of 3 ms. On three stages, two large ones are together."""
     kinds = [segment(2e-3), segment(1e-3)]
     costs = CostTable(profile(kinds, [0, 1, 0, 0, 1, 0, 0, 1]))
     assert least_of(costs, 1, False, 1.0).heaviest(3) == pytest.approx(2 * 6e-3)

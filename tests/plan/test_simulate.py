@@ -20,7 +20,6 @@ from varuna.plan.cost.simulate import (
     StageTimes,
     TiedStages,
     name_orders,
-    read_orders,
     simulate,
 )
 from varuna.schedule import NAMES, Cursor, build
@@ -36,6 +35,11 @@ def stage(times: Times, **more: object) -> StageTimes:
 def equal_stages(stages: int, times: Times = (1.0, 1.0, 2.0, 1.0, 1.0)) -> PipelineTimes:
     ways = (LinkTimes(0.0, 0.0),) * (stages - 1)
     return PipelineTimes((stage(times),) * stages, ways, ways)
+
+
+def read_orders(schedule: Schedule) -> Orders:
+    letters = tuple("".join(instruction.op for instruction in row) for row in schedule.rows)
+    return Orders(letters, schedule.limits, schedule.opportunistic, letters[0].count("F"))
 
 
 def seconds(name: str, pipeline: PipelineTimes, microbatches: int, **options: object) -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from varuna.errors import ScheduleError
 from varuna.plan.cost import kernel
 from varuna.schedule import limit, opportunistic, ops
-from varuna.types import Interval, Schedule, Timeline
+from varuna.types import Interval, Timeline
 
 WORTH_COMPILING = 40_000
 """Number of simulated instructions, about 0.2 s in plain Python, after which loading numba pays off."""
@@ -86,12 +86,6 @@ def name_orders(
         opportunistic(name),
         microbatches,
     )
-
-
-def read_orders(schedule: Schedule) -> Orders:
-    """Return the orders of any schedule that passes `varuna.schedule.check`."""
-    letters = tuple("".join(instruction.op for instruction in row) for row in schedule.rows)
-    return Orders(letters, schedule.limits, schedule.opportunistic, letters[0].count("F"))
 
 
 def simulate(orders: Orders, replicas: Sequence[PipelineTimes], *, seed: int = 0) -> "Simulation":
