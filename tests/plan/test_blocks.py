@@ -44,7 +44,7 @@ def test_every_place_left_out_has_one_near_by_that_serves_as_well(graph: Operati
     order = best_order(graph, [3 * operation.flops for operation in graph.operations], windows=fewest)
     blocks = [found[operation] for operation in order]
     assert blocks == sorted(blocks)
-    moments, crossings = told(in_a_row(graph, order))
+    moments, crossings = moments_and_crossings(in_a_row(graph, order))
     whole = moments[-1]
     cuts = [stop for stop in range(1, len(blocks)) if blocks[stop] != blocks[stop - 1]]
     for stop in range(1, len(blocks)):
@@ -67,7 +67,7 @@ def in_a_row(graph: OperationGraph, order: Sequence[int]) -> OperationGraph:
     )
 
 
-def told(graph: OperationGraph) -> tuple[list[int], list[int]]:
+def moments_and_crossings(graph: OperationGraph) -> tuple[list[int], list[int]]:
     """Moments and crossings of all places, the long way round."""
     moments = [
         sum(3 * operation.flops for operation in graph.operations[:stop])

@@ -54,7 +54,7 @@ def test_balanced_stages_have_the_smallest_largest_cost(costs: list[int], data: 
 
 @given(works, st.data())
 def test_few_bytes_cross_balanced_cuts_within_the_slack(costs: list[int], data: st.DataObject) -> None:
-    """Of all cuts whose largest stage is at most 5 % larger than it must be, one with the fewest bytes."""
+    """Among cuts with a largest stage within 5 % of the smallest possible, it sends the fewest bytes."""
     stages = data.draw(st.integers(1, len(costs)))
     crossing = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
     good = 1.05 * min(largest(costs, spans) for spans in all_cuts(len(costs), stages))
@@ -242,7 +242,7 @@ def test_the_chosen_cut_fits_and_none_has_a_clearly_smaller_bound_where_all_fit(
 
 @given(cases)
 def test_the_fastest_cut_has_the_smallest_budget_of_all(case: Case) -> None:
-    """And every cut is done within the most, none within less than the least."""
+    """Every cut meets the largest budget, and none a budget below the least."""
     limits = case.limits
 
     def done(budget: float, spans: Spans) -> bool:

@@ -32,7 +32,7 @@ def segments(count: int, seed: int = 1) -> list[Segment]:
 
 @pytest.mark.parametrize("seconds_per_operation", [0.0, 5e-6])
 def test_the_speed_by_which_costs_were_made_is_found_again(seconds_per_operation: float) -> None:
-    """R12: so that a few measured blocks tell what others of the same device take."""
+    """R12: a few measured blocks predict the times of others on the same device."""
     speed = Speed(
         flops_per_second=5e13,
         bytes_per_second=1e12,

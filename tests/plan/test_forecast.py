@@ -59,7 +59,7 @@ def test_equal_stages_take_a_round_for_each_micro_batch_and_each_stage_but_one(
 
 
 def test_every_instruction_and_every_step_has_its_overhead() -> None:
-    made = profile([segment(1e-3)], [0], overheads=Overheads(1e-4, 5e-3), optimizer=profile([], []).optimizer)
+    made = profile([segment(1e-3)], [0], overheads=Overheads(1e-4, 5e-3))
     draft = layout(made, machines(1, 1), 1, 1, batch=8)
     assert seconds(made, machines(1, 1), draft) == pytest.approx(8 * (3e-3 + 2 * 1e-4) + 5e-3 + MB * 1e-10)
 

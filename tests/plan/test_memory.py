@@ -1,4 +1,4 @@
-"""What a device must hold, part by part."""
+"""Memory of a stage, part by part."""
 
 import msgspec
 import pytest
@@ -53,7 +53,7 @@ def test_a_tied_tensor_is_held_once() -> None:
 def test_as_many_micro_batches_are_counted_as_the_order_holds(
     name: str, stages: int, microbatches: int, recompute: bool
 ) -> None:
-    """An order may hold fewer than its limit: varuna's is room to run ahead."""
+    """An order may hold fewer than its limit: varuna's lets a stage run ahead."""
     schedule = build(name, stages=stages, microbatches=microbatches, recompute=(recompute,) * stages)
     for stage, row in enumerate(schedule.rows):
         kept = held_counts(name, stage=stage, stages=stages, microbatches=microbatches, recompute=recompute)
@@ -156,7 +156,7 @@ def test_the_total_is_the_sum_counted_by_hand(
             + 8 * MB // (width if shard else 1)  # two numbers of state for each weight
             + counts.whole * 10 * MB
             + (counts.held - counts.whole) * received
-            + 2 * (received + sent)  # a message in and out, each way
+            + 2 * (received + sent)  # a message in and out, in both directions
             + 16 * 1024  # the samples
             + 2 * MB  # working
         )

@@ -39,7 +39,7 @@ def test_a_depth_beyond_the_segments_is_refused_with_the_range() -> None:
 def test_among_equally_good_cuts_the_last_stages_begin_earliest(
     costs: list[float], data: st.DataObject
 ) -> None:
-    """So that every rank finds the same, on every version: against the plain recurrence."""
+    """Every rank and every version finds the same cut: compared with the plain recurrence."""
     stages = data.draw(st.integers(1, len(costs)))
     best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
     for used in range(1, stages + 1):

@@ -1,4 +1,4 @@
-"""Who stands where, and what that means for links and reductions."""
+"""Placement of stages and replicas on devices, and its effect on links and reductions."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def test_a_replicas_stages_stand_on_one_machine_where_they_can() -> None:
     ]  # fmt: skip
     assert placement.kinds == (ReplicaKind((1.0, 1.0, 1.0), (False, False)),)
     assert placement.ranks() == ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11))
-    # A fifth does not find one machine with room, so they stand one after the other.
+    # No machine has enough devices left for a fifth, so replicas are packed one after the other.
     packed = cluster_map.place(3, 5, "stages together")
     assert list(packed.replicas[2]) == [6, 7, 8]
     assert (
@@ -73,7 +73,7 @@ def test_no_device_runs_two_things_and_ranks_count_the_used_ones(
 
 
 @given(st.integers(2, 5), st.integers(1, 5), st.integers(1, 8), st.integers(2, 20))
-def test_a_look_at_the_first_replicas_tells_all_of_equal_machines(
+def test_the_first_replicas_describe_all_replicas_of_equal_machines(
     count: int, devices: int, depth: int, width: int
 ) -> None:
     """The same as looking at each; a machine with other cards makes that necessary."""

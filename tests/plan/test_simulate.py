@@ -78,7 +78,7 @@ def test_zero_bubble_waits_only_until_the_first_micro_batch_is_through(stages: i
 def test_unequal_stages_and_links_of_gpipe_are_a_flow_shop(
     stages: list[tuple[int, int]], sending: int, latency: int, microbatches: int
 ) -> None:
-    """V23: each way costs the sum once and the slowest of stages and links for each micro-batch more."""
+    """V23: each direction costs the sum once, plus the slowest stage or link for each further micro-batch."""
     way = LinkTimes(sending, sending, latency)
     links = len(stages) - 1
     pipeline = PipelineTimes(
@@ -117,7 +117,7 @@ def test_the_bubbles_of_the_papers_come_out() -> None:
 
 
 class World:
-    """The same pipeline told by events: a stage that is free asks its Cursor, as the engine does."""
+    """The same pipeline as events: a free stage calls its Cursor, as the engine does."""
 
     def __init__(self, schedule: Schedule, pipeline: PipelineTimes, seed: int) -> None:
         self.schedule, self.pipeline, self.seed = schedule, pipeline, seed
@@ -262,7 +262,7 @@ def test_a_schedule_by_name_and_one_written_out_are_the_same_orders(
     )
 
 
-def test_a_mixed_row_knows_whose_weight_part_comes_when() -> None:
+def test_weight_parts_of_a_mixed_row_have_the_number_of_their_input_part() -> None:
     orders = Orders(("FFFIBWIW",), (3,), False, 3)
     found = instructions_of(orders, equal_stages(1), 0)
     assert [i.microbatch for i in found if i.op == "W"] == [0, 2]
@@ -306,7 +306,7 @@ def test_messages_that_meet_share_the_link_as_far_as_it_is_shared() -> None:
         step = simulate(
             name_orders("1f1b", stages=2, microbatches=2), [pipeline._replace(sharing=(sharing,))]
         )
-        # F1 leaves stage 0 at 2 but waits for F0's message until 5, and is on its way until 9;
+        # F1 leaves stage 0 at 2 but waits for F0's message until 5, and travels until 9;
         # B0 leaves stage 1 at 7 and meets it for 2.
         second = next(i for i in step.timeline().intervals if (i.stage, i.what, i.microbatch) == (0, "B", 0))
         assert second.start_seconds == 11.0 + 2.0 * expected

@@ -136,7 +136,7 @@ def test_a_strict_cursor_gives_the_row_as_it_is_written(case: tuple[Schedule, Wo
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 2**16))
-def test_a_forward_whose_recompute_was_spared_is_followed_by_its_backward(
+def test_a_forward_without_recompute_is_followed_by_its_backward(
     stages: int, microbatches: int, seed: int
 ) -> None:
     """Overtaking must not part them: nothing would be left to run the backward on."""
@@ -149,7 +149,7 @@ def test_a_forward_whose_recompute_was_spared_is_followed_by_its_backward(
 
 
 def test_late_gradients_are_overtaken_by_forwards_up_to_the_limit() -> None:
-    """V19: a stage whose gradient is late runs a forward that is ready."""
+    """V19: while a gradient is late, the stage runs a forward that is ready."""
     cursor = Cursor(run_rows("F0 B0 F1 B1 F2 B2"), stage=0, stages=2, limit=2, opportunistic=True)
     assert [str(cursor.next(0, 0)) for _ in range(3)] == ["0F0", "0F1", "None"]
     assert cursor.waiting_for() == ("gradient", 0)

@@ -1,4 +1,4 @@
-"""What every order promises, for any number of stages and micro-batches."""
+"""Properties of every order, for any number of stages and micro-batches."""
 
 from itertools import pairwise
 

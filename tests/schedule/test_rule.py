@@ -94,7 +94,7 @@ def test_cursor_chooses_what_the_description_says(case: tuple[Schedule, int, lis
 
 
 def test_strict_order_never_leaves_the_head() -> None:
-    """For every combination of arrivals: the head or WAIT; a recompute needs no gradient."""
+    """Every combination of arrivals gives the head or WAIT; a recompute needs no gradient."""
     heads = {FORWARD: (0, 5, 7), BACKWARD: (5, 0, 7), WEIGHT: (5, 7, 0)}
     for head, positions in heads.items():
         for activation, gradient, recompute in product((False, True), repeat=3):

@@ -85,7 +85,7 @@ def test_torchs_runtime_loads_our_csv_and_we_read_what_it_writes(name: str, tmp_
 
 
 def torch_runtime(*, stages: int, microbatches: int) -> _PipelineScheduleRuntime:
-    """A runtime on the last rank, with just what loading a schedule asks of its stage."""
+    """A runtime on the last rank, with only what loading a schedule needs of its stage."""
 
     class Stage:
         group_size = num_stages = stages
