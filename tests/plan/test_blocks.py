@@ -260,7 +260,7 @@ def test_a_block_has_no_path_that_leaves_it_and_comes_back(
                     outside.append(user)
 
 
-@given(st.integers(1, 40), st.integers(2, 30), st.integers(1, 12))
+@given(st.integers(2, 40), st.integers(2, 30), st.integers(1, 12))
 def test_a_chain_of_equal_layers_is_cut_between_layers(layers: int, length: int, fewest: int) -> None:
     """Within a layer ten times as much would travel as between two: no cut is made there."""
     count = layers * length
