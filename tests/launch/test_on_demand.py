@@ -66,4 +66,4 @@ def test_usr1_ends_a_job_with_a_checkpoint_of_the_same_step_on_all_ranks(tmp_pat
     step = 1 if when == "before wrapping" else int(saved[0].split()[3][:-1])
     assert saved == [f"rank {rank} at {step}, child None" for rank in (0, 1)]
     assert newest_checkpoint(tmp_path / "store") == step
-    assert "SIGUSR1: all is saved to store" in log(tmp_path, "rank_1.err")
+    assert "SIGUSR1: a checkpoint was saved to store; this rank exits" in log(tmp_path, "rank_1.err")

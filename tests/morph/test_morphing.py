@@ -139,7 +139,7 @@ def test_a_stopped_job_saves_and_resumes_from_there(tmp_path: Path, reference: d
     with Job(tmp_path, machines=1) as job:
         job.wait_for_steps(3)
         assert job.varuna("stop").returncode == 0
-        job.wait_for("SIGUSR1: all is saved")
+        job.wait_for("SIGUSR1: a checkpoint was saved")
         job.wait_for("varuna: stopped: `varuna stop`")
         assert job.process.wait() == 0
         job.restart("--resume")
