@@ -11,8 +11,8 @@ from varuna import CutPoint
 from varuna.capture import Source
 from varuna.measure.draft import ProfileSubject
 from varuna.measure.optimizer import WeightShape
-from varuna.profile.description import ProfileBatches, describe, trained_shapes
-from varuna.types import CutCost, Dim, TieCost
+from varuna.profile.description import ProfileBatches, _cut_cost, describe, trained_shapes
+from varuna.types import CutCost, Dim, TensorSpec, TieCost
 
 WIDTH, CLASSES = 8, 5
 CPU = torch.device("cpu")
@@ -98,25 +98,10 @@ def test_ranks_share_the_memory_of_a_processor() -> None:
     assert shared.fingerprint == alone.fingerprint == captured.graph.fingerprint
 
 
-class Selecting(nn.Module):
-    """What crosses its cut depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cut = CutPoint()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.cut(x[x > 0])
-        loss: Tensor = self.layer(chosen.unsqueeze(1)).sum()
-        return loss
-
-
 def test_a_cut_with_a_size_that_depends_on_values_is_refused() -> None:
-    source = Source(Selecting())
-    captured = source.capture({"x": torch.ones(2, 3)}, training=True)
-    with pytest.raises(ValueError, match=r"the cut after segment 0, depends on its values.*move the Cut"):
-        describe(source, captured, sample_bytes=1, device=CPU, devices_per_machine=1)
+    selected = TensorSpec("selected", "float32", (None,), needs_grad=True)
+    with pytest.raises(ValueError, match=r"the cut after segment 3, depends on its values.*move the Cut"):
+        _cut_cost([selected], 3)
 
 
 # ---------------------------------------------------------------- batches

@@ -160,8 +160,8 @@ def test_an_error_that_is_not_about_memory_is_raised() -> None:
 def test_a_size_is_not_tried_if_smaller_ones_predict_too_much_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Two kinds hold 1000 bytes for each sample, in two micro-batches; one works on half as much.
-    monkeypatch.setattr(module, "available_bytes", lambda _: 2 * 2 * 2000 * 2 + 2000)
+    # Two kinds hold 1000 bytes for each sample in each of two micro-batches; one works on 500 more.
+    monkeypatch.setattr(module, "available_bytes", lambda _: (2 * 2 * 1000 + 500) * 4 - 1)
     driver, _ = make_driver()
     bench = FakeBench()
     sweep(driver, [2, 4, 8], bench)

