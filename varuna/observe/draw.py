@@ -29,11 +29,7 @@ _NAMES = {
     "W": "backward, weights",
 }
 _LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the bubble
-_LANE, _BAR, _STRIP = (
-    28,
-    17,
-    5,
-)  # down, in pixels: a lane; its compute bars; the strip below for the rest
+_LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; its compute bars; the strip below for the rest
 
 
 def to_text(timeline: Timeline | Mapping[str, Timeline], *, width: int = 100) -> str:
@@ -87,7 +83,6 @@ def to_svg(timeline: Timeline | Mapping[str, Timeline], title: str = "") -> str:
 
 
 Place = tuple[int, int]  # rank, stage
-Lanes = dict[Place, list[Interval]]
 
 
 def _panels(timeline: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
@@ -97,9 +92,9 @@ def _panels(timeline: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timelin
     return panels
 
 
-def _lanes(timeline: Timeline) -> Lanes:
+def _lanes(timeline: Timeline) -> dict[Place, list[Interval]]:
     """Return the intervals of each rank, from the first stage to the last."""
-    lanes: Lanes = {}
+    lanes: dict[Place, list[Interval]] = {}
     for interval in sorted(timeline.intervals, key=lambda i: (i.stage, i.rank, i.start_seconds)):
         lanes.setdefault((interval.rank, interval.stage), []).append(interval)
     return lanes
@@ -113,9 +108,7 @@ def _columns(lane: list[Interval], seconds: float, width: int) -> str:
     """Return a letter per column: compute if it fills at least half, else what else does, else a dot."""
     computing: list[dict[str, float]] = [{} for _ in range(width)]
     beside: list[dict[str, float]] = [{} for _ in range(width)]
-    for interval in lane:
-        if interval.what == "wait" or not seconds:
-            continue
+    for interval in (i for i in lane if i.what != "wait" and seconds):
         shares = computing if interval.what in COMPUTE else beside
         first = interval.start_seconds / seconds * width
         stop = interval.stop_seconds / seconds * width
@@ -169,13 +162,11 @@ def _draw_panel(body: list[str], panel: Timeline, y: int, *, seconds: float, sca
 def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> None:
     computes = interval.what in COMPUTE
     x = _LABEL + interval.start_seconds * scale
-    width = max(0.3, (interval.stop_seconds - interval.start_seconds) * scale)
+    seconds = interval.stop_seconds - interval.start_seconds
+    width = max(0.3, seconds * scale)
     top, height = (y + 2, _BAR) if computes else (y + 2 + _BAR + 1, _STRIP)
     number = "" if interval.microbatch < 0 else str(interval.microbatch)
-    tooltip = (
-        f"{interval.what}{number} from {duration(interval.start_seconds)} "
-        f"for {duration(interval.stop_seconds - interval.start_seconds)}"
-    )
+    tooltip = f"{interval.what}{number} from {duration(interval.start_seconds)} for {duration(seconds)}"
     colour = _COLOURS.get(interval.what, _OTHER)
     edge = ' stroke="#fff" stroke-width="0.6"' if width > 3 else ""
     body.append(

@@ -72,13 +72,9 @@ def on_one_clock(timelines: Sequence[Timeline], machines: Sequence[str]) -> list
 def _shifted(timeline: Timeline, seconds: float) -> Timeline:
     if not seconds:
         return timeline
+    times = ((i, i.start_seconds + seconds, i.stop_seconds + seconds) for i in timeline.intervals)
     return Timeline(
-        tuple(
-            Interval(
-                i.rank, i.stage, i.what, i.microbatch, i.start_seconds + seconds, i.stop_seconds + seconds
-            )
-            for i in timeline.intervals
-        )
+        tuple(Interval(i.rank, i.stage, i.what, i.microbatch, start, stop) for i, start, stop in times)
     )
 
 

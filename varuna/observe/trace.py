@@ -25,13 +25,18 @@ def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
     timelines become groups of processes in one trace.
     """
     panels = {"": timeline} if isinstance(timeline, Timeline) else timeline
+    names: list[dict[str, object]] = []
     events: list[dict[str, object]] = []
-    processes: dict[tuple[str, int, int], int] = {}
+    pids: dict[tuple[str, int, int], int] = {}
     tracks: dict[tuple[int, str], int] = {}
     for name, panel in panels.items():
+        for stage, rank in sorted({(interval.stage, interval.rank) for interval in panel.intervals}):
+            pid = pids[name, stage, rank] = len(pids)
+            label = f"{name} stage {stage}, rank {rank}".strip()
+            names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": label}})
+            names.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
         for interval in panel.intervals:
-            place = (name, interval.stage, interval.rank)
-            pid = processes.setdefault(place, len(processes))
+            pid = pids[name, interval.stage, interval.rank]
             track = "compute" if interval.what in COMPUTE else interval.what
             tid = tracks.setdefault((pid, track), len(tracks))
             number = "" if interval.microbatch < 0 else str(interval.microbatch)
@@ -52,15 +57,6 @@ def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
                     },
                 }
             )
-    order = list(panels)
-    ranked = sorted(processes, key=lambda place: (order.index(place[0]), place[1], place[2]))
-    names: list[dict[str, object]] = []
-    for position, place in enumerate(ranked):
-        name, stage, rank = place
-        label = f"{name} stage {stage}, rank {rank}".strip()
-        pid = processes[place]
-        names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": label}})
-        names.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": position}})
     for (pid, track), tid in tracks.items():
         names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": track}})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events})

@@ -19,7 +19,6 @@ from varuna.errors import ScheduleError
 from varuna.types import Instruction, Op, Schedule, ScheduleName
 
 NAMES: tuple[str, ...] = get_args(ScheduleName)
-OPPORTUNISTIC = frozenset({"varuna"})
 
 
 def build(name: str, *, stages: int, microbatches: int, recompute: tuple[bool, ...] = ()) -> Schedule:
@@ -52,7 +51,10 @@ def ops(name: str, *, stage: int, stages: int, microbatches: int, recompute: boo
     """Return the order of one stage in letters: "FFBFBB". The n-th of each letter is micro-batch n."""
     _validate(name, stage=stage, stages=stages, microbatches=microbatches)
     ahead, lag = _ahead(name, stage, stages, microbatches), _lag(name, stage)
-    order = _whole(microbatches, ahead=ahead) if lag is None else _split(microbatches, ahead=ahead, lag=lag)
+    if lag is None:
+        order = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
+    else:
+        order = _split(microbatches, ahead=ahead, lag=lag)
     if recompute and recomputes(name, stage=stage, stages=stages, microbatches=microbatches):
         return order.replace("B", "RB").replace("I", "RI")
     return order
@@ -103,7 +105,7 @@ def opportunistic(name: str) -> bool:
     zero-bubble is strict: a weight part that runs early fills a gap that the order needs later, and
     steady pipelines get slower (P=4, M=8: 30 units instead of 27).
     """
-    return name in OPPORTUNISTIC
+    return name == "varuna"
 
 
 def _ahead(name: str, stage: int, stages: int, microbatches: int) -> int:
@@ -116,10 +118,6 @@ def _ahead(name: str, stage: int, stages: int, microbatches: int) -> int:
 def _lag(name: str, stage: int) -> int | None:
     """Return by how many micro-batches weight parts are deferred; None if backwards are in one part."""
     return {"zero-bubble": stage, "zero-bubble-2x": 2 * stage}.get(name)
-
-
-def _whole(microbatches: int, *, ahead: int) -> str:
-    return "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
 
 
 def _split(microbatches: int, *, ahead: int, lag: int) -> str:

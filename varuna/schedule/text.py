@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from itertools import accumulate
 
 from varuna.errors import ScheduleError
 from varuna.schedule.check import check
@@ -20,7 +21,6 @@ def grid(schedule: Schedule) -> str:
     """
     check(schedule)
     starts = play(schedule.rows).starts
-    longest = max(len(f"{i.op}{i.microbatch}") for row in schedule.rows for i in row)
     lines = []
     for row, begun in zip(schedule.rows, starts, strict=True):
         cells: list[str] = []
@@ -31,7 +31,7 @@ def grid(schedule: Schedule) -> str:
             cells.extend(["-" * len(name)] * (UNITS[instruction.op] - 1))
         lines.append(cells)
     ruler = [str(unit) if unit % 5 == 0 else "" for unit in range(max(map(len, lines)))]
-    longest = max(longest, len(ruler[(len(ruler) - 1) // 5 * 5]))
+    longest = max(len(cell) for cells in (ruler, *lines) for cell in cells)
     label = len(f"stage {len(lines) - 1}")
     order = "preferred order" if schedule.opportunistic else "order"
     num_microbatches = sum(i.op == "F" for i in schedule.rows[0])
@@ -67,7 +67,8 @@ def from_csv(text: str) -> Schedule:
         tuple(_read_cell(cell, row=rank, column=column) for column, cell in enumerate(cells) if cell.strip())
         for rank, cells in enumerate(csv.reader(io.StringIO(text)))
     )
-    schedule = Schedule("csv", rows, tuple(map(_most_held, rows)), opportunistic=False)
+    held = (accumulate(((i.op == "F") - (i.op in "BI") for i in row), initial=0) for row in rows)
+    schedule = Schedule("csv", rows, tuple(map(max, held)), opportunistic=False)
     check(schedule)
     return schedule
 
@@ -87,11 +88,3 @@ def _read_cell(cell: str, *, row: int, column: int) -> Instruction:
         )
     op: Op = match[2]  # type: ignore[assignment]  # the pattern matches nothing else
     return Instruction(stage, op, microbatch)
-
-
-def _most_held(row: tuple[Instruction, ...]) -> int:
-    held = most = 0
-    for instruction in row:
-        held += (instruction.op == "F") - (instruction.op in "BI")
-        most = max(most, held)
-    return most
