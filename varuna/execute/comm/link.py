@@ -96,7 +96,9 @@ class PeerLink(FrameSocket):
             raise self.error()
         self.process_control()
         if self._lane_out is not None and tensors:
-            self._send_by_lane(self._lane_out, tensors)
+            ready = [to_contiguous(tensor.detach()) for tensor in tensors]
+            self._send_header(BY_LANE, describe(ready), len(ready), release_seconds=self._release_time())
+            self._lane_out.put(ready)
             return
         if tensors and self._send_in_slot(tensors):
             return
@@ -104,15 +106,7 @@ class PeerLink(FrameSocket):
         descriptor = describe(ready)
         payload = [memory_of(tensor) for tensor in ready if tensor.numel()]
         header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), sum(map(len, payload)), 0)
-        frame = OutgoingFrame([memoryview(header + descriptor), *payload], ready, self._release_time())
-        self._enqueue(frame)
-
-    def _send_by_lane(self, lane: LaneSender, tensors: Sequence[Tensor]) -> None:
-        ready = [to_contiguous(tensor.detach()) for tensor in tensors]
-        descriptor = describe(ready)
-        header = HEADER.pack(MAGIC, BY_LANE, len(ready), len(descriptor), 0, 0)
-        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], self._release_time()))
-        lane.put(ready)
+        self._enqueue(OutgoingFrame([memoryview(header + descriptor), *payload], ready, self._release_time()))
 
     def _send_in_slot(self, tensors: Sequence[Tensor]) -> bool:
         """Send in a slot if one is free and return True; else request one for the next time."""
@@ -124,11 +118,10 @@ class PeerLink(FrameSocket):
             return False
         slot = slots.put(tensors)
         if slot is None:
-            self._send_control(REQUEST_SLOT, message_bytes(sizes), device_uuid(self.device).encode())
+            self._send_header(REQUEST_SLOT, device_uuid(self.device).encode(), number=message_bytes(sizes))
             return False
         descriptor = struct.pack("<I", slot) + describe(tensors)
-        header = HEADER.pack(MAGIC, IN_SLOT, len(tensors), len(descriptor), 0, 0)
-        self._enqueue(OutgoingFrame([memoryview(header + descriptor)], [], self._release_time()))
+        self._send_header(IN_SLOT, descriptor, len(tensors), release_seconds=self._release_time())
         return True
 
     def _release_time(self) -> float:
@@ -136,9 +129,11 @@ class PeerLink(FrameSocket):
         self.sent += 1
         return 0.0 if self._delay is None else time.monotonic() + self._delay(self.sent - 1)
 
-    def _send_control(self, kind: int, number: int, text: bytes = b"") -> None:
-        header = HEADER.pack(MAGIC, kind, 0, len(text), 0, number)
-        self._enqueue(OutgoingFrame([memoryview(header + text)], [], 0.0))
+    def _send_header(
+        self, kind: int, text: bytes, num_tensors: int = 0, *, number: int = 0, release_seconds: float = 0.0
+    ) -> None:
+        header = HEADER.pack(MAGIC, kind, num_tensors, len(text), 0, number)
+        self._enqueue(OutgoingFrame([memoryview(header + text)], [], release_seconds))
 
     def process_control(self) -> None:
         """Handle messages about slots and lanes, and release memory that is no longer used."""
@@ -156,18 +151,19 @@ class PeerLink(FrameSocket):
             if kind == REQUEST_SLOT:
                 offer = slots_in.offer(number, text.decode())
                 if offer is not None:
-                    self._send_control(OFFER_SLOT, 0, offer)
+                    self._send_header(OFFER_SLOT, offer)
             elif kind == OFFER_SLOT:
                 acceptance = slots_out.accept(text)
                 if acceptance is not None:
-                    self._send_control(ACCEPT_SLOT, *acceptance)
+                    self._send_header(ACCEPT_SLOT, acceptance[1], number=acceptance[0])
             elif kind == ACCEPT_SLOT:
                 slots_in.accepted(number, text)
             else:
                 slots_out.returned(struct.unpack(f"<{number}I", text))
         numbers = slots_in.take_freed()
         if numbers:
-            self._send_control(RETURN_SLOTS, len(numbers), struct.pack(f"<{len(numbers)}I", *numbers))
+            packed = struct.pack(f"<{len(numbers)}I", *numbers)
+            self._send_header(RETURN_SLOTS, packed, number=len(numbers))
 
     def take(self) -> list[Tensor]:
         """Return the oldest message that has arrived."""
@@ -217,5 +213,4 @@ class PeerLink(FrameSocket):
         if self._lane_out is not None and not self.over:
             self._lane_out.finish(LANE_SECONDS)
         if not self.over:
-            header = HEADER.pack(MAGIC, BYE, 0, 0, 0, 0)
-            self._enqueue(OutgoingFrame([memoryview(header)], [], 0.0))
+            self._send_header(BYE, b"")

@@ -76,9 +76,8 @@ class Session(Collective):
 
     def gather_over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of this stage's replicas, by replica."""
-        return Collective(self.rank, self.stage_map[self.stage], self.replicas, self.waiter).gather_numbers(
-            numbers
-        )
+        stage = Collective(self.rank, self.stage_map[self.stage], self.replicas, self.waiter)
+        return stage.gather_numbers(numbers)
 
     def adjacent_stage(self, offset: int) -> PeerLink | StageLinks | None:
         """Return the connection to the previous (-1) or next (+1) stage, if there is one."""
@@ -151,9 +150,12 @@ def open_session(
         other: channel or choose_channel(devices[rank], devices[other], nccl=nccl)
         for other in sorted(adjacent)
     }
+    # No tensors go to the replicas beside this one. A link notices at once which rank is gone; a reduction
+    # only breaks.
+    beside = {stage_map[stage][(replica + step) % session.width] for step in (-1, 1)} - {rank}
     session.network = connect(
         rank,
-        {other: describe(other) for other in adjacent | _next_replicas(session)},
+        {other: describe(other) for other in adjacent | beside},
         session.gather,
         host=host,
         device=device,
@@ -184,15 +186,6 @@ def _replica_group(session: Session, timeout_seconds: float) -> dist.ProcessGrou
     if session.uneven and group is None:
         make_placeholder_group(session.rank)
     return group
-
-
-def _next_replicas(session: Session) -> set[int]:
-    """Return the replicas before and after this one.
-
-    No tensors go over these links. A link notices at once which rank is gone; a reduction only breaks.
-    """
-    row, width = session.stage_map[session.stage], session.width
-    return {row[(session.replica + step) % width] for step in (-1, 1)} - {session.rank}
 
 
 def _open_channels(

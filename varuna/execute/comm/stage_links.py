@@ -59,14 +59,11 @@ class StageLinks:
         slices, specs = self._slices[self._sent], self._crossing(self._sent, self._sends_gradients)
         self._sent += 1
         for piece in slices:
+            parts = tensors
             if len(slices) > 1:
-                parts = [
-                    self._cut(tensor, spec, piece, is_first=piece is slices[0])
-                    for tensor, spec in zip(tensors, specs, strict=False)
-                ]
-                self._links[piece.peer].send(parts)
-            else:
-                self._links[piece.peer].send(tensors)
+                pairs, is_first = zip(tensors, specs, strict=False), piece is slices[0]
+                parts = [self._cut(tensor, spec, piece, is_first=is_first) for tensor, spec in pairs]
+            self._links[piece.peer].send(parts)
 
     def take(self) -> list[Tensor]:
         if not self.ready:

@@ -31,8 +31,3 @@ class HostCopy:
                 waiter.for_device(self._copied.query)
         found: list[float] = self._host.reshape(-1).tolist()
         return found
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Return True if a call returns before its work is done, so that the host can queue more."""
-    return device.type == "cuda"

@@ -64,15 +64,11 @@ class MemoryUse:
     capacity: int
     coming: int = 0  # gradients that the first backward will allocate
 
-    @property
-    def consumers(self) -> dict[str, int]:
-        of = f"activations of {self.begun} micro-batch{'es' if self.begun > 1 else ''}"
-        others = {of: self.activations, "fragments": self.spare, "other processes": self.elsewhere}
-        return {**self.steady, **others}
-
 
 def explain(use: MemoryUse, layout: StageLayout, requested: int, remedies: Remedies) -> str:
-    largest = sorted(use.consumers.items(), key=lambda item: -item[1])[:3]
+    of = f"activations of {use.begun} micro-batch{'es' if use.begun > 1 else ''}"
+    others = {of: use.activations, "fragments": use.spare, "other processes": use.elsewhere}
+    largest = sorted({**use.steady, **others}.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {memory(num_bytes)}" for name, num_bytes in largest)
     return (
         f"the device's memory of {memory(use.capacity)} is full: could not allocate {memory(requested)} more "
@@ -139,9 +135,7 @@ def describe_out_of_memory(
 
 
 @contextmanager
-def replace_out_of_memory(
-    describe: Callable[[torch.OutOfMemoryError], Exception | None],
-) -> Iterator[None]:
+def replace_out_of_memory(describe: Callable[[torch.OutOfMemoryError], Exception | None]) -> Iterator[None]:
     """Replace torch's out-of-memory error in this block by `describe(error)`; None keeps it."""
     try:
         yield

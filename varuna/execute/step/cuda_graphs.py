@@ -16,13 +16,12 @@ and the weights that get a gradient.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from varuna.execute.step.split import PendingWeights
 from varuna.execute.step.stage import (
     HeldMicroBatch,
     IdleProgram,
@@ -104,12 +103,8 @@ class Recording:
     ) -> None:
         self._run = run
         own = {name: v.clone() if isinstance(v, Tensor) else v for name, v in inputs.items()}
-        self._held = HeldMicroBatch(
-            known.program, [tensor.detach().clone() for tensor in received], own, work
-        )
-        self._flowing = [
-            None if like is None else torch.empty_like(like, device=device) for like in known.flowing
-        ]
+        self._held = HeldMicroBatch(known.program, [t.detach().clone() for t in received], own, work)
+        self._flowing = [t if t is None else torch.empty_like(t, device=device) for t in known.flowing]
         self._results = [torch.empty_like(like, device=device) for like in known.results]
         self._outgoing = [torch.empty_like(leaf) for leaf in leaves_of(self._held)]
         self._replay_forward = record(self._forward)
@@ -125,13 +120,12 @@ class Recording:
         """Add to the weights' gradients at the addresses of the recording."""
         pairs = [(own, g) for own, g in zip(self._flowing, gradients, strict=True) if own is not None]
         assert all(gradient is not None for _, gradient in pairs)
-        _copy([own for own, _ in pairs], [gradient for _, gradient in pairs if gradient is not None])
+        _copy([own for own, _ in pairs], [g for _, g in pairs if g is not None])
         self._replay_backward()
         return [gradient.clone() for gradient in self._outgoing]
 
     def _forward(self) -> None:
-        outputs = self._run(self._held)
-        _copy(self._results, [output.detach() for output in outputs])
+        _copy(self._results, [output.detach() for output in self._run(self._held)])
 
     def _backward(self) -> None:
         roots, flowing = pair_gradients(self._held.edges, self._flowing)
@@ -143,19 +137,19 @@ class Recording:
             leaf.grad = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ObservedMicroBatch(HeldMicroBatch):
     """An unrecorded micro-batch of a form that is not known yet."""
 
-    form: MicroBatchForm = ()
-    results: list[Tensor] = field(default_factory=list)
-    flowing: list[Tensor | None] = field(default_factory=list)
+    form: MicroBatchForm
+    results: list[Tensor]
+    flowing: list[Tensor | None]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ReplayedMicroBatch(HeldMicroBatch):
-    form: MicroBatchForm = ()
-    recording: Recording | None = None
+    form: MicroBatchForm
+    recording: Recording
 
 
 class GraphedStage(Stage):
@@ -214,7 +208,7 @@ class GraphedStage(Stage):
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         held = self.held[microbatch]
         if isinstance(held, ReplayedMicroBatch):
-            held.pending = PendingWeights(())
+            held.pending = ()
             return self._replay(held, gradients)
         with self._observe_weights(held):
             return super().backward_inputs(microbatch, gradients)
@@ -229,8 +223,6 @@ class GraphedStage(Stage):
             self._release(held)
         self._recordable.clear()
         super().clear()
-
-    # ------------------------------------------------------------ recordings
 
     def _obstacle(self, program: StageProgram, keep_graph: bool) -> str:
         """Return why micro-batches of a program cannot be recorded; empty if they can."""
@@ -288,15 +280,8 @@ class GraphedStage(Stage):
             del self._free[next(iter(self._free))]
         self._fix_gradients(known.trained)
         try:
-            recording = Recording(
-                known,
-                received,
-                inputs,
-                work,
-                device=self._device,
-                run=self._run_with_graph,
-                record=self._recorders(),
-            )
+            run, record = self._run_with_graph, self._recorders()
+            recording = Recording(known, received, inputs, work, device=self._device, run=run, record=record)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -308,14 +293,13 @@ class GraphedStage(Stage):
 
     def _replay(self, held: ReplayedMicroBatch, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         known = self._known[held.form]
-        assert known is not None and held.recording is not None
+        assert known is not None
         self._fix_gradients(known.trained)
         return held.recording.backward(gradients)
 
     def _release(self, held: HeldMicroBatch) -> None:
-        if isinstance(held, ReplayedMicroBatch) and held.recording is not None and held.form in self._known:
+        if isinstance(held, ReplayedMicroBatch) and held.form in self._known:
             self._free.setdefault(held.form, []).append(held.recording)
-            held.recording = None
 
     def _fix_gradients(self, weights: Sequence[Tensor]) -> None:
         """Move the weights' gradients to the addresses that recordings add to."""
@@ -331,8 +315,6 @@ class GraphedStage(Stage):
             weight.grad = gradient
         if empty:
             torch._foreach_zero_(empty)
-
-    # ------------------------------------------------------------ observing unrecorded runs
 
     def _observe_outputs(self, microbatch: int, form: MicroBatchForm, outputs: Sequence[Tensor]) -> None:
         held = self.held[microbatch]

@@ -20,7 +20,7 @@ from varuna.execute.comm.link import PeerLink
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.device.event_times import recorder_for
-from varuna.execute.device.host_copy import HostCopy, runs_ahead
+from varuna.execute.device.host_copy import HostCopy
 from varuna.execute.step.scatter import MicroBatch
 from varuna.execute.step.stage import Stage, StageProgram
 from varuna.observe.record import Recorder
@@ -128,34 +128,29 @@ class Engine:
             op, number = instruction.op, instruction.microbatch
             started = self._start(op, number)
             if op == "F":
-                self._run_forward(step, number)
+                step.activations += 1
+                keep: Keep = "inputs" if number in step.recomputed else "graph"
+                outputs = self._forward(number, jobs[number], keep)
+                if self.downstream is None:
+                    step.losses.append(outputs[0])
             elif op == "R":
                 self.stage.recompute(number)
             else:
                 self._run_backward(step, op, number)
             self.recorder.add(op, number, started, time.perf_counter())
 
-    def _run_forward(self, step: TrainingStep, number: int) -> None:
-        step.activations += 1
-        keep: Keep = "inputs" if number in step.recomputed else "graph"
-        outputs = self._forward(number, step.jobs[number], keep)
-        if self.downstream is None:
-            step.losses.append(outputs[0])
-
     def _forward(self, number: int, job: MicroBatchJob, keep: Keep) -> list[Tensor]:
         """Run one forward, send its outputs to the next stage, and return them."""
         received = self._take(self.upstream, job.program.received)
         inputs = job.microbatch.inputs
         if keep == "nothing":
-            if self.upstream is not None:
-                self._send(self.upstream, [])  # acknowledges the micro-batch
+            self._send(self.upstream, [])  # acknowledges the micro-batch
             outputs = self.stage.evaluate(job.program, received, inputs, job.work)
         else:
             outputs = self.stage.forward(
                 number, job.program, received, inputs, job.work, keep_graph=keep == "graph"
             )
-        if self.downstream is not None:
-            self._send(self.downstream, outputs)
+        self._send(self.downstream, outputs)
         return outputs
 
     def _run_backward(self, step: TrainingStep, op: Op, number: int) -> None:
@@ -165,7 +160,8 @@ class Engine:
         """
         losses_known = op != "W" and number == len(step.jobs) - 1
         losses = HostCopy(torch.stack(step.losses)) if step.losses and losses_known else None
-        if losses_known and not runs_ahead(self.device):
+        runs_ahead = self.device.type == "cuda"
+        if losses_known and not runs_ahead:
             step.announce(self._weighted_sum(losses, step.jobs))
         stop = step.before_last_backward() if (op, number) == step.last_backward else None
         if op == "W":
@@ -178,12 +174,10 @@ class Engine:
                 incoming = self._take(self.downstream, needed)
             step.gradients += 1
             run = self.stage.backward if op == "B" else self.stage.backward_inputs
-            outgoing = run(number, incoming)
-            if self.upstream is not None:
-                self._send(self.upstream, outgoing)
+            self._send(self.upstream, run(number, incoming))
         if stop is not None:
             stop()
-        if losses_known and runs_ahead(self.device):
+        if losses_known and runs_ahead:
             step.announce(self._weighted_sum(losses, step.jobs))
 
     def _seed(self, step: TrainingStep, number: int) -> Tensor:
@@ -197,8 +191,6 @@ class Engine:
         """Run forwards only. Return the sum of weight × loss on the last stage, else 0."""
         losses = [outputs[0] for outputs in self.forwards(jobs, keep="nothing")]
         return self._weighted_sum(HostCopy(torch.stack(losses)) if losses else None, jobs)
-
-    # ------------------------------------------------------------ a step in two halves
 
     def forwards(self, jobs: Sequence[MicroBatchJob], *, keep: Keep) -> list[list[Tensor]]:
         """Run all forwards and return the outputs on the last stage.
@@ -246,18 +238,15 @@ class Engine:
             else:
                 incoming = self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
             stop = before_last() if number == last else None
-            outgoing = self.stage.backward(number, incoming, again=again)
-            if self.upstream is not None:
-                self._send(self.upstream, outgoing)
+            self._send(self.upstream, self.stage.backward(number, incoming, again=again))
             if stop is not None:
                 stop()
             self.recorder.add("B", number, started, time.perf_counter())
 
-    # ------------------------------------------------------------ messages
-
-    def _send(self, target: AdjacentStage, tensors: Sequence[Tensor]) -> None:
+    def _send(self, target: AdjacentStage | None, tensors: Sequence[Tensor]) -> None:
         try:
-            target.send(tensors)
+            if target is not None:
+                target.send(tensors)
         except PeerLost as error:
             self._raise_cause(error)
 
@@ -277,9 +266,9 @@ class Engine:
             return []
         if source.ready == 0:
             assert self.waiter is not None
-            peer = source
             self.waiter.until(
-                lambda: peer.ready > 0 or peer.over, lambda: f"{self.where}: a message from rank {peer.peer}"
+                lambda: source.ready > 0 or source.over,
+                lambda: f"{self.where}: a message from rank {source.peer}",
             )
         tensors = self._take_from(source)
         check_arrival(tensors, expected, source.peer)

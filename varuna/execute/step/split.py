@@ -32,25 +32,16 @@ class Fork:
     saved: list[Sequence[Tensor | None]]  # gradients that entered the node in part I
 
 
-@dataclass(frozen=True)
-class PendingWeights:
-    """The remaining work for part W."""
-
-    forks: tuple[Fork, ...]
-
-
 def backward_inputs(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> tuple[list[Tensor | None], PendingWeights]:
-    """Run part I: return the gradients of `leaves` and the work for part W."""
+) -> tuple[list[Tensor | None], Sequence[Fork]]:
+    """Run part I: return the gradients of `leaves` and the forks for part W."""
     found = _find_forks(roots, leaves)
     if found is None:
         torch.autograd.backward(roots, gradients)
-        return [leaf.grad for leaf in leaves], PendingWeights(())
+        return [leaf.grad for leaf in leaves], ()
     forks = [fork for fork in found if not isinstance(fork.node, BackwardCFunction)]
-    at_once = [
-        weight for fork in found if isinstance(fork.node, BackwardCFunction) for weight in fork.weights
-    ]
+    at_once = [w for fork in found if isinstance(fork.node, BackwardCFunction) for w in fork.weights]
     hooks = [fork.node.register_prehook(fork.saved.append) for fork in forks]
     made = torch.autograd.grad(roots, [*leaves, *at_once], gradients, retain_graph=True, allow_unused=True)
     for hook in hooks:
@@ -58,19 +49,15 @@ def backward_inputs(
     for weight, gradient in zip(at_once, made[len(leaves) :], strict=True):
         if gradient is not None:
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    return list(made[: len(leaves)]), PendingWeights(tuple(forks))
+    return list(made[: len(leaves)]), forks
 
 
-def backward_weights(pending: PendingWeights) -> None:
+def backward_weights(forks: Sequence[Fork]) -> None:
     """Run part W: add each weight's gradient to its `.grad`."""
-    for fork in pending.forks:
+    for fork in forks:
         for saved in fork.saved:  # empty if no gradient reached the fork
-            edges = [
-                GradientEdge(fork.node, index) for index, tensor in enumerate(saved) if tensor is not None
-            ]
-            torch.autograd.backward(
-                edges, [tensor for tensor in saved if tensor is not None], inputs=list(fork.weights)
-            )
+            edges = [GradientEdge(fork.node, index) for index, t in enumerate(saved) if t is not None]
+            torch.autograd.backward(edges, [t for t in saved if t is not None], inputs=list(fork.weights))
         fork.saved.clear()
 
 

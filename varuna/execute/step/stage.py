@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from varuna.execute.step.split import PendingWeights, backward_inputs, backward_weights
+from varuna.execute.step.split import Fork, backward_inputs, backward_weights
 from varuna.types import TensorSpec, Work
 
 
@@ -70,7 +70,7 @@ class HeldMicroBatch:
     # Of the outputs that get a gradient; empty until the forward has run with a graph.
     edges: list[GradientEdge | None] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # values before the forward, if it recomputes
-    pending: PendingWeights | None = None
+    pending: Sequence[Fork] | None = None  # work for `backward_weights`
 
 
 class Stage:
@@ -140,7 +140,7 @@ class Stage:
         leaves = leaves_of(held)
         roots, flowing = pair_gradients(held.edges, gradients)
         found: list[Tensor | None] = [None] * len(leaves)
-        held.pending = PendingWeights(())
+        held.pending = ()
         if roots and leaves and self.split_backward:
             found, held.pending = backward_inputs(roots, flowing, leaves)
         elif roots:
@@ -198,15 +198,10 @@ def pair_gradients(
     edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
     """Pair outputs with their gradients. Leave out outputs that need no gradient or got none."""
-    roots, flowing = [], []
-    for edge, gradient in zip(edges, gradients, strict=True):
-        if edge is not None and gradient is not None:
-            roots.append(edge)
-            flowing.append(gradient)
-    return roots, flowing
+    pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def or_zeros(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(gradients, leaves, strict=True)
-    ]
+    pairs = zip(gradients, leaves, strict=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]

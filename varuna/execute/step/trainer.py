@@ -6,7 +6,7 @@ inputs, so the trainer does not depend on how models are captured.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,9 +17,10 @@ from torch import Tensor
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.step.division import Division, check_equal_batches, divide_batch
-from varuna.execute.step.engine import Engine, MicroBatchJob
+from varuna.execute.step.engine import Engine, Keep, MicroBatchJob
 from varuna.execute.step.same_data import check_same_samples, find_equal_replicas, hash_samples
-from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
+from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, with_leaves
+from varuna.execute.step.spans import Runs
 from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
 from varuna.execute.update.buffers import synchronize_buffers
 from varuna.execute.update.precision import LossScale
@@ -30,12 +31,8 @@ from varuna.types import Plan, Work
 log = logging.getLogger("varuna")
 
 
-class Programs(Protocol):
-    """Returns the program for micro-batches with inputs of this kind and size."""
-
-    def __call__(
-        self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
-    ) -> StageProgram: ...
+Programs = Callable[[Mapping[str, object], int, Mapping[str, int], bool], StageProgram]
+"""Returns the program for micro-batches with these inputs, size and dims, in training or not."""
 
 
 class ModelTraits(Protocol):
@@ -99,7 +96,7 @@ class Trainer:
             jobs, shares = self._divide(inputs, num_samples, dims, training)
         else:
             self._check_samples(inputs, dims, training)
-            microbatches = self._scatter(inputs, num_samples, dims)
+            microbatches = self._weighted_microbatches(inputs, num_samples, dims)
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
         self.reducer.begin()
@@ -123,7 +120,8 @@ class Trainer:
             jobs, _ = self._divide(inputs, num_samples, dims, False)
         else:
             self._check_samples(inputs, dims, False)
-            jobs = self._jobs(self.programs, self._scatter(inputs, num_samples, dims), dims, False, 0)
+            microbatches = self._weighted_microbatches(inputs, num_samples, dims)
+            jobs = self._jobs(self.programs, microbatches, dims, False, 0)
         with self._patience(jobs):
             with self._buffers_restored(jobs):
                 loss = self.engine.evaluate(jobs)
@@ -150,8 +148,6 @@ class Trainer:
             for name, value in before.items():
                 self.state.tensor(name).data.copy_(value)
 
-    # ------------------------------------------------------------ a step in two halves
-
     def forwards(
         self,
         inputs: Mapping[str, object],
@@ -171,10 +167,9 @@ class Trainer:
         self._begin_stage_links(division, jobs)
         shares = ReplicaShares(first, float(division.num_samples), division.num_microbatches)
         recompute = self.plan.stages[self.session.stage].recompute
+        keep: Keep = "nothing" if not keeps else "inputs" if recompute else "graph"
         with self._synchronized_buffers(shares) if training else nullcontext():
-            results = self.engine.forwards(
-                jobs, keep="nothing" if not keeps else "inputs" if recompute else "graph"
-            )
+            results = self.engine.forwards(jobs, keep=keep)
         self.iteration += training
         return ForwardedBatch(jobs, results, self.engine.stage.take_held(), division)
 
@@ -200,8 +195,6 @@ class Trainer:
             self.engine.where = f"stage {self.session.stage}, reducing the gradients"
             self.reducer.reduce_gradients()
 
-    # ------------------------------------------------------------ parts of a step
-
     @contextmanager
     def _synchronized_buffers(self, shares: ReplicaShares) -> Iterator[None]:
         """Make the buffers that forwards in this block change equal on all replicas."""
@@ -222,29 +215,25 @@ class Trainer:
                 reduce=self.reducer.sum_over_replicas,
             )
 
-    def _scatter(
+    def _weighted_microbatches(
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
     ) -> list[MicroBatch]:
-        return scatter(
-            inputs,
-            num_samples=num_samples,
-            dims=dims,
-            microbatch_size=self.plan.microbatch_size,
-            device=self.engine.device,
-            weigh=self.weigh,
-        )
+        """Leave out micro-batches of weight 0: they need not run, and their loss may not be finite."""
+        size = self.plan.microbatch_size
+        runs = [((first, min(first + size, num_samples)),) for first in range(0, num_samples, size)]
+        return [microbatch for microbatch in self._scatter(inputs, dims, runs) if microbatch.weight]
 
     def _own_microbatches(
         self, inputs: Mapping[str, object], dims: Mapping[str, int], division: Division
     ) -> list[MicroBatch]:
         first = division.own[0]
-        return scatter_runs(
-            inputs,
-            dims=dims,
-            microbatches=[tuple((a - first, b - first) for a, b in runs) for runs in division.runs],
-            device=self.engine.device,
-            weigh=self.weigh,
-        )
+        own = [tuple((a - first, b - first) for a, b in runs) for runs in division.runs]
+        return self._scatter(inputs, dims, own)
+
+    def _scatter(
+        self, inputs: Mapping[str, object], dims: Mapping[str, int], runs: Sequence[Runs]
+    ) -> list[MicroBatch]:
+        return scatter(inputs, dims=dims, microbatches=runs, device=self.engine.device, weigh=self.weigh)
 
     def _jobs(
         self,
@@ -258,14 +247,14 @@ class Trainer:
     ) -> list[MicroBatchJob]:
         idle = idle or IdleProgram((), self.engine.device if self._is_last else None)
         by_size: dict[int, StageProgram] = {0: idle}
-        for microbatch in microbatches:
-            if microbatch.size not in by_size:
-                by_size[microbatch.size] = programs(microbatch.inputs, microbatch.size, dims, training)
-        return [MicroBatchJob(mb, by_size[mb.size], self._work(mb, first_sample)) for mb in microbatches]
-
-    def _work(self, microbatch: MicroBatch, first_sample: int) -> Work:
-        spans = tuple((first_sample + first, first_sample + stop) for first, stop in microbatch.runs)
-        return Work(self.seed, self.iteration, first_sample + microbatch.first_sample, spans=spans)
+        jobs = []
+        for mb in microbatches:
+            if mb.size not in by_size:
+                by_size[mb.size] = programs(mb.inputs, mb.size, dims, training)
+            spans = tuple((first_sample + first, first_sample + stop) for first, stop in mb.runs)
+            work = Work(self.seed, self.iteration, first_sample + mb.first_sample, spans=spans)
+            jobs.append(MicroBatchJob(mb, by_size[mb.size], work))
+        return jobs
 
     def _exchange_shares(self, microbatches: Sequence[MicroBatch], num_samples: int) -> ReplicaShares:
         """Gather the shares of all replicas, if the step depends on them. One small message."""
@@ -298,13 +287,10 @@ class Trainer:
         jobs = self._jobs(self.programs, microbatches, dims, training, first)
         total, num_microbatches = float(division.num_samples), division.num_microbatches
         if self.weigh is not None:
-            if self._is_last:  # the loss of a micro-batch with weight 0 may not be finite
-                jobs = [
-                    job
-                    if job.microbatch.weight
-                    else replace(job, program=IdleProgram(job.program.received, self.engine.device))
-                    for job in jobs
-                ]
+            for number, job in enumerate(jobs):  # the loss of a micro-batch with weight 0 may not be finite
+                if self._is_last and not job.microbatch.weight:
+                    idle = IdleProgram(job.program.received, self.engine.device)
+                    jobs[number] = replace(job, program=idle)
             num_run = sum(not isinstance(job.program, IdleProgram) for job in jobs)
             gathered = session.gather_by_stage((self._weight_of_losses(jobs), num_run))
             total = sum(weight for weight, _ in gathered[-1])
