@@ -204,7 +204,7 @@ class _Flattener:
 
     def _leaf(self, node: fx.Node, tensors: list[Any], call: RecordedCall) -> fx.Node:
         """Call an opaque module with all of its state. `bind_randomness` adds the work and the batch size."""
-        leaf = OpaqueLeaf(call, ordinal=0)
+        leaf = OpaqueLeaf(call)
         full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
         state = [self.flat.state[self._canonical.get(name, name)] for name in full]
         name = f"leaf_{len(self.flat.attributes)}"

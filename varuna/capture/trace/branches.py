@@ -36,11 +36,11 @@ class KnownBranches(TorchFunctionMode):
                 "traced graph cannot do. Set layerdrop to 0, or keep the module eager with "
                 f"{opaque_call(self._recorder.running)}."
             )
-        if name in NUMBER_READS and not self._recorder.is_inside_leaf:
+        if name in NUMBER_READS and not self._recorder.inside_leaf:
             source = current_line().partition(": ")[2]
             if source.startswith("assert ") and args[0].dtype == torch.bool:
                 return True
-            self._recorder.note_read()
+            self._recorder.reader = self._recorder.running
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._drawn.append(result)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.capture.run.plain_randomness import run_once
 from varuna.capture.trace import patches
-from varuna.capture.trace.opaque_module import RecordedCall, mark_for_gradient, record_call
+from varuna.capture.trace.opaque_module import RecordedCall, record_call, result_tensors
 from varuna.capture.trace.recorder import TraceRecorder
 from varuna.capture.trace.refusals import current_line, opaque_call
 from varuna.errors import CaptureError
@@ -70,16 +70,9 @@ class FunctionCall:
         self.__qualname__ = f"{self.__name__} {call.constants}"
         self.__module__ = self._function.__module__
 
-    def __repr__(self) -> str:
-        return self.__name__
-
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         args, kwargs = self._call.arguments(tensors)
-        leaves = pytree.tree_leaves(self._function.apply(*args, **kwargs))
-        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return [mark_for_gradient(result) for result in results]
-        return results
+        return result_tensors(self._function.apply(*args, **kwargs), tensors)
 
 
 @contextmanager
@@ -90,11 +83,14 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
         if cls is CheckpointFunction:
             run, _preserve, *operands = args
             return run_once(run, operands)
-        if cls.__module__.startswith("torch.") or recorder.is_inside_leaf:
+        if cls.__module__.startswith("torch.") or recorder.inside_leaf:
             return original(*args, **kwargs)
         place = current_line()
         try:
-            return _record(cls, args, kwargs)
+            leaves = pytree.tree_leaves((args, kwargs))
+            if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in leaves):
+                raise UnsupportedFunction("takes a size that depends on the batch")
+            return record_call(cls.__qualname__, FunctionModule(cls), *args, **kwargs)
         except UnsupportedFunction as error:
             raise CaptureError(
                 f"{place}: the custom autograd.Function {cls.__qualname__} {error}, so it cannot be one "
@@ -103,9 +99,3 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
 
     with patches.function_apply(apply):
         yield
-
-
-def _record(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in pytree.tree_leaves((args, kwargs))):
-        raise UnsupportedFunction("takes a size that depends on the batch")
-    return record_call(function.__qualname__, FunctionModule(function), args, kwargs)

@@ -88,17 +88,17 @@ def cut_after(model: nn.Module, *patterns: str) -> list[str]:
     return matched
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
 def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Return the module names that match any pattern, in the model's order."""
     names = [name for name, _ in model.named_modules() if name]
     matched: list[str] = []
     for pattern in patterns:
-        found = [name for name in names if _matches(name, pattern)]
+        wanted = pattern.split(".")
+        found = [
+            name
+            for name in names
+            if name.count(".") == len(wanted) - 1 and all(map(fnmatchcase, name.split("."), wanted))
+        ]
         if not found:
             similar = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
             raise CaptureError(
@@ -131,12 +131,9 @@ def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
             if attribute.startswith("_") and attribute in nn.Module().__dict__:
                 continue
             yield from new(prefix + attribute, value)
-            items: Sequence[tuple[object, object]] = ()
             if isinstance(value, list | tuple):
-                items = list(enumerate(value))
-            elif isinstance(value, dict):
-                items = list(value.items())
-            for key, item in items:
+                value = dict(enumerate(value))
+            for key, item in value.items() if isinstance(value, dict) else ():
                 yield from new(f"{prefix}{attribute}[{key!r}]", item)
 
 

@@ -4,7 +4,7 @@ In the graph such a module is one operation. A program runs the module's own for
 parameters. It cannot be cut inside. Its random numbers are seeded per sample, as everywhere else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,11 +62,7 @@ def _leave_leaf(_module: nn.Module, _args: object, _output: object) -> None:
 
 
 class _TensorPlaceholder:
-    def __repr__(self) -> str:
-        return "a tensor"  # part of the name by which calls of custom Functions are compared
-
-
-_TENSOR = _TensorPlaceholder()
+    """Stands for a tensor among the leaves of a call."""
 
 
 @dataclass
@@ -76,24 +72,25 @@ class RecordedCall:
     name: str
     module: nn.Module
     structure: Any  # of (args, kwargs)
-    constants: list[Any]  # leaves of (args, kwargs), with _TENSOR in place of each tensor
+    constants: list[Any]  # leaves of (args, kwargs), with _TensorPlaceholder in place of each tensor
     results: Any = None  # structure of the output
-    constant_results: tuple[Any, ...] = ()
+    constant_results: Sequence[Any] = ()
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         remaining = iter(tensors)
-        leaves = [next(remaining) if constant is _TENSOR else constant for constant in self.constants]
+        leaves = [next(remaining) if leaf is _TensorPlaceholder else leaf for leaf in self.constants]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
     def keep_results(self, output: Any) -> list[Tensor]:
         leaves, self.results = pytree.tree_flatten(output)
-        self.constant_results = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self.constant_results = _constants(leaves)
         # Clone: an operation of the graph cannot return one of its inputs.
         return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-# ---------------------------------------------------------------- while a model is traced
+def _constants(leaves: Sequence[Any]) -> list[Any]:
+    return [_TensorPlaceholder if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 @contextmanager
@@ -103,21 +100,15 @@ def leaves_marked(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in opaque_ones.items():
             if not any(name.startswith(f"{other}.") for other in opaque_ones if other):
-                forward = partial(_recorded_forward, name, module)
-                stack.enter_context(patch.object(module, "forward", forward))
+                stack.enter_context(patch.object(module, "forward", partial(record_call, name, module)))
         yield
 
 
-def _recorded_forward(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return record_call(name, module, args, kwargs)
-
-
-def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def record_call(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Add one operation to the traced graph for a call of the module, and return its fake results."""
     recorder = active()
     assert recorder is not None
-    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves, structure = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
         outer = _parent_path(name) if recorder.reading == name else recorder.reading
         raise CaptureError(
@@ -125,11 +116,11 @@ def record_call(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mappi
             "sizes from its tensors, or make the module around it opaque: "
             f'varuna.opaque(model, "{outer}").'
         )
-    call = RecordedCall(name, module, structure, constants)
+    call = RecordedCall(name, module, structure, _constants(leaves))
     recorder.leaf_calls.append(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     produced = iter(torch.ops.varuna.opaque(tensors, len(recorder.leaf_calls) - 1))
-    results = [next(produced) if constant is _TENSOR else constant for constant in call.constant_results]
+    results = [next(produced) if leaf is _TensorPlaceholder else leaf for leaf in call.constant_results]
     return pytree.tree_unflatten(results, call.results)
 
 
@@ -208,16 +199,13 @@ def _symbolic(one: Tensor, two: Tensor, sizes: list[Any], tensors: list[Tensor])
     return tensors[0].new_empty(shape, dtype=one.dtype)
 
 
-# ---------------------------------------------------------------- in a program
-
-
 class OpaqueLeaf(nn.Module):
     """An opaque module inside a program: a pure function of its state and its tensors."""
 
-    def __init__(self, call: RecordedCall, ordinal: int) -> None:
+    def __init__(self, call: RecordedCall) -> None:
         super().__init__()
         self._call = call
-        self.ordinal = ordinal
+        self.ordinal = 0  # set by bind_randomness
         self.name = call.name
         # In a tuple, so that its parameters are not registered: every call passes them in.
         self._module = (call.module,)
@@ -234,14 +222,18 @@ class OpaqueLeaf(nn.Module):
         values = dict(zip(self.names, state, strict=True))
         with plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal):
             output = torch.func.functional_call(self.module, values, args, kwargs)
-        results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*state, *tensors)):
-            return [mark_for_gradient(result) for result in results]
+        return result_tensors(output, (*state, *tensors))
+
+
+def result_tensors(output: Any, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of an output.
+
+    If an operand requires a gradient, each floating-point result does too, as the graph assumes.
+    """
+    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in operands):
         return results
-
-
-def mark_for_gradient(result: Tensor) -> Tensor:
-    """Let a floating-point result require a gradient: the graph assumes that each one of a leaf does."""
-    if result.requires_grad or not result.is_floating_point():
-        return result
-    return result.detach().requires_grad_()
+    return [
+        result if result.requires_grad or not result.is_floating_point() else result.detach().requires_grad_()
+        for result in results
+    ]

@@ -13,6 +13,7 @@ place, passes it to a nested graph, or uses a parameter that autocast would have
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from varuna.capture.trace.recorder import CHECKS
 
-_CONSTANTS = (int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device)
-_TORCH_CONSTANTS = (torch.layout, torch.memory_format)
+_CONSTANTS = {int, float, bool, complex, str, type(None), type(...)} | {
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format)
+}
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda"})
 
 
@@ -72,12 +74,6 @@ class _CachedCall:
     sequence: type | None  # type of the results' sequence; None: a single result
 
 
-class _Uncached(NamedTuple):
-    """A call that torch must trace every time."""
-
-    in_place: bool  # it changes some argument
-
-
 class _GradientAnchor(torch.autograd.Function):
     """Gives a tensor a grad_fn."""
 
@@ -90,20 +86,13 @@ class _GradientAnchor(torch.autograd.Function):
 _with_grad_fn: Any = super(torch.autograd.Function, _GradientAnchor).apply
 
 
-def _autocast_state() -> Any:
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    return tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
-
-
 class OperationCache(TorchFunctionMode):
     def __init__(self, line: Callable[[FrameType | None], str]) -> None:
         """`line` returns the model's line for a stack frame."""
         super().__init__()
         self._line = line
-        self._known: dict[Any, _CachedCall | _Uncached] = {}
+        # A bool stands for a call that torch must trace every time: whether it changes some argument.
+        self._known: dict[Any, _CachedCall | bool] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self._autocast_parameters: dict[int, bool] = {}  # by id: first used under autocast in a reused call
         self._tracer: Any = None
@@ -127,7 +116,7 @@ class OperationCache(TorchFunctionMode):
                     func,
                     torch.is_grad_enabled(),
                     torch.get_default_dtype(),
-                    _autocast_state(),
+                    *[(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
                     _key((args, kwargs), tensors, {}),
                 )
                 earlier = self._known.get(key)
@@ -138,8 +127,8 @@ class OperationCache(TorchFunctionMode):
             return func(*args, **kwargs)
         if earlier is None:
             return self._traced(func, args, kwargs, (key, tensors))
-        if isinstance(earlier, _Uncached):
-            if earlier.in_place and any(getattr(tensor, "_reused", False) for tensor in tensors):
+        if isinstance(earlier, bool):
+            if earlier and any(getattr(tensor, "_reused", False) for tensor in tensors):
                 raise CannotReuse
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -159,17 +148,11 @@ class OperationCache(TorchFunctionMode):
             seen.setdefault(id(parameter), reusable)
         return bool(known)
 
-    # ------------------------------------------------------------ the first call
-
     def _traced(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, list[Tensor]] | None) -> Any:
         graph = self._tracer.graph
-        last = graph._root._prev
+        last = next(reversed(graph.nodes), None)
         result = func(*args, **kwargs)
-        nodes = []
-        node = last._next
-        while node is not graph._root:
-            nodes.append(node)
-            node = node._next
+        nodes = list(takewhile(lambda node: node is not last, reversed(graph.nodes)))[::-1]
         in_place = any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in nodes)
         if in_place:
             leaves = tree_leaves((args, kwargs))
@@ -179,7 +162,7 @@ class OperationCache(TorchFunctionMode):
             key, tensors = known
             with torch._C.DisableTorchFunction():
                 cached = None if in_place else self._cached(result, nodes, tensors)
-            self._known[key] = cached or _Uncached(in_place)
+            self._known[key] = cached or in_place
         return result
 
     def _cached(self, result: Any, nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> _CachedCall | None:
@@ -226,8 +209,6 @@ class OperationCache(TorchFunctionMode):
         node: fx.Node = slot.proxy.node
         return node
 
-    # ------------------------------------------------------------ later calls
-
     def _reused(self, earlier: _CachedCall, tensors: Sequence[Tensor]) -> Any:
         tracer = self._tracer
         inputs = [get_proxy_slot(tensor, tracer).proxy.node for tensor in tensors]
@@ -264,7 +245,7 @@ def _key(arg: Any, tensors: list[Tensor], seen: dict[int, int]) -> Any:
     kind = type(arg)
     if kind in _CONSTANTS:
         return kind, arg
-    if kind is tuple or kind is list:
+    if kind in (tuple, list, torch.Size):
         return kind, *[_key(item, tensors, seen) for item in arg]
     if kind is dict:
         return kind, *[(name, _key(item, tensors, seen)) for name, item in arg.items()]
@@ -288,10 +269,6 @@ def _key(arg: Any, tensors: list[Tensor], seen: dict[int, int]) -> Any:
         return torch.SymInt, arg.node.expr
     if kind is slice:
         return kind, *[_key(item, tensors, seen) for item in (arg.start, arg.stop, arg.step)]
-    if kind is torch.Size:
-        return kind, *[_key(item, tensors, seen) for item in arg]
-    if isinstance(arg, _TORCH_CONSTANTS):
-        return kind, arg
     raise _Unhashable
 
 

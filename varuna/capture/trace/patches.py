@@ -10,7 +10,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +23,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import checkpoint
 from torch.utils._sympy.functions import Min
-
-# ---------------------------------------------------------------- faster export
 
 
 @contextmanager
@@ -84,21 +82,16 @@ def _recompile_when_called(module: fx.GraphModule) -> None:
     type(module).forward = forward  # each graph module has a class of its own
 
 
-# ---------------------------------------------------------------- calls of the model while it is traced
-
-
-@contextmanager
 def function_apply(
     apply: Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Replace `torch.autograd.Function.apply` by `apply(cls, original, args, kwargs)`."""
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(cls, functools.partial(original, cls), args, kwargs)
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(replacement)):
-        yield
+    return patch.object(torch.autograd.Function, "apply", classmethod(replacement))
 
 
 @contextmanager
@@ -112,27 +105,22 @@ def gradient_calls(wrap: Callable[[str, Any], Any]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unchecked_distributions() -> Iterator[None]:
+def unchecked_distributions() -> AbstractContextManager[Any]:
     """Stop distributions from checking their arguments, which are unknown while tracing."""
-    with patch.object(Distribution, "_validate_args", False):
-        yield
+    return patch.object(Distribution, "_validate_args", False)
 
 
-@contextmanager
-def symbolic_len() -> Iterator[None]:
+def symbolic_len() -> AbstractContextManager[Any]:
     """Let `len(tensor)` return its symbolic size: an int would fix the batch size in the graph."""
     original = builtins.len
 
     def size(value: Any) -> Any:
         return value.shape[0] if isinstance(value, Tensor) and value.dim() else original(value)
 
-    with patch.object(builtins, "len", size):
-        yield
+    return patch.object(builtins, "len", size)
 
 
-@contextmanager
-def simplified_min() -> Iterator[None]:
+def simplified_min() -> AbstractContextManager[Any]:
     """Replace the minimum of two sizes where their bounds decide it: its stride would fix the batch size."""
     original = ShapeEnv.simplify
 
@@ -146,12 +134,10 @@ def simplified_min() -> Iterator[None]:
                     smaller[atom] = size
         return original(shapes, found.xreplace(smaller), size_oblivious) if smaller else found
 
-    with patch.object(ShapeEnv, "simplify", simplify):
-        yield
+    return patch.object(ShapeEnv, "simplify", simplify)
 
 
-@contextmanager
-def skipped_moves() -> Iterator[None]:
+def skipped_moves() -> AbstractContextManager[Any]:
     """Make `self.layer.to(dtype)` inside a forward a no-op where it changes nothing."""
     original = nn.Module._apply
 
@@ -160,18 +146,12 @@ def skipped_moves() -> Iterator[None]:
         same = all((new := fn(t)).dtype == t.dtype and new.device == t.device for t in tensors)
         return module if same else original(module, fn, recurse)  # type: ignore[no-untyped-call]
 
-    with patch.object(nn.Module, "_apply", apply):
-        yield
+    return patch.object(nn.Module, "_apply", apply)
 
 
-# ---------------------------------------------------------------- opaque modules
-
-
-@contextmanager
-def untracked_modules() -> Iterator[None]:
+def untracked_modules() -> AbstractContextManager[Any]:
     """Call modules without the tracer, which never removes a module that raises from its stack."""
-    with patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl):
-        yield
+    return patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
 
 
 @contextmanager
@@ -190,9 +170,6 @@ def discarded_guards(tensors: list[Tensor]) -> Iterator[None]:
     except Exception:
         pending[:] = before
         raise
-
-
-# ---------------------------------------------------------------- plain_randomness
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class TraceRecorder:
         self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._cuts: list[object] = []
-        self._inside = ""  # path of the opaque module that is running
-        self._reader: str | None = None  # path of the module that last read a number from a tensor
+        self.inside_leaf = ""  # path of the opaque module that is running
+        self.reader: str | None = None  # path of the module that last read a number from a tensor
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
 
     def name_of(self, module: nn.Module) -> str:
@@ -51,21 +51,16 @@ class TraceRecorder:
     @property
     def running(self) -> str:
         """Path of the innermost running module."""
-        paths = self._paths
-        return paths[-1] if paths else ""
+        return next(reversed(self._paths), "")
 
     @property
     def _paths(self) -> list[str]:
         return [self._names[id(module)] for module in self._running if id(module) in self._names]
 
-    def note_read(self) -> None:
-        """Remember that the running module reads a number from a tensor; it may pass it to others."""
-        self._reader = self.running
-
     @property
     def reading(self) -> str:
-        """Path of the innermost running module that contains the last reader of a number."""
-        holders = [path for path in self._paths if f"{self._reader}.".startswith(f"{path}.")]
+        """Path of the innermost running module that contains the last reader, which may pass numbers on."""
+        holders = [path for path in self._paths if f"{self.reader}.".startswith(f"{path}.")]
         return holders[-1] if holders else self.running
 
     def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -76,9 +71,9 @@ class TraceRecorder:
                 f"the CutPoint {where} is called twice in one forward pass. Use a separate CutPoint for each "
                 "place, and none in a module that runs several times."
             )
-        if self._inside:
+        if self.inside_leaf:
             raise CaptureError(
-                f"the CutPoint {where} is inside the opaque module {self._inside!r}, which cannot be cut. "
+                f"the CutPoint {where} is inside the opaque module {self.inside_leaf!r}, which cannot be cut. "
                 "Move the CutPoint out of it, or make a smaller module opaque."
             )
         first = next((i for i, value in enumerate(values) if isinstance(value, Tensor)), None)
@@ -92,15 +87,11 @@ class TraceRecorder:
 
     @contextmanager
     def inside(self, leaf: str) -> Iterator[None]:
-        self._inside = leaf
+        self.inside_leaf = leaf
         try:
             yield
         finally:
-            self._inside = ""
-
-    @property
-    def is_inside_leaf(self) -> bool:
-        return bool(self._inside)
+            self.inside_leaf = ""
 
     def has_met(self, cutpoint: object) -> bool:
         return any(met is cutpoint for met in self._cuts)
@@ -114,10 +105,8 @@ class TraceRecorder:
 
     def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
         # A module that raised stays on the stack until here, so that an error can name it.
-        while self._running:
-            left = self._running.pop()
-            if left is module:
-                break
+        while self._running and self._running.pop() is not module:
+            pass
         if self._on_progress is not None and id(module) in self._names:
             self._done.add(id(module))
             self._on_progress(len(self._done))
@@ -135,12 +124,9 @@ def recording(model: nn.Module, on_progress: Callable[[int], None] | None = None
     global _active
     if _active is not None:
         raise RuntimeError("another capture is already running in this process")
-    recorder = TraceRecorder(model, on_progress)
-    hooks = [register_module_forward_pre_hook(recorder._enter), register_module_forward_hook(recorder._leave)]
-    _active = recorder
+    _active = recorder = TraceRecorder(model, on_progress)
     try:
-        yield recorder
+        with register_module_forward_pre_hook(recorder._enter), register_module_forward_hook(recorder._leave):
+            yield recorder
     finally:
         _active = None
-        for hook in hooks:
-            hook.remove()

@@ -1,6 +1,5 @@
 """Refusals: errors that name the line of the model that cannot be captured, and what to do about it."""
 
-import contextlib
 import io
 import linecache
 import logging
@@ -8,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,9 +26,6 @@ class DataDependentError(CaptureError):
     def __init__(self, text: str, module: str) -> None:
         super().__init__(text)
         self.module = module  # path of the module that was running
-
-
-# ---------------------------------------------------------------- lines of the model
 
 
 def _is_model_code(filename: str) -> bool:
@@ -52,13 +48,6 @@ def model_line(frame: FrameType | None) -> str:
 def current_line() -> str:
     """Return the innermost running line of the model."""
     return model_line(sys._getframe(1))
-
-
-def _line_of_error(error: BaseException) -> str:
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_model_code(frame.filename):
-            return _source_line(frame.filename, frame.lineno)
-    return ""
 
 
 def _line_that_fixes_the_batch(error: Exception) -> str:
@@ -90,9 +79,6 @@ def opaque_call(path: str) -> str:
     return f'varuna.opaque(model, "{pattern}")'
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @contextmanager
 def explained_failures(recorder: TraceRecorder, batch: int) -> Iterator[None]:
     """Turn every failure to trace into a CaptureError with the line, the reason and what to do."""
@@ -102,7 +88,7 @@ def explained_failures(recorder: TraceRecorder, batch: int) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     try:
         # torch.export prints the unfinished graph when it fails; the model's line says more.
-        with contextlib.redirect_stderr(stderr):
+        with redirect_stderr(stderr):
             yield
         sys.stderr.write(stderr.getvalue())
     except CaptureError:
@@ -120,7 +106,7 @@ def refused_gradient_call(recorder: TraceRecorder, name: str, original: Any) -> 
     """Return a replacement for a function on gradients, which torch.export would silently leave out."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if recorder.is_inside_leaf:
+        if recorder.inside_leaf:
             return original(*args, **kwargs)
         raise CaptureError(
             f"{current_line()}: forward calls {name}, which a traced graph cannot hold. "
@@ -137,7 +123,9 @@ def _depends_on_data(error: Exception) -> bool:
 
 def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
     text, kind = str(error), type(error).__name__
-    place = _line_of_error(error) or f"in {recorder.running or 'the model'}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_model_code(f.filename)]
+    here = f"in {recorder.running or 'the model'}"
+    place = _source_line(frames[-1].filename, frames[-1].lineno) if frames else here
     if _depends_on_data(error):
         experts = ""
         if "experts" in place.lower() or "moe" in place.lower() or "expert" in recorder.running.lower():
@@ -165,5 +153,4 @@ def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
 
 
 def _shortened(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:4])[:600]
+    return " ".join([line.strip() for line in text.splitlines() if line.strip()][:4])[:600]

@@ -35,8 +35,6 @@ from varuna.types import PrecisionName
 
 log = logging.getLogger("varuna")
 
-LARGEST_BATCH = 1 << 15
-
 LOW_PRECISION: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,14 +79,16 @@ def _trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | Non
     with mode:
         example, shapes = _example(inputs, request.batch, size, device)
     with ExitStack() as stack:
-        on_progress = stack.enter_context(watch(_num_runnable(faked))) if watch is not None else None
+        containers = nn.ModuleList | nn.ModuleDict  # these do not run
+        num_modules = sum(not isinstance(module, containers) for module in faked.modules())
+        on_progress = stack.enter_context(watch(num_modules)) if watch is not None else None
         recorder = stack.enter_context(recording(faked, on_progress))
         stack.enter_context(explained_failures(recorder, size))
         stack.enter_context(leaves_marked(faked))
         stack.enter_context(without_kv_cache(faked))
         stack.enter_context(convention.adapted(faked, inputs))
         cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
-        stack.enter_context(_running_in([_adapted_calls(recorder), cache], faked))
+        stack.enter_context(_adapted_calls(faked, recorder, cache))
         stack.enter_context(autocast(request.precision, device))
         stack.enter_context(warnings.catch_warnings())
         # Recurrent modules list their weights again in an attribute; it is not state.
@@ -106,7 +106,7 @@ def _example(
 ) -> tuple[dict[str, Any], dict[str, dict[int, Any] | None]]:
     """Return the example inputs with a batch of `size`, and the symbolic dimensions of each."""
     # Bounded: CUDA chooses some kernels by size, and such a choice would count as a fixed batch size.
-    symbol = Dim("batch", min=2, max=max(LARGEST_BATCH, batch.size))
+    symbol = Dim("batch", min=2, max=max(1 << 15, batch.size))
     example: dict[str, Any] = dict(inputs)
     shapes: dict[str, dict[int, Any] | None] = dict.fromkeys(inputs)
     for name, value in inputs.items():
@@ -120,40 +120,27 @@ def _example(
     return example, shapes
 
 
-@contextmanager
-def _adapted_calls(recorder: TraceRecorder) -> Iterator[None]:
+def _adapted_calls(
+    model: nn.Module, recorder: TraceRecorder, cache: AbstractContextManager[Any]
+) -> AbstractContextManager[Any]:
     """Handle the calls of a model that torch.export would silently drop, or reject without need."""
-    with (
-        patches.unchecked_distributions(),
-        recorded_functions(recorder),
-        patches.gradient_calls(functools.partial(refused_gradient_call, recorder)),
-        patches.symbolic_len(),
-        patches.simplified_min(),
-        patches.skipped_moves(),
-        KnownBranches(recorder),
-    ):
-        yield
-
-
-@contextmanager
-def _running_in(contexts: Sequence[AbstractContextManager[Any]], model: nn.Module) -> Iterator[None]:
-    """Run the model's forward inside contexts, the last one innermost."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+        with (
+            patches.unchecked_distributions(),
+            recorded_functions(recorder),
+            patches.gradient_calls(functools.partial(refused_gradient_call, recorder)),
+            patches.symbolic_len(),
+            patches.simplified_min(),
+            patches.skipped_moves(),
+            KnownBranches(recorder),
+            cache,
+        ):
             return original(*args, **kwargs)
 
-    with patch.object(model, "forward", forward):
-        yield
-
-
-def _num_runnable(model: nn.Module) -> int:
-    """Return the number of modules that can run; containers of modules do not."""
-    return sum(not isinstance(module, nn.ModuleList | nn.ModuleDict) for module in model.modules())
+    return patch.object(model, "forward", forward)
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Any:
