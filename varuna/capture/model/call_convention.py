@@ -9,6 +9,7 @@ arguments and wants all outputs; it gives each tensor a flat name:
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,11 +84,8 @@ class StructuredCall(CallConvention):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the nested names: a pytree spec cannot always be pickled.
-        return _from_nesting, (
-            self.names,
-            pytree.tree_unflatten(list(self.names), self._spec),
-            self.gradients,
-        )
+        nesting = pytree.tree_unflatten(list(self.names), self._spec)
+        return _from_nesting, (self.names, nesting, self.gradients)
 
     @classmethod
     def of(
@@ -105,12 +103,9 @@ class StructuredCall(CallConvention):
             while name in leaves:
                 name += "_"
             leaves[name] = leaf
-        gradients = {
-            name
-            for name, leaf in leaves.items()
-            if grad_enabled and isinstance(leaf, Tensor) and leaf.requires_grad
-        }
-        return cls(tuple(leaves), spec, frozenset(gradients)), leaves
+        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        gradients = frozenset(name for name, leaf in tensors.items() if grad_enabled and leaf.requires_grad)
+        return cls(tuple(leaves), spec, gradients), leaves
 
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
         assert tuple(inputs) == self.names
@@ -197,8 +192,7 @@ def _from_nesting(names: Sequence[str], nesting: Any, gradients: frozenset[str])
 
 def _identifier(path: Sequence[Any]) -> str:
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    text = "_".join(parts)
-    text = "".join(letter if letter.isalnum() and letter.isascii() else "_" for letter in text)
+    text = re.sub("[^0-9A-Za-z]", "_", "_".join(parts))
     return text if text.isidentifier() else f"_{text}"
 
 

@@ -35,19 +35,15 @@ def uninitialized_copy(module: nn.Module) -> nn.Module:
 def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     # deepcopy finds every parameter and buffer in its memo, so that no real one is copied.
     memo: dict[int, object] = {}
-    keep_alive: list[Tensor] = []
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
-        keep_alive.append(parameter)
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
-        keep_alive.append(buffer)
     for module in model.modules():
         for value in vars(module).values():
             # The old weight_norm keeps a computed weight beside its parameters.
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach()
-                keep_alive.append(value)
     try:
         return copy.deepcopy(model, dict(memo))
     except Exception:

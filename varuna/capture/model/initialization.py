@@ -52,8 +52,10 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little"))
             for candidate in [module, *outer]:
-                if any(is_poisoned(own_tensor(module, leaf)) for leaf in leaves):
-                    _reset(candidate)
+                own = getattr(candidate, "_reset_parameters", None)
+                reset = getattr(candidate, "reset_parameters", own)
+                if callable(reset) and any(is_poisoned(own_tensor(module, leaf)) for leaf in leaves):
+                    reset()
             root_init = getattr(model, "_init_weights", None)
             if callable(root_init):
                 for candidate in [module, *outer]:
@@ -72,18 +74,9 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
     return made
 
 
-def _reset(module: nn.Module) -> None:
-    for method in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, method, None)
-        if callable(reset):
-            reset()
-            return
-
-
 def own_tensor(module: nn.Module, leaf: str) -> Tensor:
     """Return a parameter or buffer that the module itself holds."""
-    found: Tensor | None = module._parameters.get(leaf)
-    found = found if found is not None else module._buffers[leaf]
+    found = {**module._buffers, **module._parameters}[leaf]
     assert found is not None
     return found
 

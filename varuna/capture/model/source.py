@@ -38,12 +38,9 @@ class Source:
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
         partition: Partition | None = None,
-        watch: CaptureProgress | None = None,
+        watch: CaptureProgress | None = None,  # shows the progress of a capture
     ) -> None:
-        """`partition` cuts a model that has no CutPoints; without it, such a model is one segment.
-
-        `watch` shows the progress of a capture.
-        """
+        """`partition` cuts a model that has no CutPoints; without it, such a model is one segment."""
         self._watch = watch
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
@@ -99,7 +96,9 @@ class Source:
         elif self._partition is not None and self._partitioned is None and not training:
             # The partition cuts a capture in training mode; others follow it.
             self._capture(request, training=True)
-        self._set_mode(training)
+        for name, module in self.meta_model.named_modules():
+            # A model that came in eval mode trains as a whole.
+            module.training = training and (self._flags[name] or not self._flags[""])
         traced = self._trace(request)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
@@ -117,23 +116,18 @@ class Source:
         return captured
 
     def _trace(self, request: TraceRequest) -> Trace:
+        """Trace the model. Make experts that loop over the chosen ones opaque: they treat each token alone."""
         try:
             return trace(self.meta_model, request, self._watch)
         except DataDependentError as error:
-            if not self._make_experts_opaque(error.module):
+            kind = type(self.meta_model.get_submodule(error.module))
+            experts = [m for m in self.meta_model.modules() if type(m) is kind and not is_opaque(m)]
+            if not kind.__name__.endswith("Experts") or not experts:
                 raise
-        return self._trace(request)
-
-    def _make_experts_opaque(self, path: str) -> bool:
-        """Make experts that loop over the chosen ones opaque: they treat each token separately."""
-        kind = type(self.meta_model.get_submodule(path))
-        experts = [m for m in self.meta_model.modules() if type(m) is kind and not is_opaque(m)]
-        if not kind.__name__.endswith("Experts") or not experts:
-            return False
         log.info("%s loops over data and cannot be traced: it stays eager", kind.__name__)
         for module in experts:
             opaque(module)
-        return True
+        return self._trace(request)
 
     def on_meta(self, name: str) -> bool:
         return self.value(name).device.type == "meta"
@@ -154,10 +148,9 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         return _look_up(self.meta_model, name).dtype
 
-    def _set_mode(self, training: bool) -> None:
-        """Set the modules' modes. A model that came in eval mode trains as a whole."""
-        for name, module in self.meta_model.named_modules():
-            module.training = training and (self._flags[name] or not self._flags[""])
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of the tensor with this canonical name."""
+        return next((group for group in self.ties if group[0] == name), (name,))
 
 
 def _look_up(model: nn.Module, name: str) -> Tensor:

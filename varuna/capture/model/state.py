@@ -117,10 +117,9 @@ def _like(shell: Tensor, value: Tensor) -> Tensor:
 
 
 def _held(source: Source, values: Mapping[str, Tensor]) -> StageState:
-    aliases = {group[0]: group for group in source.ties}
     state = StageState()
     for name, tensor in values.items():
-        state.hold(aliases.get(name, (name,)), tensor, persistent=_is_persistent(source.meta_model, name))
+        state.hold(source.names_of(name), tensor, persistent=_is_persistent(source.meta_model, name))
     return state
 
 
@@ -129,11 +128,10 @@ def _values(
 ) -> dict[str, Tensor]:
     given = initialize if isinstance(initialize, Mapping) else {}
     fill = initialize if callable(initialize) and not isinstance(initialize, Mapping) else None
-    aliases = {group[0]: group for group in source.ties}
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for name in names:
-        found = next((given[alias] for alias in aliases.get(name, (name,)) if alias in given), None)
+        found = next((given[alias] for alias in source.names_of(name) if alias in given), None)
         if found is None and not source.on_meta(name):
             found = source.value(name)
         if found is None:
@@ -147,8 +145,10 @@ def _values(
             )
         values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=True)
     if fill is not None:
-        values.update(_computed_buffers(source, missing, device, seed))
         for name in missing:
+            if not _is_persistent(source.meta_model, name):  # the model may compute it from its sizes
+                with suppress(CaptureError):
+                    values.update(initialized(source.meta_model, [name], device=device, seed=seed))
             if name not in values:
                 tensor = poisoned(source.shape(name), source.dtype(name), device)
                 with torch.no_grad():
@@ -158,16 +158,6 @@ def _values(
     left = [name for name in missing if name not in values]
     values.update(initialized(source.meta_model, left, device=device, seed=seed))
     return values
-
-
-def _computed_buffers(source: Source, names: list[str], device: torch.device, seed: int) -> dict[str, Tensor]:
-    """Return the buffers outside the state_dict that the model computes from its sizes."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        if not _is_persistent(source.meta_model, name):
-            with suppress(CaptureError):
-                found.update(initialized(source.meta_model, [name], device=device, seed=seed))
-    return found
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:

@@ -19,13 +19,12 @@ def find_ties(model: nn.Module, declared: Sequence[tuple[str, str]] | None) -> t
     by_key: dict[object, list[str]] = {}
     tensors = named_tensors(model)
     for name, tensor in tensors.items():
-        group = by_key.get(id(tensor)) or by_key.get(_storage_key(tensor))
+        keys = id(tensor), _storage_key(tensor)
+        group = by_key.get(keys[0]) or by_key.get(keys[1])
         if group is None:
-            group = []
-            groups.append(group)
+            groups.append(group := [])
         group.append(name)
-        by_key[id(tensor)] = group
-        by_key[_storage_key(tensor)] = group
+        by_key |= dict.fromkeys(keys, group)
     for pair in declared or ():
         _join(groups, pair, tensors)
     position = {name: i for i, name in enumerate(tensors)}

@@ -73,8 +73,8 @@ class TraceRecorder:
             )
         if self.inside_leaf:
             raise CaptureError(
-                f"the CutPoint {where} is inside the opaque module {self.inside_leaf!r}, which cannot be cut. "
-                "Move the CutPoint out of it, or make a smaller module opaque."
+                f"the CutPoint {where} is inside the opaque module {self.inside_leaf!r}, which cannot be "
+                "cut. Move the CutPoint out of it, or make a smaller module opaque."
             )
         first = next((i for i, value in enumerate(values) if isinstance(value, Tensor)), None)
         if first is None:
