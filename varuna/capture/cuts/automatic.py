@@ -8,6 +8,7 @@ first capture. An operation without a counterpart stays with its arguments.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,9 @@ FIRST_USE = (
 
 def cut(flow: Flow, partition: Partition) -> None:
     """Give every node the segment that the partition chooses, and sort the nodes by segment."""
-    flat, operations = flow.flat, list_operations(flow)
-    segments = partition(operations.graph)
-    for nodes, segment in zip(operations.nodes, segments, strict=True):
+    flat, (operations, groups) = flow.flat, list_operations(flow)
+    segments = partition(operations)
+    for nodes, segment in zip(groups, segments, strict=True):
         for node in nodes:
             node.meta["segment"] = segment
     for place, node in _nodes_by_place(flat):
@@ -47,7 +48,7 @@ def cut(flow: Flow, partition: Partition) -> None:
     _sort_by_segment(flat)
     log.info(
         "the model has no CutPoints: its %d operations are cut into %d segments",
-        len(operations.nodes),
+        len(groups),
         flat.num_segments,
     )
 
@@ -58,7 +59,7 @@ class MisplacedState:
 
     name: str
     segment: int
-    holders: frozenset[int]
+    holders: set[int]
     reason: str
 
     def is_missing_in(self, first: int, stop: int) -> bool:
@@ -87,7 +88,7 @@ def cut_like(
         if possible and segment not in possible:
             segment = min(possible)
         for name in used if not possible else ():
-            held = frozenset(holders.get(name, ()))
+            held = holders.get(name, set())
             if segment not in held:
                 reason = FIRST_USE if name in unused else OTHER_ORDER
                 misplaced.append(MisplacedState(name, segment, held, reason))
@@ -104,15 +105,13 @@ def places(flat: FlatGraph) -> dict[Place, int]:
 
 def _nodes_by_place(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
     """Return nodes with their places. Call it before `_sort_by_segment`: places count in program order."""
-    seen: dict[tuple[str, str], int] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     found = []
-    for node in flat.nodes:
-        if node.op == "get_attr":
-            continue
+    for node in flat.calls:
         stack: Any = node.meta.get("nn_module_stack") or {}
         module = next(reversed(stack.values()))[0] if stack else ""
         key = module, getattr(node.target, "__name__", str(node.target))
-        seen[key] = seen.get(key, 0) + 1
+        seen[key] += 1
         found.append(((*key, seen[key]), node))
     return found
 

@@ -11,6 +11,7 @@ it. A stage in between passes on what only later stages use.
 """
 
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,14 +36,7 @@ class Carver:
         self._rematerialization = Rematerialization(flow)
         self._recomputed: dict[tuple[fx.Node, int], frozenset[fx.Node] | None] = {}
         self._state = set(self.flat.state.values())
-
-    @cached_property
-    def _by_segment(self) -> list[list[fx.Node]]:
-        segments: list[list[fx.Node]] = [[] for _ in range(self.flat.num_segments)]
-        for node in self.flat.nodes:
-            if node.op != "get_attr":
-                segments[node.meta["segment"]].append(node)
-        return segments
+        self._by_segment = self.flat.by_segment()
 
     def crossing(self, cut: int) -> tuple[fx.Node, ...]:
         """Return the values that are sent over the cut before segment `cut`, in the order of sending."""
@@ -73,7 +67,7 @@ class Carver:
     def crossing_bytes(self, cut: int) -> int:
         """Return the bytes of one sample over a cut, forward and backward."""
         return sum(
-            num_bytes(node.meta["val"], self.flat.symbol) * (2 if node in self.flow.gets_grad else 1)
+            num_bytes(node, self.flat.symbol) * (2 if node in self.flow.gets_grad else 1)
             for node in self.crossing(cut)
         )
 
@@ -81,15 +75,10 @@ class Carver:
         """Return the nodes that recompute a value after a cut; None if it must be sent."""
         key = (value, cut)
         if key not in self._recomputed:
-            self._recomputed[key] = self._rematerialization.closure(value, self._position(cut))
+            after = chain.from_iterable(self._by_segment[cut:])
+            position = next((self.flow.order[node] for node in after), len(self.flow.order))
+            self._recomputed[key] = self._rematerialization.closure(value, position)
         return self._recomputed[key]
-
-    def _position(self, cut: int) -> int:
-        """Return the position of a cut in the graph."""
-        for segment in self._by_segment[cut:]:
-            for node in segment:
-                return self.flow.order[node]
-        return len(self.flow.order)
 
     def spec(self, node: fx.Node) -> TensorSpec:
         value = node.meta["val"]

@@ -11,26 +11,20 @@ An operation is one node of the graph, or a run of nodes that no cut may separat
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, fx
 
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import flops_per_sample, moved_bytes, num_bytes
-from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.types import Operation, OperationGraph, Value
 
 
-@dataclass(frozen=True)
-class OperationList:
-    graph: OperationGraph
-    nodes: Sequence[Sequence[fx.Node]]  # of each operation
-
-
-def list_operations(flow: Flow) -> OperationList:
+def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
+    """Return the operations, and the nodes of each."""
     flat, symbol = flow.flat, flow.flat.symbol
-    nodes = [node for node in flat.nodes if node.op != "get_attr"]
+    nodes = flat.calls
     rematerialization = Rematerialization(flow)
     free = {node for node in nodes if rematerialization.closure(node, len(flow.order)) is not None}
     groups = _grouped(nodes, _inseparable(flow, nodes, free))
@@ -43,7 +37,7 @@ def list_operations(flow: Flow) -> OperationList:
         users.discard(number[node])
         if users:
             directions = 2 if node in flow.gets_grad else 1
-            crossing = 0 if node in free else directions * num_bytes(node.meta.get("val"), symbol)
+            crossing = 0 if node in free else directions * num_bytes(node, symbol)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
     values += _order_after_changes(flow, number)
     operations = tuple(
@@ -53,22 +47,14 @@ def list_operations(flow: Flow) -> OperationList:
         )
         for group in groups
     )
-    return OperationList(OperationGraph(operations, tuple(values)), groups)
+    return OperationGraph(operations, tuple(values)), groups
 
 
 def _grouped(nodes: Sequence[fx.Node], spans: Iterator[tuple[int, int]]) -> list[list[fx.Node]]:
     """Group nodes so that each span (first, last) lies in one group."""
-    joined = [False] * (len(nodes) + 1)  # each node with the one before it
-    for first, last in spans:
-        for i in range(first + 1, last + 1):
-            joined[i] = True
-    groups: list[list[fx.Node]] = []
-    for i, node in enumerate(nodes):
-        if joined[i]:
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return groups
+    joined = {i for first, last in spans for i in range(first + 1, last + 1)}  # with the node before
+    starts = [i for i in range(len(nodes)) if i not in joined]
+    return [list(nodes[i:j]) for i, j in pairwise([*starts, len(nodes)])]
 
 
 def _order_after_changes(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
@@ -88,8 +74,10 @@ def _inseparable(flow: Flow, nodes: Sequence[fx.Node], free: set[fx.Node]) -> It
             source = node.args[0]
             assert isinstance(source, fx.Node)
             yield place.get(source, i), i
-        elif node not in free and not _can_be_sent(flow.flat, node):
-            yield i, max((place[user] for user in node.users if user in place), default=0)
+        elif node not in free:
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor) or any(flow.flat.dim(size) is None for size in value.shape):
+                yield i, max((place[user] for user in node.users if user in place), default=0)
     state = set(flow.flat.state.values())
     uses: dict[fx.Node, list[int]] = {}
     for node, i in place.items():
@@ -98,8 +86,3 @@ def _inseparable(flow: Flow, nodes: Sequence[fx.Node], free: set[fx.Node]) -> It
     for root, writers in flow.writers.items():
         places = uses[root] + ([place[root]] if root in place else [])
         yield min(places), max(places) if root in state else max(place[writer] for writer in writers)
-
-
-def _can_be_sent(flat: FlatGraph, node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and all(flat.dim(size) is not None for size in value.shape)

@@ -90,7 +90,9 @@ def _text(source: Source, captured: Captured, index: int) -> str:
         if node.op == "get_attr":
             lines.append(f"constant {_constant_text(getattr(module, str(node.target)))}")
         elif node.op != "placeholder":
-            args = _without_ordinal(node)
+            args: list[Any] = list(node.args)
+            if (place := ordinal_index(node)) is not None:
+                args[place] = "ordinal"
             lines.append(
                 f"{_function_text(node.target)} {text(args)} {text(node.kwargs)} {_shape_text(node)}"
             )
@@ -109,14 +111,6 @@ def ordinal_index(node: fx.Node) -> int | None:
     in_autocast = node.target is under_autocast
     index = ORDINAL_INDICES.get(node.args[0] if in_autocast else node.target)
     return None if index is None else index + 4 * in_autocast
-
-
-def _without_ordinal(node: fx.Node) -> list[Any]:
-    args: list[Any] = list(node.args)
-    index = ordinal_index(node)
-    if index is not None:
-        args[index] = "ordinal"
-    return args
 
 
 def _function_text(target: Any) -> str:

@@ -11,12 +11,11 @@ Attention goes through the latter and back: [s, b, h] viewed as [sb, h], and as 
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, fx
 
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flat_graph import FlatGraph
-from varuna.capture.graph.flow import base_name, written
+from varuna.capture.graph.flow import base_name, tensors_of, written
 from varuna.types import Dim
 
 _GATHERS = frozenset({"index", "_unsafe_index", "index_select", "gather", "take_along_dim"})
@@ -41,7 +40,7 @@ class Separability:
             if node.op == "placeholder":
                 continue
             # A size is not a sample's value, even if it was read from one.
-            operands = [arg for arg in node.all_input_nodes if _tensors(arg)]
+            operands = [arg for arg in node.all_input_nodes if tensors_of(arg)]
             if any(arg in self._of_samples for arg in operands):
                 self._of_samples.add(node)
             self._rounds[node] = self._rounds_of(node, operands)
@@ -93,11 +92,11 @@ class Separability:
 
     def _rounds_of(self, node: fx.Node, operands: list[fx.Node]) -> int:
         """Return the rounds of a node's value: concatenation and repetition change the size per sample."""
-        results = [place for value in _tensors(node) if (place := self._place(value)) is not None]
+        results = [place for value in tensors_of(node) if (place := self._place(value)) is not None]
         known = {
             (place, self._rounds.get(arg, 1))
             for arg in operands
-            for value in _tensors(arg)
+            for value in tensors_of(arg)
             if (place := self._place(value)) is not None
         }
         rounds = {number for _, number in known}
@@ -124,8 +123,3 @@ class Separability:
             if dim is not None and dim.per_sample:
                 return math.prod(d.fixed if d is not None else 0 for d in dims[:index]), dim.per_sample
         return None
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return [value for value in leaves if isinstance(value, Tensor)]

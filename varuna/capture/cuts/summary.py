@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import FlatGraph
-from varuna.capture.graph.flow import Flow
+from varuna.capture.graph.flow import Flow, tensors_of
 from varuna.capture.model.batch import dim_of
 from varuna.types import Dim, ModelGraph, Segment
 
@@ -30,12 +30,8 @@ def summarize(flow: Flow, ties: Sequence[tuple[str, ...]]) -> ModelGraph:
     unused = [name for name, node in flat.state.items() if not node.users]
     names = {node: name for name, node in flat.state.items()}
     rematerialization = Rematerialization(flow)
-    by_segment: list[list[fx.Node]] = [[] for _ in range(flat.num_segments)]
-    for node in flat.nodes:
-        if node.op != "get_attr":
-            by_segment[node.meta["segment"]].append(node)
     segments = []
-    for index, nodes in enumerate(by_segment):
+    for index, nodes in enumerate(flat.by_segment()):
         used = {names[state] for node in nodes for state in rematerialization.reads(node)}
         if index == 0:
             used.update(unused)
@@ -52,16 +48,13 @@ def summarize(flow: Flow, ties: Sequence[tuple[str, ...]]) -> ModelGraph:
                 buffers=tuple(name for name in ordered if name not in flat.parameters),
                 num_operations=len(nodes),
                 flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
-                parameter_bytes=sum(_bytes(flat.state[name].meta["val"]) for name in parameters),
+                parameter_bytes=sum(flat.state[name].meta["val"].nbytes for name in parameters),
                 moved_bytes=_linear([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
                 kept_bytes=_linear([_kept_bytes(node, flow, batch) for batch in (1, 2) for node in nodes]),
             )
         )
-    return ModelGraph(tuple(segments), tuple(ties), _fingerprint(flat, ties))
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+    fingerprint = hashlib.sha256("\n".join(listing(flat, ties)).encode()).hexdigest()
+    return ModelGraph(tuple(segments), tuple(ties), fingerprint)
 
 
 def _linear(at_one_and_two: Sequence[int]) -> Dim:
@@ -77,19 +70,16 @@ def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[i
     return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
 
 
-def num_bytes(value: Any, symbol: sympy.Symbol | None, batch: int = 1) -> int:
-    sizes = (math.prod(_sizes(tensor, symbol, batch)) * tensor.element_size() for tensor in _tensors(value))
-    return sum(sizes)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, Tensor)]
+def num_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+    """Return the bytes of a node's value for a batch size."""
+    values = tensors_of(node)
+    return sum(math.prod(_sizes(value, symbol, batch)) * value.element_size() for value in values)
 
 
 def _kept_bytes(node: fx.Node, flow: Flow, batch: int) -> int:
     """Return the bytes that a node may keep for the backward: its value, if it is new memory."""
     made = node in flow.needs_grad and flow.root[node] is node
-    return num_bytes(node.meta.get("val"), flow.flat.symbol, batch) if made else 0
+    return num_bytes(node, flow.flat.symbol, batch) if made else 0
 
 
 def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
@@ -97,10 +87,9 @@ def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> i
     name = _name(node)
     if name in _VIEWS or node.target is operator.getitem:
         return 0
-    values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
-    if name == "embedding":  # reads only the selected rows of the table
-        values = values[:1] * 2
-    return sum(num_bytes(value, symbol, batch) for value in values)
+    # An embedding reads only the selected rows of the table.
+    read = [node] if name == "embedding" else node.all_input_nodes
+    return sum(num_bytes(value, symbol, batch) for value in (node, *read))
 
 
 def _name(node: fx.Node) -> str:
@@ -112,12 +101,9 @@ def _name(node: fx.Node) -> str:
 
 def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     name = _name(node)
-    elements = sum(math.prod(_sizes(value, symbol)) for value in _tensors(node.meta.get("val")))
-    operands = [
-        _sizes(arg.meta["val"], symbol)
-        for arg in node.all_input_nodes
-        if isinstance(arg.meta.get("val"), Tensor)
-    ]
+    elements = sum(math.prod(_sizes(value, symbol)) for value in tensors_of(node))
+    given = [arg.meta.get("val") for arg in node.all_input_nodes]
+    operands = [_sizes(value, symbol) for value in given if isinstance(value, Tensor)]
     if name in _VIEWS:
         return 0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:
@@ -132,13 +118,11 @@ def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
     return elements
 
 
-def _fingerprint(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> str:
-    """Return a hash of the model's operations, shapes, names, ties and cuts; not of values or stages."""
-    return hashlib.sha256("\n".join(listing(flat, ties)).encode()).hexdigest()
-
-
 def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the model line by line, as the fingerprint hashes it: keep the format, for files name it."""
+    """Return the model's operations, shapes, names, ties and cuts (no values) line by line.
+
+    The fingerprint hashes these lines: keep the format, for files name it.
+    """
     index = {node: i for i, node in enumerate(flat.graph.nodes)}
 
     def shape(value: Any) -> str:

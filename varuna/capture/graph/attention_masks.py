@@ -5,6 +5,7 @@ flag but not the mask. A mask that depends on sizes alone is the same in every s
 once, for two batch sizes, and compared.
 """
 
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,6 @@ from varuna.capture.graph.randomness import bound
 from varuna.capture.run.program import on_device
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-BATCH_SIZES = (2, 3)
 MAX_ELEMENTS = 1 << 26
 """Largest mask of one sample that is computed (8192 tokens); a larger one would take gigabytes."""
 MAX_NODES = 256
@@ -25,17 +25,11 @@ Meaning = Literal["causal", "nothing"]
 
 
 def replace_masks(flat: FlatGraph) -> None:
-    calls = [node for node in flat.nodes if node.target is ATTENTION]
-    meanings: dict[fx.Node, Meaning | None] = {}
-    flow = Flow(flat) if calls else None
-    for node in calls:
-        given = bound(ATTENTION, node.args, node.kwargs)
-        mask = given["attn_mask"]
-        if flow is None or not isinstance(mask, fx.Node):
-            continue
-        if mask not in meanings:
-            meanings[mask] = _meaning_of_node(flow, mask)
-        meaning = meanings[mask]
+    meaning_of_node = cache(partial(_meaning_of_node, Flow(flat)))
+    for node in flat.nodes:
+        given = bound(ATTENTION, node.args, node.kwargs) if node.target is ATTENTION else {}
+        mask = given.get("attn_mask")
+        meaning = meaning_of_node(mask) if isinstance(mask, fx.Node) else None
         if meaning is not None:
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
             node.args = (query, key, value)
@@ -52,7 +46,7 @@ def _meaning_of_node(flow: Flow, mask: fx.Node) -> Meaning | None:
     nodes = _nodes_from_sizes(flow, mask)
     if nodes is None:
         return None
-    found = {meaning_of(_compute(flow.flat, nodes, mask, batch)) for batch in BATCH_SIZES}
+    found = {meaning_of(_compute(flow.flat, nodes, mask, batch)) for batch in (2, 3)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -107,6 +101,5 @@ def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int) -
         for arg in node.all_input_nodes:
             if last_use[arg] is node and arg is not flat.batch and arg is not mask:
                 del values[arg]
-    found = values[mask]
-    assert isinstance(found, Tensor)
+    found: Tensor = values[mask]
     return found

@@ -11,6 +11,7 @@ CutPoints become segment numbers, assertions are dropped, and tied names become 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -59,12 +60,22 @@ class FlatGraph:
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The loss, or all outputs of the model."""
-        results: tuple[fx.Node, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
-        return results
+        return self.graph.output_node().args[0]  # type: ignore[return-value]
 
     @property
     def nodes(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node.op != "get_attr"]
+
+    def by_segment(self) -> list[list[fx.Node]]:
+        """Return the calls of each segment."""
+        segments: list[list[fx.Node]] = [[] for _ in range(self.num_segments)]
+        for node in self.calls:
+            segments[node.meta["segment"]].append(node)
+        return segments
 
 
 def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str, int]) -> FlatGraph:
@@ -73,26 +84,18 @@ def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str,
     flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
     flattener = _Flattener(flat, trace.leaf_calls, canonical)
     values: dict[fx.Node, Any] = {}
-    specs = {
-        spec.arg.name: spec for spec in exported.graph_signature.input_specs if hasattr(spec.arg, "name")
-    }
     body = exported.graph_module
-    for node in body.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        spec = specs.get(node.name)
-        kind = spec.kind if spec is not None else InputKind.USER_INPUT
-        if spec is not None and kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            assert spec.target is not None
-            name = canonical.get(spec.target, spec.target)
+    for node, spec in zip(body.graph.nodes, exported.graph_signature.input_specs, strict=False):
+        target = spec.target or ""
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            name = canonical.get(target, target)
             if name not in flat.state:
                 flat.state[name] = flattener.placeholder(f"s_{name}", node)
             values[node] = flat.state[name]
-            if kind == InputKind.PARAMETER:
+            if spec.kind == InputKind.PARAMETER:
                 flat.parameters.add(name)
-        elif spec is not None and kind == InputKind.CONSTANT_TENSOR:
-            assert spec.target is not None
-            values[node] = flattener.constant(exported.constants[spec.target], node)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            values[node] = flattener.constant(exported.constants[target], node)
         elif isinstance(node.meta.get("val"), Tensor):
             flat.inputs[node.target] = flattener.placeholder(f"i_{node.target}", node)
             values[node] = flat.inputs[node.target]
@@ -156,13 +159,9 @@ class _Flattener:
                 outputs = mapped(node.args[0])
                 return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
             if node.op == "get_attr":
-                owner: Any = body
-                for part in node.target.split("."):
-                    owner = getattr(owner, part)
+                found = attrgetter(node.target)(body)
                 # A nested graph is inlined where it is called; others (torch.cond) stay nested.
-                values[node] = owner
-                if not isinstance(owner, fx.GraphModule):
-                    values[node] = self.constant(owner, node)
+                values[node] = found if isinstance(found, fx.GraphModule) else self.constant(found, node)
                 continue
             if node.target is CUT:
                 values[node] = values[node.args[0]]

@@ -78,9 +78,7 @@ class Flow:
         return found
 
     def writers_before(self, root: fx.Node, position: int) -> Iterator[fx.Node]:
-        for writer in self.writers.get(root, ()):
-            if self.order[writer] < position:
-                yield writer
+        return (writer for writer in self.writers.get(root, ()) if self.order[writer] < position)
 
     def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield the nodes that must run before a node: its arguments, and earlier changes of their memory."""
@@ -98,10 +96,7 @@ class Flow:
             return False
         if not any(arg in self.needs_grad for arg in _differentiated(node)):
             return False
-        return any(
-            isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-            for value in torch.utils._pytree.tree_leaves(node.meta.get("val"))
-        )
+        return any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
 
 
 def _differentiated(node: fx.Node) -> list[fx.Node]:
@@ -123,11 +118,13 @@ def written(node: fx.Node) -> list[fx.Node]:
         indices, flag = _STATISTICS[node.target]
         changed = [node.args[i] for i in indices] if node.args[flag] else []
         return [arg for arg in changed if isinstance(arg, fx.Node)]
-    found: list[fx.Node] = []
-    for i, name in _written_arguments(node.target):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        found += [arg for arg in torch.utils._pytree.tree_leaves(value) if isinstance(arg, fx.Node)]
-    return found
+    values = _arguments(node, _written_arguments(node.target))
+    return [arg for arg in torch.utils._pytree.tree_leaves(values) if isinstance(arg, fx.Node)]
+
+
+def _arguments(node: fx.Node, places: Sequence[tuple[int, str]]) -> list[Any]:
+    """Return the arguments with these indices and names."""
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
 
 
 @cache
@@ -148,11 +145,8 @@ def _aliased(node: fx.Node) -> fx.Node | None:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    for i, name in _aliased_arguments(node.target):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        if isinstance(value, fx.Node):
-            return value
-    return None
+    values = _arguments(node, _aliased_arguments(node.target))
+    return next((value for value in values if isinstance(value, fx.Node)), None)
 
 
 @cache
@@ -162,17 +156,19 @@ def _aliased_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
     returned = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
     }
-    found = []
-    for i, argument in enumerate(schema.arguments):
-        info = argument.alias_info
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if (info := argument.alias_info) is not None
         # `split(Tensor(a -> *) self) -> Tensor(a)[]` names the set on both sides.
-        if info is not None and (info.before_set & returned or (info.is_write and "*" in info.after_set)):
-            found.append((i, argument.name))
-    return found
+        and (info.before_set & returned or (info.is_write and "*" in info.after_set))
+    ]
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def base_name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
-    return getattr(target, "__name__", "")
+    return getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")

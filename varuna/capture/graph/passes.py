@@ -39,8 +39,7 @@ def compute_sizes_from_batch(flat: FlatGraph, batch_dims: Mapping[str, int]) -> 
         value = node.meta.get("val")
         if node is batch or node in made.values() or not isinstance(value, torch.SymInt):
             continue
-        size = flat.dim(value)
-        if size is None:
+        if (size := flat.dim(value)) is None:
             continue
         if size not in made:
             new = batch
@@ -141,11 +140,10 @@ def _sample_dim(flat: FlatGraph, value: Any) -> randomness.SampleDim | None:
 def move_items_to_their_list(flat: FlatGraph) -> None:
     """Move the items of a list to the segment that makes the list: only tensors can cross a cut."""
     for node in flat.nodes:
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            source = node.args[0]
-            if node.meta["segment"] != source.meta["segment"]:
-                node.meta["segment"] = source.meta["segment"]
-                source.append(node)
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and node.meta["segment"] != source.meta["segment"]:
+            node.meta["segment"] = source.meta["segment"]
+            source.append(node)
 
 
 def move_buffer_updates_to_their_values(flat: FlatGraph) -> None:

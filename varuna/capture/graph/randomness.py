@@ -27,7 +27,6 @@ from varuna.types import Work
 
 SHARED = -1
 
-
 SampleDim = tuple[int, int]
 """The dimension of a tensor along which the samples lie, and the size of each sample there."""
 
@@ -55,6 +54,9 @@ def _mask(x: Tensor, keep: float, work: Work, ordinal: int, dim: int | None, per
     seeds = [seed_of(work, sample, ordinal) for sample in work.samples(samples)]
     kept = _kept(seeds, math.prod(inner), keep, x.device)
     return kept.view(samples, *inner).movedim(0, dim).reshape(x.shape)
+
+
+_generator = cache(torch.Generator)
 
 
 def _kept(seeds: Sequence[int], count: int, keep: float, device: torch.device) -> Tensor:
@@ -90,7 +92,8 @@ def draw(
     by sample and runs once for the whole micro-batch.
     """
     leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
-    device = _device_of(leaves)
+    placed = next((leaf for leaf in leaves if isinstance(leaf, torch.device | Tensor)), torch.device("cpu"))
+    device = placed.device if isinstance(placed, Tensor) else placed
     if device.type == "cpu" and getattr(operation, "__name__", "").startswith("scaled_dot_product_attention"):
         sample_dim = parts[0] if results is not None or num_samples is None else (0, leaves[0].shape[0])
         if num_samples in (None, 1) or results is not None:
@@ -99,21 +102,17 @@ def draw(
         sample = SHARED if num_samples is None else work.first_sample
         with _seeded(seed_of(work, sample, ordinal), device):
             return operation(*args, **kwargs)
-    outputs: list[list[Any]] = []
-    output_structure = None
+    outputs = []
     for i, sample in enumerate(work.samples(num_samples)):
         own = [_of_sample(leaf, dim, i) for leaf, dim in zip(leaves, parts, strict=True)]
         own_args, own_kwargs = pytree.tree_unflatten(own, structure)
         with _seeded(seed_of(work, sample, ordinal), device):
-            result = operation(*own_args, **own_kwargs)
-        flat, output_structure = pytree.tree_flatten(result)
-        outputs.append(flat)
+            outputs.append(operation(*own_args, **own_kwargs))
     joined = [
-        torch.cat([flat[k] for flat in outputs], dim=dim[0]) if dim is not None else outputs[0][k]
-        for k, dim in enumerate(results)
+        torch.cat(values, dim=dim[0]) if dim is not None else values[0]
+        for dim, *values in zip(results, *map(pytree.tree_leaves, outputs), strict=True)
     ]
-    assert output_structure is not None
-    return pytree.tree_unflatten(joined, output_structure)
+    return pytree.tree_unflatten(joined, pytree.tree_structure(outputs[0]))
 
 
 def _attention(
@@ -137,16 +136,6 @@ def _of_sample(leaf: Any, sample_dim: SampleDim | None, i: int) -> Any:
     return leaf.narrow(dim, i * per_sample, per_sample) if isinstance(leaf, Tensor) else per_sample
 
 
-def _device_of(leaves: Sequence[Any]) -> torch.device:
-    found = next((leaf for leaf in leaves if isinstance(leaf, torch.device | Tensor)), torch.device("cpu"))
-    return found.device if isinstance(found, Tensor) else found
-
-
-@cache
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device)
-
-
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the device's default generator, and restore its state afterwards."""
@@ -165,15 +154,12 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def bound(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by the names in its schema, with defaults."""
-    found: dict[str, Any] = {}
-    for i, argument in enumerate(operation._schema.arguments):
-        if i < len(args):
-            found[argument.name] = args[i]
-        elif argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
+    arguments = operation._schema.arguments
+    defaults = {
+        argument.name: argument.default_value for argument in arguments if argument.has_default_value()
+    }
+    names = [argument.name for argument in arguments]
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -116,7 +116,7 @@ class Source:
         return captured
 
     def _trace(self, request: TraceRequest) -> Trace:
-        """Trace the model. Make experts that loop over the chosen ones opaque: they treat each token alone."""
+        """Trace the model; make experts that loop over data opaque, since they treat each token alone."""
         try:
             return trace(self.meta_model, request, self._watch)
         except DataDependentError as error:
