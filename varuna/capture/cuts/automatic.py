@@ -9,7 +9,7 @@ first capture. An operation without a counterpart stays with its arguments.
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from varuna.capture.cuts.operations import list_operations
 from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
-from varuna.types import Partition
+from varuna.types import Partition, Segment
 
 log = logging.getLogger("varuna")
 
@@ -67,14 +67,13 @@ class MisplacedState:
         return first <= self.segment < stop and not any(first <= holder < stop for holder in self.holders)
 
 
-def cut_like(
-    flow: Flow, segment_of: Mapping[Place, int], holders: Mapping[str, set[int]], unused: Collection[str]
-) -> list[MisplacedState]:
-    """Cut the graph like an earlier capture, and return the state that does not fit.
-
-    `segment_of` has the segments of that capture's nodes, `holders` those of its state, `unused` the state
-    that it does not use.
-    """
+def cut_like(flow: Flow, earlier: FlatGraph, segments: Sequence[Segment]) -> list[MisplacedState]:
+    """Cut the graph like an earlier one that `cut` has cut, and return the state that does not fit."""
+    segment_of = {node.meta["place"]: node.meta["segment"] for node in earlier.nodes if "place" in node.meta}
+    holders: dict[str, set[int]] = {}
+    for found in segments:
+        for name in (*found.parameters, *found.buffers):
+            holders.setdefault(name, set()).add(found.index)
     flat = flow.flat
     names = {node: name for name, node in flat.state.items()}
     rematerialization = Rematerialization(flow)
@@ -90,17 +89,12 @@ def cut_like(
         for name in used if not possible else ():
             held = holders.get(name, set())
             if segment not in held:
-                reason = FIRST_USE if name in unused else OTHER_ORDER
+                reason = OTHER_ORDER if earlier.state[name].users else FIRST_USE
                 misplaced.append(MisplacedState(name, segment, held, reason))
         node.meta["segment"] = segment
     flat.num_segments = max(segment_of.values(), default=0) + 1
     _sort_by_segment(flat)
     return misplaced
-
-
-def places(flat: FlatGraph) -> dict[Place, int]:
-    """Return the segment of every place of a graph that `cut` has cut."""
-    return {node.meta["place"]: node.meta["segment"] for node in flat.nodes if "place" in node.meta}
 
 
 def _nodes_by_place(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:

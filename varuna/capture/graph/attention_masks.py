@@ -94,9 +94,7 @@ def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int) -
             constant = flat.attributes[str(node.target)]
             values[node] = constant.to(cpu, copy=True) if isinstance(constant, Tensor) else constant
             continue
-        args, kwargs = fx.map_arg(
-            (on_device(node.args, cpu), on_device(node.kwargs, cpu)), values.__getitem__
-        )
+        args, kwargs = fx.map_arg(on_device((node.args, node.kwargs), cpu), values.__getitem__)
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         for arg in node.all_input_nodes:
             if last_use[arg] is node and arg is not flat.batch and arg is not mask:

@@ -22,12 +22,7 @@ from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
 
 class Captured:
     graph: ModelGraph
-    precision: PrecisionName
-    num_segments: int
-    cut_automatically: bool  # by a partition, not by CutPoints
-    random: bool  # whether any operation draws random numbers
-    momentum: Mapping[str, float | None]  # of BatchNorm's statistics, per run; None: cumulative average
-    shared_draws: frozenset[int]  # ordinals of the random operations whose draw all samples share
+    _flat: FlatGraph
 
     def __init__(
         self,
@@ -43,9 +38,11 @@ class Captured:
     ) -> None:
         """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition."""
         self.batch_dims = dict(request.batch.dims)
-        self.precision, self.device = request.precision, request.device
+        self.precision: PrecisionName = request.precision
+        self.device = request.device
         passes.compute_sizes_from_batch(flat, self.batch_dims)
         replace_masks(flat)
+        # Ordinals of the random operations whose draw all samples share.
         self.shared_draws = passes.bind_randomness(flat, shared_draws)
         passes.move_items_to_their_list(flat)
         passes.move_buffer_updates_to_their_values(flat)
@@ -57,7 +54,7 @@ class Captured:
         flow = Flow(flat)
         self._misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:
-            self._misplaced = automatic.cut_like(flow, cut_like._places, cut_like._holders, cut_like._unused)
+            self._misplaced = automatic.cut_like(flow, cut_like._flat, cut_like.graph.segments)
             flow = Flow(flat)
         elif partition is not None:
             automatic.cut(flow, partition)
@@ -65,10 +62,11 @@ class Captured:
         checks.refuse_divided_buffers(flow)
         self.graph = summarize(flow, ties)
         self.num_segments = flat.num_segments
-        self.cut_automatically = partition is not None
+        self.cut_automatically = partition is not None  # not by CutPoints
         self._flat = flat
         self.random = flat.work is not None and bool(flat.work.users)
-        self.momentum = {**momentum, **flow.momentum(momentum)}
+        # Of BatchNorm's statistics, per run; None: cumulative average.
+        self.momentum: Mapping[str, float | None] = {**momentum, **flow.momentum(momentum)}
         self.structure = structure
         self._carver = Carver(flow, self.precision, self.device)
         self._programs: dict[tuple[int, int], SpanProgram] = {}
@@ -102,22 +100,6 @@ class Captured:
     @property
     def changes_buffers(self) -> bool:
         return bool(self.carve(0, self.num_segments).mutated)
-
-    @cached_property
-    def _places(self) -> dict[automatic.Place, int]:
-        return automatic.places(self._flat)
-
-    @property
-    def _holders(self) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {}
-        for segment in self.graph.segments:
-            for name in (*segment.parameters, *segment.buffers):
-                found.setdefault(name, set()).add(segment.index)
-        return found
-
-    @cached_property
-    def _unused(self) -> frozenset[str]:
-        return frozenset(name for name, node in self._flat.state.items() if not node.users)
 
     @cached_property
     def crossing_bytes(self) -> list[int]:

@@ -22,8 +22,7 @@ from varuna.capture.run.captured import Captured
 from varuna.capture.run.program import SpanProgram
 from varuna.types import TensorSpec, Work
 
-UNCOMPILED_SHARE = 0.05
-"""Largest share of a chain's operations that is not compiled."""
+UNCOMPILED_SHARE = 0.05  # largest share of a chain's operations that is not compiled
 
 
 class ProgramLink(NamedTuple):
@@ -64,9 +63,8 @@ class ProgramChain:
         programs = {id(link.program): link.program for link in self.links}
         skipped = self._not_worth_compiling(programs)
         made = {key: program if key in skipped else program.compiled() for key, program in programs.items()}
-        return replace(
-            self, links=tuple(link._replace(program=made[id(link.program)]) for link in self.links)
-        )
+        links = [link._replace(program=made[id(link.program)]) for link in self.links]
+        return replace(self, links=tuple(links))
 
     def _not_worth_compiling(self, programs: Mapping[int, SpanProgram]) -> set[int]:
         """Return ids of small programs that run once and before the loss, such as an embedding.
@@ -74,7 +72,10 @@ class ProgramChain:
         Each takes as long to compile as a whole block.
         """
         times = Counter(id(link.program) for link in self.links)
-        sizes = {key: _num_operations(program) for key, program in programs.items()}
+        sizes = {
+            key: sum(node.op == "call_function" for node in program.graph_module.graph.nodes)
+            for key, program in programs.items()
+        }
         left = UNCOMPILED_SHARE * sum(times[key] * size for key, size in sizes.items())
         found = set()
         for key, size in sorted(sizes.items(), key=lambda item: item[1]):
@@ -92,7 +93,9 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
     shared: dict[int, SpanProgram] = {}
     links = []
     for kind, program in zip(kinds[first:stop], programs, strict=True):
-        start = _first_ordinal(program)
+        ordinals = [int(str(node.args[place])) for node, place in _ordinals(program)]
+        # An opaque module numbers its own draws, and equals no other segment.
+        start = 0 if program.leaves else min(ordinals, default=0)
         if kind not in shared:
             shared[kind] = _numbered_from_zero(program.to(device), start)
         links.append(ProgramLink(shared[kind], tuple(place_of[name] for name in program.state), start))
@@ -105,20 +108,10 @@ def chain_of(source: Source, captured: Captured, first: int, stop: int, device: 
     )
 
 
-def _num_operations(program: SpanProgram) -> int:
-    return sum(node.op == "call_function" for node in program.graph_module.graph.nodes)
-
-
 def _ordinals(program: SpanProgram) -> list[tuple[fx.Node, int]]:
     """Return the random nodes, each with the index of the argument that holds its ordinal."""
     places = ((node, ordinal_index(node)) for node in program.graph_module.graph.nodes)
     return [(node, place) for node, place in places if place is not None]
-
-
-def _first_ordinal(program: SpanProgram) -> int:
-    if program.leaves:  # an opaque module numbers its own draws, and equals no other segment
-        return 0
-    return min((int(str(node.args[place])) for node, place in _ordinals(program)), default=0)
 
 
 def _numbered_from_zero(program: SpanProgram, start: int) -> SpanProgram:

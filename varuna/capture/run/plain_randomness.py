@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -54,16 +53,13 @@ class plain_randomness(TorchFunctionMode):
         self._is_shared = False  # of the current draw
 
     @classmethod
-    def of(cls, work: Work, *, batch_size: int, first_ordinal: int) -> plain_randomness:
-        mode = cls(seed=work.seed, step=work.step, batch_size=batch_size, first_sample=work.first_sample)
-        mode._work = msgspec.structs.replace(mode._work, spans=work.spans)
-        mode._ordinals = [first_ordinal]
+    def of(
+        cls, work: Work, *, batch_size: int, first_ordinal: int = 0, shared: frozenset[int] = frozenset()
+    ) -> plain_randomness:
+        """`shared` has the draws that all samples share, as a capture found them; sizes alone may mislead."""
+        mode = cls(seed=work.seed, step=work.step, batch_size=batch_size)
+        mode._work, mode._ordinals, mode._shared = work, [first_ordinal], shared
         return mode
-
-    def with_shared_draws(self, ordinals: frozenset[int]) -> plain_randomness:
-        """Name the draws that all samples share, as a capture found them; sizes alone may mislead."""
-        self._shared = ordinals
-        return self
 
     def __enter__(self) -> plain_randomness:
         if self not in plain_randomness.running:
@@ -150,27 +146,20 @@ class plain_randomness(TorchFunctionMode):
         while before and not isinstance(before[-1], int | float):
             before.pop()
         options = {key: value for key, value in kwargs.items() if key != "size"}
-        size = [[found[1] if found is not None and i == found[0] else n for i, n in enumerate(shape)]]
+        num_samples = None
+        if found is not None:
+            shape[found[0]], num_samples = found[1], self._batch_size
+        args = [*before, shape]
+        parts = [None] * len(pytree.tree_leaves((args, options)))
         return randomness.draw(
-            func,
-            before + size,
-            options,
-            self._work,
-            ordinal,
-            parts=[None] * len(pytree.tree_leaves((before + size, options))),
-            results=[found],
-            num_samples=None if found is None else self._batch_size,
+            func, args, options, self._work, ordinal, parts=parts, results=[found], num_samples=num_samples
         )
 
     def _result_dims(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
     ) -> list[randomness.SampleDim | None]:
         """Run the function on `meta` to find the sample dimensions of its results."""
-
-        def to_meta(leaf: Any) -> Any:
-            return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
-
-        meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         with torch.no_grad():
             results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
         return [self._sample_dim(leaf.shape) for leaf in results]
@@ -178,13 +167,10 @@ class plain_randomness(TorchFunctionMode):
     def _sample_dim(self, shape: Sequence[int]) -> randomness.SampleDim | None:
         if self._is_shared:
             return None
-        for i, size in enumerate(shape):
-            if size == self._batch_size:
-                return i, 1
-        for i, size in enumerate(shape):
-            if size and size % self._batch_size == 0:
-                return i, size // self._batch_size
-        return None
+        if self._batch_size in shape:
+            return list(shape).index(self._batch_size), 1
+        multiples = [i for i, size in enumerate(shape) if size and size % self._batch_size == 0]
+        return (multiples[0], shape[multiples[0]] // self._batch_size) if multiples else None
 
 
 def run_once(function: Callable[..., Any], operands: Sequence[Any]) -> Any:

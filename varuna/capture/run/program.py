@@ -71,8 +71,7 @@ class SpanProgram:
             for name, value in attributes(self.graph_module).items()
         }
         for node in graph.nodes:
-            node.args = on_device(node.args, device)
-            node.kwargs = on_device(node.kwargs, device)
+            node.args, node.kwargs = on_device((node.args, node.kwargs), device)
             if node.target is under_autocast:
                 operation, _device_type, *rest = node.args
                 node.args = (operation, device.type, *rest)
@@ -127,25 +126,17 @@ def bind(module: fx.GraphModule) -> Callable[..., Any]:
         try:
             return forward(module, *arguments)
         except Exception as error:
-            number = _line_number(error, forward)
+            steps = walk_tb(error.__traceback__)
+            number = next((number for frame, number in steps if frame.f_code is forward.__code__), None)
             if number is not None:
-                line = _model_line(module.graph, code.src.splitlines()[number - 1])
-                error.add_note(f"in the model: {line}")
+                # A statement of the generated forward assigns to its node's name.
+                statement = code.src.splitlines()[number - 1].strip()
+                name = statement.partition("=")[0].strip()
+                lines = (node.meta.get("stack_trace") for node in module.graph.nodes if node.name == name)
+                error.add_note(f"in the model: {next(lines, None) or statement}")
             raise
 
     return run
-
-
-def _line_number(error: BaseException, function: FunctionType) -> int | None:
-    steps = walk_tb(error.__traceback__)
-    return next((number for frame, number in steps if frame.f_code is function.__code__), None)
-
-
-def _model_line(graph: fx.Graph, statement: str) -> str:
-    """Return the model's line for a statement of the generated forward, which assigns to its node's name."""
-    name = statement.partition("=")[0].strip()
-    lines = (node.meta.get("stack_trace") for node in graph.nodes if node.name == name)
-    return next(lines, None) or statement.strip()
 
 
 def attributes(module: fx.GraphModule) -> dict[str, Any]:

@@ -55,13 +55,8 @@ Results = tuple[Tensor, dict[str, Tensor]]
 
 def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any]) -> Results:
     name, dim = next(iter(captured.batch_dims.items()))
-    batch = inputs[name].shape[dim]
-    draws = plain_randomness(seed=_WORK.seed, step=_WORK.step, batch_size=batch)
-    with (
-        without_kv_cache(model),
-        draws.with_shared_draws(captured.shared_draws),
-        autocast(captured.precision, captured.device),
-    ):
+    draws = plain_randomness.of(_WORK, batch_size=inputs[name].shape[dim], shared=captured.shared_draws)
+    with without_kv_cache(model), draws, autocast(captured.precision, captured.device):
         loss = find_loss(model(**inputs))
     named = model.named_parameters(remove_duplicate=False)
     trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
@@ -148,6 +143,5 @@ def _difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
     difference = (a.detach() - b.detach()).abs()
-    both_overflowed = a.isnan() & b.isnan()
-    difference = torch.where(both_overflowed, torch.zeros_like(difference), difference)
+    difference[a.isnan() & b.isnan()] = 0  # both overflowed
     return float(difference.nan_to_num(nan=float("inf")).max())
