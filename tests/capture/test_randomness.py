@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.capture.comparison import assert_same, chained, eager
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from varuna.capture import CutPoint, Source, opaque, plain_randomness
-from varuna.capture.graph.dropout_attention import attention
+from varuna.capture.graph.randomness import attention
 from varuna.types import Work
 
 

@@ -19,10 +19,7 @@ class Rematerialization:
         self._changed = {root for root in flow.writers if root in self._state}
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """Return the state that a node reads, directly or by a view.
-
-        A view that is recomputed where it is used reads nothing itself.
-        """
+        """Return the state that a node reads; a view, which is recomputed where it is used, reads nothing."""
         if self._is_view(node):
             return []
         return list(dict.fromkeys(state for arg in node.all_input_nodes for state in self.state_of(arg)))

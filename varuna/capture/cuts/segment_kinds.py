@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from varuna.capture.cuts.summary import argument_text
 from varuna.capture.graph import randomness
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
@@ -77,15 +78,6 @@ def _text(source: Source, captured: Captured, index: int) -> str:
     ]
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
-    def text(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return f"%{numbers[arg]}"
-        if isinstance(arg, tuple | list):
-            return f"[{', '.join(map(text, arg))}]"
-        if isinstance(arg, dict):
-            return f"{{{', '.join(f'{key}: {text(arg[key])}' for key in sorted(arg))}}}"
-        return _function_text(arg) if callable(arg) else repr(arg)
-
     for node in module.graph.nodes:
         if node.op == "get_attr":
             lines.append(f"constant {_constant_text(getattr(module, str(node.target)))}")
@@ -93,9 +85,8 @@ def _text(source: Source, captured: Captured, index: int) -> str:
             args: list[Any] = list(node.args)
             if (place := ordinal_index(node)) is not None:
                 args[place] = "ordinal"
-            lines.append(
-                f"{_function_text(node.target)} {text(args)} {text(node.kwargs)} {_shape_text(node)}"
-            )
+            called = argument_text([args, node.kwargs], numbers, _function_text)
+            lines.append(f"{_function_text(node.target)} {called} {_shape_text(node)}")
     return "\n".join(lines)
 
 

@@ -3,7 +3,8 @@
 import hashlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -132,17 +133,7 @@ def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> list[str]:
             return f"({','.join(map(shape, value))})"
         return _size_text(flat, value)
 
-    def argument(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return f"%{index[arg]}"
-        if isinstance(arg, tuple | list):
-            return f"[{','.join(map(argument, arg))}]"
-        if isinstance(arg, dict):
-            return f"{{{','.join(f'{key}:{argument(value)}' for key, value in sorted(arg.items()))}}}"
-        if isinstance(arg, torch.device):
-            return "device"
-        return str(arg) if not callable(arg) else _callable_text(arg)
-
+    argument = partial(argument_text, numbers=index, function_text=_callable_text)
     named = {node: name for name, node in (*flat.state.items(), *flat.inputs.items())}
     lines = [f"ties {ties}", f"results {[index[node] for node in flat.results]}"]
     for node in flat.graph.nodes:
@@ -156,6 +147,20 @@ def listing(flat: FlatGraph, ties: Sequence[tuple[str, ...]]) -> list[str]:
             f"{argument(node.args)} {argument(node.kwargs)} {shape(node.meta.get('val'))}"
         )
     return lines
+
+
+def argument_text(arg: Any, numbers: Mapping[fx.Node, int], function_text: Callable[[Any], str]) -> str:
+    """Return an argument as text that depends neither on the names of nodes nor on the device."""
+    inner = partial(argument_text, numbers=numbers, function_text=function_text)
+    if isinstance(arg, fx.Node):
+        return f"%{numbers[arg]}"
+    if isinstance(arg, tuple | list):
+        return f"[{','.join(map(inner, arg))}]"
+    if isinstance(arg, dict):
+        return f"{{{','.join(f'{key}:{inner(value)}' for key, value in sorted(arg.items()))}}}"
+    if isinstance(arg, torch.device):
+        return "device"
+    return function_text(arg) if callable(arg) else str(arg)
 
 
 def _size_text(flat: FlatGraph, size: Any) -> str:

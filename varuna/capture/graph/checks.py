@@ -30,13 +30,11 @@ def refuse_coupled_samples(flat: FlatGraph) -> None:
         return
     for node in flat.nodes:
         value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            continue
-        shape: tuple[Any, ...] = tuple(value.shape)
+        shape: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
         sizes = tuple(size.node.expr for size in shape if isinstance(size, torch.SymInt))
         if _degree(sizes, symbol) >= 2:
             raise CaptureError(
-                f"{where(node)}: the value {node.name} of shape {[str(s) for s in value.shape]} has the "
+                f"{where(node)}: the value {node.name} of shape {[str(s) for s in shape]} has the "
                 f"batch {symbol} in it twice: it compares every sample with every other, so the loss would "
                 "change with the micro-batch size. Compute such a loss outside the pipeline, or train with "
                 "one micro-batch."

@@ -30,10 +30,8 @@ SAME_VALUES = (aten.alias.default, aten.contiguous.default, aten.clone.default)
 VIEWS = (aten.view.default, aten.reshape.default)
 MEAN, SUM = 1, 2
 
-MIN_VOCABULARY = 4096
-"""Below it, the scores are small compared with the rest."""
-BLOCK_BYTES = 1 << 30
-"""Size of a block's scores in fp32."""
+MIN_VOCABULARY = 4096  # below it, the scores are small compared with the rest
+BLOCK_BYTES = 1 << 30  # of a block's scores in fp32
 MULTIPLE = 64
 
 
@@ -76,7 +74,11 @@ def _fuse(graph: fx.Graph, loss: fx.Node) -> bool:
     width = hidden.meta["val"].shape[-1]
     with graph.inserting_before(loss):
         for step in reversed(steps):
-            hidden = _same_step(graph, step, hidden, width)
+            # Apply to the hidden rows what a step does to the rows of scores.
+            if step.target in VIEWS:
+                hidden = graph.call_function(aten.reshape.default, (hidden, [*_sizes(step)[:-1], width]))
+            elif step.target is aten.slice.Tensor:
+                hidden = graph.call_function(aten.slice.Tensor, (hidden, *step.args[1:]), step.kwargs)
         options = (given["ignore_index"], given["reduction"] == MEAN)
         fused = graph.call_function(
             fused_cross_entropy, (hidden, weight, bias[0] if bias else None, labels, *options)
@@ -124,15 +126,6 @@ def _widens(node: fx.Node) -> bool:
 def _is_of_rows(node: fx.Node) -> bool:
     dim, dims = node.args[1] if len(node.args) > 1 else 0, node.meta["val"].dim()
     return isinstance(dim, int) and dim % dims != dims - 1
-
-
-def _same_step(graph: fx.Graph, step: fx.Node, hidden: Any, width: int) -> Any:
-    """Apply to the hidden rows what a step does to the rows of scores."""
-    if step.target in VIEWS:
-        return graph.call_function(aten.reshape.default, (hidden, [*_sizes(step)[:-1], width]))
-    if step.target is aten.slice.Tensor:
-        return graph.call_function(aten.slice.Tensor, (hidden, *step.args[1:]), step.kwargs)
-    return hidden
 
 
 def fused_cross_entropy(

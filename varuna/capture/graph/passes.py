@@ -130,10 +130,9 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
 def _sample_dim(flat: FlatGraph, value: Any) -> randomness.SampleDim | None:
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     for i, size in enumerate(sizes):
-        if isinstance(size, torch.SymInt):
-            dim = flat.dim(size)
-            if dim is not None and dim.per_sample and not dim.fixed:
-                return i, dim.per_sample
+        dim = flat.dim(size) if isinstance(size, torch.SymInt) else None
+        if dim is not None and dim.per_sample and not dim.fixed:
+            return i, dim.per_sample
     return None
 
 

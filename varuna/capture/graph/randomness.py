@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from varuna.capture.graph.dropout_attention import attention
 from varuna.types import Work
 
 SHARED = -1
@@ -122,6 +121,35 @@ def _attention(
     p = given.pop("dropout_p")
     dim, per_sample = sample_dim if sample_dim is not None else (None, 0)
     return attention(**given, drop=lambda weights: dropout(weights, p, work, ordinal, dim, per_sample))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    drop: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute attention as torch documents it, for CPUs, where no fused kernel can `drop` weights."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = (query * (scale or 1 / math.sqrt(query.shape[-1]))) @ key.transpose(-2, -1)
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        scores = scores.float()
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    # Rows that are masked completely give 0, where a plain softmax would give NaN.
+    weights = torch._safe_softmax(scores, -1)
+    return drop(weights).to(value.dtype) @ value
 
 
 def draw_in_place(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -52,10 +52,7 @@ class CallConvention:
 
     @contextmanager
     def adapted(self, model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
-        """Make `model(**inputs)` return the wanted tensors.
-
-        Only the loss leaves the graph: what only other outputs need is not computed.
-        """
+        """Make `model(**inputs)` return the loss alone: what only other outputs need is not computed."""
         original = model.forward
 
         def forward(**given: Any) -> Any:

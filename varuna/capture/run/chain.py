@@ -67,10 +67,7 @@ class ProgramChain:
         return replace(self, links=tuple(links))
 
     def _not_worth_compiling(self, programs: Mapping[int, SpanProgram]) -> set[int]:
-        """Return ids of small programs that run once and before the loss, such as an embedding.
-
-        Each takes as long to compile as a whole block.
-        """
+        """Return ids of small programs before the loss that run once: each compiles as long as a block."""
         times = Counter(id(link.program) for link in self.links)
         sizes = {
             key: sum(node.op == "call_function" for node in program.graph_module.graph.nodes)

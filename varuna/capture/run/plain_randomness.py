@@ -174,10 +174,7 @@ class plain_randomness(TorchFunctionMode):
 
 
 def run_once(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Run a function as reentrant torch.utils.checkpoint does, without running it again in the backward.
-
-    If no operand requires a gradient, nothing inside gets one.
-    """
+    """Run a function once, as reentrant checkpointing does: without gradients if no operand has one."""
     needs_grad = any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands)
     with nullcontext() if needs_grad else torch.no_grad():
         return function(*operands)

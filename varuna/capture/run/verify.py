@@ -20,10 +20,7 @@ _WORK = Work(seed=0, step=0, first_sample=0)
 
 
 def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, object]) -> None:
-    """Raise if the captured model differs from the model, as one stage or cut everywhere.
-
-    Leaves the model unchanged.
-    """
+    """Raise if the captured model, as one stage or cut everywhere, differs from the model itself."""
     tensors = named_tensors(model)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modes = {name: module.training for name, module in model.named_modules()}

@@ -39,11 +39,9 @@ class _CutAfterHook:
         if recorder is None:
             return None
         name = recorder.name_of(module)
-
-        def mark(x: Tensor) -> Any:
-            return recorder.mark(self.cutpoint, f"after {name!r}", (x,))[0]
-
-        marked, found = _replace_first(output, mark)
+        marked, found = _replace_first(
+            output, lambda x: recorder.mark(self.cutpoint, f"after {name!r}", (x,))[0]
+        )
         if not found:
             raise CaptureError(
                 f"cut_after: the module {name!r} returns no tensor ({type(output).__name__}). "
@@ -110,10 +108,7 @@ def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def cutpoints(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
-    """Yield every CutPoint of the model with its path.
-
-    A CutPoint may be a submodule, an item of a list, tuple or dict attribute, or come from `cut_after`.
-    """
+    """Yield every CutPoint with its path: submodules, items of attributes, and those of `cut_after`."""
     seen: set[int] = set()
 
     def new(path: str, value: object) -> Iterator[tuple[str, CutPoint]]:

@@ -226,10 +226,7 @@ class OpaqueLeaf(nn.Module):
 
 
 def result_tensors(output: Any, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of an output.
-
-    If an operand requires a gradient, each floating-point result does too, as the graph assumes.
-    """
+    """Return the tensors of an output; as the graph assumes, they need a gradient if any operand does."""
     results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in operands):
         return results

@@ -45,22 +45,15 @@ def fast_export(line: Callable[[FrameType | None], str]) -> Iterator[None]:
         def format(self) -> list[str]:
             return self
 
-    with (
-        _gc_disabled(),
-        patch.object(fx.GraphModule, "recompile", _recompile_when_called),
-        patch.object(torch.fx.proxy, "CapturedTraceback", Lines),
-        patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, lines: lines),
-    ):
-        yield
-
-
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Stop the garbage collector: everything that a trace makes lives until its end."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # everything that a trace makes lives until its end
     try:
-        yield
+        with (
+            patch.object(fx.GraphModule, "recompile", _recompile_when_called),
+            patch.object(torch.fx.proxy, "CapturedTraceback", Lines),
+            patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, lines: lines),
+        ):
+            yield
     finally:
         if was_enabled:
             gc.enable()

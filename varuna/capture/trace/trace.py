@@ -23,13 +23,17 @@ from varuna.capture.model.batch import Batch, hint_size
 from varuna.capture.model.call_convention import CallConvention, OutputStructure
 from varuna.capture.model.copies import fake_copy
 from varuna.capture.trace import patches
-from varuna.capture.trace.branches import KnownBranches
 from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
 from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
 from varuna.capture.trace.recorder import TraceRecorder, recording
-from varuna.capture.trace.refusals import explained_failures, model_line, refused_gradient_call
+from varuna.capture.trace.refusals import (
+    KnownBranches,
+    explained_failures,
+    model_line,
+    refused_gradient_call,
+)
 from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import PrecisionName
 
