@@ -27,7 +27,10 @@ def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
     nodes = flat.calls
     rematerialization = Rematerialization(flow)
     free = {node for node in nodes if rematerialization.closure(node, len(flow.order)) is not None}
-    groups = _grouped(nodes, _inseparable(flow, nodes, free))
+    spans = _inseparable(flow, nodes, free)
+    joined = {i for first, last in spans for i in range(first + 1, last + 1)}  # with the node before
+    starts = [i for i in range(len(nodes)) if i not in joined]
+    groups = [nodes[i:j] for i, j in pairwise([*starts, len(nodes)])]
     number = {node: i for i, group in enumerate(groups) for node in group}
     values = []
     for node in nodes:
@@ -39,7 +42,14 @@ def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
             directions = 2 if node in flow.gets_grad else 1
             crossing = 0 if node in free else directions * num_bytes(node, symbol)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
-    values += _order_after_changes(flow, number)
+    # Values of 0 bytes keep readers of changed memory after the change.
+    values += [
+        Value(number[writer], (own,), 0)
+        for node, own in number.items()
+        for arg in node.all_input_nodes
+        for writer in flow.writers_before(flow.root[arg], flow.order[node])
+        if number[writer] != own
+    ]
     operations = tuple(
         Operation(
             sum(flops_per_sample(node, symbol) for node in group if node not in free),
@@ -48,22 +58,6 @@ def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
         for group in groups
     )
     return OperationGraph(operations, tuple(values)), groups
-
-
-def _grouped(nodes: Sequence[fx.Node], spans: Iterator[tuple[int, int]]) -> list[list[fx.Node]]:
-    """Group nodes so that each span (first, last) lies in one group."""
-    joined = {i for first, last in spans for i in range(first + 1, last + 1)}  # with the node before
-    starts = [i for i in range(len(nodes)) if i not in joined]
-    return [list(nodes[i:j]) for i, j in pairwise([*starts, len(nodes)])]
-
-
-def _order_after_changes(flow: Flow, number: dict[fx.Node, int]) -> Iterator[Value]:
-    """Yield values of 0 bytes that keep readers of changed memory after the change."""
-    for node, own in number.items():
-        for arg in node.all_input_nodes:
-            for writer in flow.writers_before(flow.root[arg], flow.order[node]):
-                if number[writer] != own:
-                    yield Value(number[writer], (own,), 0)
 
 
 def _inseparable(flow: Flow, nodes: Sequence[fx.Node], free: set[fx.Node]) -> Iterator[tuple[int, int]]:

@@ -117,7 +117,12 @@ class plain_randomness(TorchFunctionMode):
             return self._make(func, args, kwargs, ordinal)
         argument_dims = self._argument_dims(leaves)
         batched = any(dim is not None for dim in argument_dims)
-        result_dims = self._result_dims(func, args, kwargs) if batched else []
+        result_dims = []
+        if batched:  # run the function on `meta` to find the sample dimensions of its results
+            meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+            with torch.no_grad():
+                results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
+            result_dims = [self._sample_dim(leaf.shape) for leaf in results]
         options: dict[str, Any] = {
             "parts": argument_dims,
             "results": None if None in result_dims else result_dims,
@@ -154,15 +159,6 @@ class plain_randomness(TorchFunctionMode):
         return randomness.draw(
             func, args, options, self._work, ordinal, parts=parts, results=[found], num_samples=num_samples
         )
-
-    def _result_dims(
-        self, func: Any, args: list[Any], kwargs: dict[str, Any]
-    ) -> list[randomness.SampleDim | None]:
-        """Run the function on `meta` to find the sample dimensions of its results."""
-        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-        with torch.no_grad():
-            results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
-        return [self._sample_dim(leaf.shape) for leaf in results]
 
     def _sample_dim(self, shape: Sequence[int]) -> randomness.SampleDim | None:
         if self._is_shared:
