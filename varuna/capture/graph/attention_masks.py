@@ -25,10 +25,13 @@ Meaning = Literal["causal", "nothing"]
 
 
 def replace_masks(flat: FlatGraph) -> None:
+    calls = [node for node in flat.nodes if node.target is ATTENTION]
+    if not calls:
+        return
     meaning_of_node = cache(partial(_meaning_of_node, Flow(flat)))
-    for node in flat.nodes:
-        given = bound(ATTENTION, node.args, node.kwargs) if node.target is ATTENTION else {}
-        mask = given.get("attn_mask")
+    for node in calls:
+        given = bound(ATTENTION, node.args, node.kwargs)
+        mask = given["attn_mask"]
         meaning = meaning_of_node(mask) if isinstance(mask, fx.Node) else None
         if meaning is not None:
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
