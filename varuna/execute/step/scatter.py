@@ -29,16 +29,37 @@ class MicroBatch:
 def scatter(
     inputs: Mapping[str, object],
     *,
+    num_samples: int,
     dims: Mapping[str, int],  # batch dimension of each batched input
+    microbatch_size: int,
+    device: torch.device,
+    weigh: WeightFunction | None = None,
+) -> list[MicroBatch]:
+    """Return the micro-batches, with their inputs on the device.
+
+    `weigh` sees the original inputs, which are mostly on the host: reading them does not stop the device.
+    """
+    firsts = range(0, num_samples, microbatch_size)
+    parts = _cut(move_inputs(inputs, device), dims, microbatch_size, len(firsts))
+    originals = parts if weigh is None else _cut(inputs, dims, microbatch_size, len(firsts))
+    microbatches = []
+    for first, part, original in zip(firsts, parts, originals, strict=True):
+        size = min(microbatch_size, num_samples - first)
+        weight = float(size) if weigh is None else _weight(weigh, original)
+        if weight:  # weight 0 need not be computed, and its loss may not be finite
+            microbatches.append(MicroBatch(first, size, weight, part))
+    return microbatches
+
+
+def scatter_runs(
+    inputs: Mapping[str, object],
+    *,
+    dims: Mapping[str, int],
     microbatches: Sequence[Runs],  # within this replica's batch
     device: torch.device,
     weigh: WeightFunction | None = None,
 ) -> list[MicroBatch]:
-    """Return micro-batches of the given samples, with their inputs on the device.
-
-    Empty ones stay, so that all ranks have equally many. `weigh` sees the original inputs, which are mostly
-    on the host: reading them does not stop the device.
-    """
+    """Return micro-batches of the given samples. Empty ones stay, so that all ranks have equally many."""
     moved = move_inputs(inputs, device)
     found = []
     for runs in microbatches:
@@ -85,6 +106,20 @@ def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
         name: value.detach().requires_grad_() for name, value in leaves.items() if isinstance(value, Tensor)
     }
     return replace(microbatch, inputs={**microbatch.inputs, **own})
+
+
+def _cut(
+    inputs: Mapping[str, object], dims: Mapping[str, int], size: int, count: int
+) -> list[dict[str, object]]:
+    parts = {
+        name: torch.split(value, size, dims[name])
+        for name, value in inputs.items()
+        if name in dims and isinstance(value, Tensor)
+    }
+    return [
+        {name: parts[name][index] if name in parts else value for name, value in inputs.items()}
+        for index in range(count)
+    ]
 
 
 def _weight(weigh: WeightFunction, part: Mapping[str, object]) -> float:

@@ -19,8 +19,7 @@ from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.step.division import Division, check_equal_batches, divide_batch
 from varuna.execute.step.engine import Engine, Keep, MicroBatchJob
 from varuna.execute.step.same_data import check_same_samples, find_equal_replicas, hash_samples
-from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, with_leaves
-from varuna.execute.step.spans import Runs
+from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
 from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
 from varuna.execute.update.buffers import synchronize_buffers
 from varuna.execute.update.precision import LossScale
@@ -96,7 +95,7 @@ class Trainer:
             jobs, shares = self._divide(inputs, num_samples, dims, training)
         else:
             self._check_samples(inputs, dims, training)
-            microbatches = self._weighted_microbatches(inputs, num_samples, dims)
+            microbatches = self._scatter(inputs, num_samples, dims)
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
         self.reducer.begin()
@@ -120,8 +119,7 @@ class Trainer:
             jobs, _ = self._divide(inputs, num_samples, dims, False)
         else:
             self._check_samples(inputs, dims, False)
-            microbatches = self._weighted_microbatches(inputs, num_samples, dims)
-            jobs = self._jobs(self.programs, microbatches, dims, False, 0)
+            jobs = self._jobs(self.programs, self._scatter(inputs, num_samples, dims), dims, False, 0)
         with self._patience(jobs):
             with self._buffers_restored(jobs):
                 loss = self.engine.evaluate(jobs)
@@ -215,25 +213,24 @@ class Trainer:
                 reduce=self.reducer.sum_over_replicas,
             )
 
-    def _weighted_microbatches(
+    def _scatter(
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int]
     ) -> list[MicroBatch]:
-        """Leave out micro-batches of weight 0: they need not run, and their loss may not be finite."""
-        size = self.plan.microbatch_size
-        runs = [((first, min(first + size, num_samples)),) for first in range(0, num_samples, size)]
-        return [microbatch for microbatch in self._scatter(inputs, dims, runs) if microbatch.weight]
+        return scatter(
+            inputs,
+            num_samples=num_samples,
+            dims=dims,
+            microbatch_size=self.plan.microbatch_size,
+            device=self.engine.device,
+            weigh=self.weigh,
+        )
 
     def _own_microbatches(
         self, inputs: Mapping[str, object], dims: Mapping[str, int], division: Division
     ) -> list[MicroBatch]:
         first = division.own[0]
         own = [tuple((a - first, b - first) for a, b in runs) for runs in division.runs]
-        return self._scatter(inputs, dims, own)
-
-    def _scatter(
-        self, inputs: Mapping[str, object], dims: Mapping[str, int], runs: Sequence[Runs]
-    ) -> list[MicroBatch]:
-        return scatter(inputs, dims=dims, microbatches=runs, device=self.engine.device, weigh=self.weigh)
+        return scatter_runs(inputs, dims=dims, microbatches=own, device=self.engine.device, weigh=self.weigh)
 
     def _jobs(
         self,
