@@ -45,17 +45,13 @@ def decide(state: JobState, event: events.Event, now: float) -> tuple[JobState, 
     decision = Decision(state, now)
     if state.phase != "over":
         EVENT_RULES[type(event)](decision, event)
-        _derive_consequences(decision)
+        membership.start_and_end_agents(decision)
+        membership.note_usable_machines(decision)
+        before: Phase = "over"
+        while before != decision.state.phase != "over":
+            before = decision.state.phase
+            PHASE_RULES[before](decision)
+        membership.release_machines(decision)
     elif isinstance(event, events.AgentJoined):
         decision.do(commands.EndAgent(event.machine, "the job is over"))
     return decision.state, tuple(decision.commands)
-
-
-def _derive_consequences(decision: Decision) -> None:
-    membership.start_and_end_agents(decision)
-    membership.note_usable_machines(decision)
-    before: Phase = "over"
-    while before != decision.state.phase != "over":
-        before = decision.state.phase
-        PHASE_RULES[before](decision)
-    membership.release_machines(decision)

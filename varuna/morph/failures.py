@@ -82,7 +82,8 @@ def describe_failure(cause: WorkerFailure, layout: Layout, *, last_lines: str = 
         message = cause.error.message
         return f"{who} raised {message.message}\n\n{message.extra_info.py_callstack.rstrip()}"
     code = cause.exit_code or 0
-    end = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    end = f"was killed by {name}" if code < 0 else f"exited with code {code}"
     text = last_lines.rstrip()
     log = f"last lines of its stderr:\n\n{text}" if text.strip() else "it wrote nothing to stderr"
     return f"{who} {end}, without a Python exception; {log}"
@@ -91,10 +92,3 @@ def describe_failure(cause: WorkerFailure, layout: Layout, *, last_lines: str = 
 def shorten_reason(reason: str) -> str:
     """Remove the traceback or log lines from a reason."""
     return reason.partition("\n\n")[0].removesuffix("; last lines of its stderr:")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -158,9 +158,6 @@ def metadata_service(cloud: str) -> MetadataService:
     return SERVICES[cloud]()
 
 
-# ---------------------------------------------------------------- parsing of notices
-
-
 class AwsAction(msgspec.Struct, frozen=True):
     action: str
     time: datetime
@@ -220,8 +217,6 @@ def gcp_notice(body: bytes, *, now: float) -> CloudNotice | None:
         raise NoticeError(f"expected TRUE or FALSE for GCP's flag `preempted`, found {flag[:80]!r}")
     return CloudNotice(now + GCP_SECONDS, "GCP preempts this machine") if flag == b"TRUE" else None
 
-
-# ---------------------------------------------------------------- parsing of replies
 
 Kind = TypeVar("Kind")
 

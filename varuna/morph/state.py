@@ -96,14 +96,11 @@ class MachinePlan(msgspec.Struct, frozen=True):
 
     def same_as(self, generation: Generation) -> bool:
         assert self.layout is not None
-        layout = generation.layout
-        return (self.used, self.ranks, self.layout.stage_map, self.layout.microbatch_size, self.plan) == (
-            generation.machines,
-            generation.ranks,
-            layout.stage_map,
-            layout.microbatch_size,
-            generation.plan,
+        ours, theirs = (
+            (layout.stage_map, layout.microbatch_size) for layout in (self.layout, generation.layout)
         )
+        placed, running = (self.used, self.ranks), (generation.machines, generation.ranks)
+        return (placed, ours, self.plan) == (running, theirs, generation.plan)
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Some events and commands travel as they are: see `ToManager` and `FromManager`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -14,9 +14,6 @@ from varuna.types import MachineWorkers
 
 class ManagerMessage(msgspec.Struct, frozen=True, tag=True):
     """A message from or to the manager."""
-
-
-# ---------------------------------------------------------------- from an agent
 
 
 class AgentHello(ManagerMessage, frozen=True):
@@ -53,9 +50,6 @@ class LogReply(ManagerMessage, frozen=True):
     text: str
 
 
-# ---------------------------------------------------------------- to an agent
-
-
 class Welcome(ManagerMessage, frozen=True):
     environment: Mapping[str, str]  # for all processes of the agent
 
@@ -78,9 +72,6 @@ class LogRequest(ManagerMessage, frozen=True):
     generation: int
     rank: int
     lines: int
-
-
-# ---------------------------------------------------------------- commands and their replies
 
 
 class ManagerRequest(ManagerMessage, frozen=True):
@@ -166,17 +157,6 @@ FromManager = (
     | ManagerReply
 )
 
-_to_manager: msgspec.json.Decoder[ToManager] = msgspec.json.Decoder(ToManager)
-_from_manager: msgspec.json.Decoder[FromManager] = msgspec.json.Decoder(FromManager)
-
-
-def read_to_manager(payload: bytes) -> ToManager:
-    return _to_manager.decode(payload)
-
-
-def read_from_manager(payload: bytes) -> FromManager:
-    return _from_manager.decode(payload)
-
-
-def write_message(message: ManagerMessage | events.Event | commands.Command) -> bytes:
-    return msgspec.json.encode(message)
+read_to_manager: Callable[[bytes], ToManager] = msgspec.json.Decoder(ToManager).decode
+read_from_manager: Callable[[bytes], FromManager] = msgspec.json.Decoder(FromManager).decode
+write_message: Callable[[ManagerMessage | events.Event | commands.Command], bytes] = msgspec.json.encode

@@ -86,7 +86,8 @@ class Wire:
         del self._buffer[:GREETING_BYTES]
         both = self._nonce + theirs if self._is_caller else theirs + self._nonce
         to_listener, to_caller = (
-            _derive(self._secret, direction, both) for direction in (b"to listener", b"to caller")
+            hmac.digest(self._secret, MAGIC + direction + both, "sha256")
+            for direction in (b"to listener", b"to caller")
         )
         self._keys = (to_listener, to_caller) if self._is_caller else (to_caller, to_listener)
         return True
@@ -112,10 +113,6 @@ class Wire:
         del self._buffer[:stop]
         self._received += 1
         return payload
-
-
-def _derive(secret: bytes, direction: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, MAGIC + direction + nonces, "sha256")
 
 
 def _mac(key: bytes, number: int, payload: bytes) -> bytes:

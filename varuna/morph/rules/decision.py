@@ -1,11 +1,15 @@
-"""`Decision`: the state during one call of `decide`, and the commands so far."""
+"""`Decision`: one call of `decide`, with the commands so far and the transitions between phases.
+
+The transitions launch a generation, save and end it, kill it, or finish the job.
+"""
 
 from typing import Any
 
 import msgspec
 
 from varuna.morph import commands
-from varuna.morph.state import Generation, JobState, ManagerSettings, Member, Phase
+from varuna.morph.failures import shorten_reason
+from varuna.morph.state import Generation, JobState, JobVerdict, MachinePlan, ManagerSettings, Member, Phase
 
 
 class Decision:
@@ -56,3 +60,71 @@ class Decision:
         """Return the machine, or None if this is not its current agent."""
         member = self.state.members.get(machine)
         return member if member is not None and member.agent == agent else None
+
+    def launch(self, proposal: MachinePlan, resume_step: int | None) -> None:
+        assert proposal.layout is not None
+        members = dict(self.state.members)
+        master = members[proposal.used[0]]
+        generation = Generation(
+            number=self.state.next_number,
+            machines=proposal.used,
+            ranks=proposal.ranks,
+            agents=tuple(members[name].agent for name in proposal.used),
+            layout=proposal.layout,
+            resume_step=resume_step,
+            master_addr=master.address or master.name,
+            master_port=master.store_port,
+            plan=proposal.plan,
+            environment=proposal.environment,
+        )
+        members[master.name] = msgspec.structs.replace(master, store_port=0)
+        for name in proposal.used:
+            members[name] = msgspec.structs.replace(members[name], workers=generation.number)
+        why = self.state.reason
+        self.enter(
+            "running",
+            why,
+            generation=generation,
+            members=members,
+            next_number=generation.number + 1,
+            ended={},
+            failures=(),
+            activity=0,
+            in_step=False,
+            progressed_at=self.now,
+        )
+        self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))
+
+    def save_and_end(self, why: str) -> None:
+        """Make all workers save and exit, within the save limit and the deadlines of all notices."""
+        machines = self.generation.machines
+        members = [self.state.members[name] for name in machines if name in self.state.members]
+        deadlines = [member.leave_by for member in members if member.leave_by is not None]
+        limit = self.now + self.settings.save_seconds
+        self.enter("saving", why, deadline=min([limit, *deadlines]))
+        self.do(commands.SaveAndEnd(self.generation.number, machines, why))
+
+    def end_generation(self, why: str) -> None:
+        """Kill all workers of the generation."""
+        number = self.generation.number
+        if not self.settings.morphs and self.state.verdict is None:
+            self.set(verdict=JobVerdict("failed", 1, why))
+        # Show a traceback once: the verdict shows it, and a repeated reason was shown before.
+        shown_elsewhere = self.state.verdict is not None or why == self.state.reason
+        self.enter("ending", why, deadline=self.now + self.settings.end_seconds)
+        self.log("generation ended", f"{number}: {shorten_reason(why) if shown_elsewhere else why}")
+        if machines := tuple(member.name for member in self.members_with_workers()):
+            self.do(commands.KillWorkers(number, machines, why))
+
+    def members_with_workers(self) -> list[Member]:
+        """Return the connected machines that may still have workers of the generation."""
+        members = [self.state.members.get(name) for name in self.generation.machines]
+        number = self.generation.number
+        return [member for member in members if member and member.agent and member.workers == number]
+
+    def finish(self, verdict: JobVerdict) -> None:
+        self.enter("over", verdict.reason, verdict=verdict)
+        for name, member in self.state.members.items():
+            if member.agent or member.starting is not None:
+                self.do(commands.EndAgent(name, "the job is over"))
+        self.do(commands.Finish(verdict))

@@ -4,10 +4,7 @@ import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
-from varuna.morph.rules.transitions import end_generation
 from varuna.morph.state import Member
-
-# ---------------------------------------------------------------- events
 
 
 def machine_list_read(decision: Decision, event: events.MachineListRead) -> None:
@@ -62,7 +59,7 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
         why = f"generation {event.generation} is not the current one"
         decision.do(commands.KillWorkers(event.generation, (name,), why))
     if decision.is_working(name) and decision.state.phase != "ending":
-        end_generation(decision, f"{name} came back without its workers")
+        decision.end_generation(f"{name} came back without its workers")
 
 
 def _continues(decision: Decision, event: events.AgentJoined) -> bool:
@@ -110,9 +107,6 @@ def notice_withdrawn(decision: Decision, event: events.NoticeWithdrawn) -> None:
         decision.log("notice withdrawn", event.machine)
 
 
-# ---------------------------------------------------------------- lost machines
-
-
 def lose_machine(decision: Decision, member: Member, why: str) -> None:
     """Give the machine up. If it comes back, its old workers are killed before it is used again."""
     was_working = decision.is_working(member.name)
@@ -134,7 +128,7 @@ def lose_machine(decision: Decision, member: Member, why: str) -> None:
     if was_working:
         decision.set(losses=decision.state.losses + 1)
         if decision.state.phase != "ending":
-            end_generation(decision, f"{member.name} was lost: {why}")
+            decision.end_generation(f"{member.name} was lost: {why}")
 
 
 def lose_silent_machines(decision: Decision) -> None:
@@ -143,9 +137,6 @@ def lose_silent_machines(decision: Decision) -> None:
         if member.agent and silence > decision.settings.lost_seconds:
             decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
             lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
-
-
-# ---------------------------------------------------------------- consequences of every event
 
 
 def start_and_end_agents(decision: Decision) -> None:

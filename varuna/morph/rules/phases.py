@@ -3,19 +3,10 @@
 from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import lose_machine, ready_machines
-from varuna.morph.rules.transitions import (
-    end_generation,
-    finish,
-    launch,
-    members_with_workers,
-    save_and_end,
-)
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.state import JobVerdict, MachinePlan
 
 FINISHED = JobVerdict("finished", 0, "every worker ended normally")
-
-# ---------------------------------------------------------------- events
 
 
 def plan_ready(decision: Decision, event: events.PlanReady) -> None:
@@ -37,25 +28,22 @@ def checkpoint_found(decision: Decision, event: events.CheckpointFound) -> None:
     if decision.state.phase != "gathering" or proposal is None:
         return
     if proposal.machines == ready_machines(decision) and _can_launch(decision, proposal):
-        launch(decision, proposal, event.step)
+        decision.launch(proposal, event.step)
 
 
 def stop_requested(decision: Decision, event: events.StopRequested) -> None:
     decision.set(verdict=JobVerdict("stopped", event.exit_code, event.why))
     if decision.state.phase == "running" and event.save:
-        save_and_end(decision, event.why)
+        decision.save_and_end(event.why)
     elif decision.state.active and not event.save:
-        end_generation(decision, event.why)
-
-
-# ---------------------------------------------------------------- gathering
+        decision.end_generation(event.why)
 
 
 def gather(decision: Decision) -> None:
     """Wait for machines, then for a plan, then for the newest checkpoint; then launch."""
     state = decision.state
     if state.verdict is not None:
-        finish(decision, state.verdict)
+        decision.finish(state.verdict)
         return
     ready = ready_machines(decision)
     if not ready or decision.now < state.wait_until or not _enough_machines(decision, ready):
@@ -65,9 +53,9 @@ def gather(decision: Decision) -> None:
         _request_plan(decision, ready)
     elif _can_launch(decision, proposal):
         if state.generation is None and state.resume_step is not None:
-            launch(decision, proposal, state.resume_step)
+            decision.launch(proposal, state.resume_step)
         elif not state.store:
-            launch(decision, proposal, None)
+            decision.launch(proposal, None)
         elif not state.finding_checkpoint:
             decision.set(finding_checkpoint=True)
             decision.do(commands.FindCheckpoint(state.store))
@@ -95,18 +83,15 @@ def _can_launch(decision: Decision, proposal: MachinePlan) -> bool:
     return decision.state.members[proposal.used[0]].store_port > 0
 
 
-# ---------------------------------------------------------------- running
-
-
 def run(decision: Decision) -> None:
     if decision.state.failures:
         crash_when_cause_is_known(decision)
     elif decision.all_ended():
         if _saved_on_demand(decision):
             stopped = JobVerdict("stopped", 0, "all workers saved and exited after SIGUSR1")
-            finish(decision, decision.state.verdict or stopped)
+            decision.finish(decision.state.verdict or stopped)
         else:
-            finish(decision, FINISHED)
+            decision.finish(FINISHED)
     elif is_hung(decision):
         end_hang(decision)
     elif decision.settings.morphs:
@@ -126,19 +111,19 @@ def _consider_change(decision: Decision) -> None:
     proposal = decision.state.proposal
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
-            save_and_end(decision, f"{', '.join(leaving)} leaves, and no other machine is ready")
+            decision.save_and_end(f"{', '.join(leaving)} leaves, and no other machine is ready")
     elif proposal is None or proposal.machines != decision.state.usable:
         if urgent or _is_settled(decision):
             _request_plan(decision, decision.state.usable)
     elif proposal.layout is None:
         if leaving:
-            save_and_end(decision, f"{', '.join(leaving)} leaves; {proposal.problem}")
+            decision.save_and_end(f"{', '.join(leaving)} leaves; {proposal.problem}")
     elif not proposal.same_as(decision.generation):
         joining = [name for name in proposal.used if name not in machines]
         gone = [name for name in machines if name not in proposal.used]
         changes = [f"{', '.join(joining)} joins"] if joining else []
         changes += [f"{', '.join(gone)} leaves"] if gone else []
-        save_and_end(decision, "; ".join(changes) or f"a better plan: {proposal.layout}")
+        decision.save_and_end("; ".join(changes) or f"a better plan: {proposal.layout}")
 
 
 def _is_settled(decision: Decision) -> bool:
@@ -152,25 +137,22 @@ def _is_settled(decision: Decision) -> bool:
     return decision.now - last_change >= decision.settings.settle_seconds
 
 
-# ---------------------------------------------------------------- saving and ending
-
-
 def wait_for_save(decision: Decision) -> None:
     if decision.state.failures:
         crash_when_cause_is_known(decision)
     elif decision.all_ended():
         if not _saved_on_demand(decision) and decision.state.best_iteration:
-            finish(decision, FINISHED)
+            decision.finish(FINISHED)
         else:
             decision.enter("gathering", decision.state.reason)
     elif decision.state.in_step and is_hung(decision):  # it will never reach the save
         end_hang(decision)
     elif decision.now >= decision.state.deadline:
-        end_generation(decision, f"{decision.state.reason}; but the workers did not save and end in time")
+        decision.end_generation(f"{decision.state.reason}; but the workers did not save and end in time")
 
 
 def wait_for_end(decision: Decision) -> None:
-    waiting = members_with_workers(decision)
+    waiting = decision.members_with_workers()
     if waiting and decision.now < decision.state.deadline:
         return
     for member in waiting:

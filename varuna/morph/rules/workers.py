@@ -8,10 +8,7 @@ from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import lose_silent_machines
-from varuna.morph.rules.transitions import end_generation
 from varuna.morph.state import JobVerdict, Outcome, WorkerProgress
-
-# ---------------------------------------------------------------- events
 
 
 def worker_failed(decision: Decision, event: events.WorkerFailed) -> None:
@@ -56,19 +53,15 @@ def tick(decision: Decision, event: events.Tick) -> None:
                 progress += found
     decision.set(members=members)
     if progress:
-        _note_progress(decision, progress)
+        activity = sum(worker.activity for worker in progress)
+        if activity != decision.state.activity:
+            decision.set(activity=activity, progressed_at=decision.now)
+        decision.set(
+            in_step=any(worker.in_step for worker in progress),
+            step_seconds=max(worker.step_seconds for worker in progress),
+        )
+        _keep_facts(decision, progress)
     lose_silent_machines(decision)
-
-
-def _note_progress(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
-    activity = sum(worker.activity for worker in progress)
-    if activity != decision.state.activity:
-        decision.set(activity=activity, progressed_at=decision.now)
-    decision.set(
-        in_step=any(worker.in_step for worker in progress),
-        step_seconds=max(worker.step_seconds for worker in progress),
-    )
-    _keep_facts(decision, progress)
 
 
 def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
@@ -82,9 +75,6 @@ def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
         save_seconds=saved.save_seconds or state.save_seconds,
         save_every_seconds=max(w.save_every_seconds for w in progress) or state.save_every_seconds,
     )
-
-
-# ---------------------------------------------------------------- hangs and crashes
 
 
 def is_hung(decision: Decision) -> bool:
@@ -106,7 +96,7 @@ def end_hang(decision: Decision) -> None:
         decision.do(commands.DumpStacks(generation.number, generation.machines))
     elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
         silence = state.stacks_at - state.progressed_at
-        end_generation(decision, f"no progress for {silence:.0f} s (a step takes {state.step_seconds:.2g} s)")
+        decision.end_generation(f"no progress for {silence:.0f} s (a step takes {state.step_seconds:.2g} s)")
 
 
 def crash_when_cause_is_known(decision: Decision) -> None:
@@ -114,15 +104,11 @@ def crash_when_cause_is_known(decision: Decision) -> None:
 
     One failure makes other workers fail, and their failures may be reported first.
     """
-    failures = [outcome.failure for outcome in decision.state.failures if outcome.failure is not None]
-    waited = decision.now - decision.state.failed_at >= decision.settings.second_hand_seconds
-    if waited or decision.all_ended() or not all(failure.second_hand for failure in failures):
-        _crash(decision)
-
-
-def _crash(decision: Decision) -> None:
     state = decision.state
     outcomes = {outcome.failure: outcome for outcome in state.failures if outcome.failure is not None}
+    waited = decision.now - state.failed_at >= decision.settings.second_hand_seconds
+    if not waited and not decision.all_ended() and all(failure.second_hand for failure in outcomes):
+        return
     cause = find_cause(list(outcomes))
     reason = describe_failure(cause, decision.generation.layout, last_lines=outcomes[cause].last_lines)
     crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1
@@ -137,4 +123,4 @@ def _crash(decision: Decision) -> None:
     elif crashes > decision.settings.crash_limit:
         why = f"{crashes} times without progress in between; last, {reason}"
         decision.set(verdict=JobVerdict("failed", 1, why))
-    end_generation(decision, reason)
+    decision.end_generation(reason)

@@ -64,7 +64,7 @@ class ForkServer:
                 continue
             silent_seconds = 0 if self.requests in ready else silent_seconds + (not ready)
             if silent_seconds and silent_seconds == self._lease_seconds:
-                self.kill_workers()
+                self.kill(stores=False)
             if wake_reader in ready:
                 os.read(wake_reader, 4096)
                 self.reap()
@@ -83,23 +83,20 @@ class ForkServer:
         elif "store" in request:
             return self.fork_store(**request["store"])
         elif "fork" in request:
-            return self.fork_worker(request["fork"])
+            worker: dict[str, Any] = request["fork"]
+            if not self._fork(worker["key"]):
+                return worker
+            self.answer("forked", {"key": worker["key"], "pid": self.children[worker["key"]]})
         return None
 
     def signal(self, key: str, number: int) -> None:
         """Send SIGKILL to the child's whole group, any other signal to the child alone."""
         if pid := self.children.get(key):
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 if number == signal.SIGKILL:
                     os.killpg(pid, number)
                 else:
                     os.kill(pid, number)
-
-    def fork_worker(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        if not self._fork(request["key"]):
-            return request
-        self.answer("forked", {"key": request["key"], "pid": self.children[request["key"]]})
-        return None
 
     def fork_store(self, key: str, host: str) -> dict[str, Any] | None:
         """Fork a process for a rendezvous store, which has threads and outlives its workers."""
@@ -149,16 +146,11 @@ class ForkServer:
         with suppress(BrokenPipeError):
             os.write(self.answers, json.dumps({what: facts}).encode() + b"\n")
 
-    def kill_workers(self) -> None:
-        """Kill the workers, but not the stores, which a resumed agent still needs."""
+    def kill(self, *, stores: bool) -> None:
+        """Kill the workers, and optionally the stores, which a resumed agent still needs."""
         for key in self.children:
-            if not key.startswith("store"):
+            if stores or not key.startswith("store"):
                 self.signal(key, signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        for group in self.children.values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
 
 
 def preload(names: Sequence[str]) -> None:
@@ -229,7 +221,7 @@ def main() -> None:
     parent = os.getpid()
     request = server.serve()
     if request is None:
-        server.kill_all()
+        server.kill(stores=True)
     elif "store" in request:
         become_store(parent, request["store"], request["host"], request["port"])
     else:

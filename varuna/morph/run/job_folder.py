@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -70,14 +71,9 @@ def listen(address: str, port: int) -> socket.socket:
     """Listen on `port`, where agents look for a restarted manager, or on any port if it is taken."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for wanted in (port, 0):
-        try:
+        with suppress(OSError):
             return socket.create_server((address, wanted), family=family, backlog=1024)
-        except OSError:
-            if not wanted:
-                raise ValueError(
-                    f"cannot listen on {address} (set --manager-ip to an address of this machine)"
-                ) from None
-    raise AssertionError("one of the two returns or raises")
+    raise ValueError(f"cannot listen on {address} (set --manager-ip to an address of this machine)")
 
 
 def saved_path(home: Path, code_dir: Path) -> Path:

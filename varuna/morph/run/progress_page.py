@@ -132,9 +132,6 @@ def open_progress() -> ProgressWriter:
         return ProgressWriter()
 
 
-# ---------------------------------------------------------------- the agent's side
-
-
 class ProgressReader:
     """Reads the page of one worker."""
 

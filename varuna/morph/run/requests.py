@@ -6,15 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from varuna.morph import events
-from varuna.morph.protocol.messages import (
-    JobStatus,
-    LogReply,
-    LogRequest,
-    MachineStatus,
-    ManagerReply,
-    ManagerRequest,
-    WorkerStatus,
-)
+from varuna.morph.protocol import messages
 from varuna.morph.run.connections import ManagerConnection
 from varuna.morph.state import JobState
 
@@ -38,7 +30,7 @@ class RequestHandler:
         self._num_log_requests = 0
 
     def handle(
-        self, caller: ManagerConnection, request: ManagerRequest, state: JobState, *, now: float
+        self, caller: ManagerConnection, request: messages.ManagerRequest, state: JobState, *, now: float
     ) -> None:
         if request.job != self._job:
             caller.refuse(f"it asks for job {request.job}, but this is job {self._job}")
@@ -46,27 +38,24 @@ class RequestHandler:
             self._request_log(caller, request, state)
         elif request.what == "status":
             status = msgspec.json.encode(self._status(state, now=now))
-            _reply(caller, ManagerReply(True, "", msgspec.Raw(status)))
+            _reply(caller, True, "", status)
         elif request.what == "stop":
             self._put_event(events.StopRequested(request.why or "stop requested", save=request.save))
-            _reply(
-                caller,
-                ManagerReply(True, "the job saves and ends" if request.save else "the job ends"),
-            )
+            _reply(caller, True, "the job saves and ends" if request.save else "the job ends")
         elif request.what in ("drain", "preempt"):
             if request.machine in state.members:
                 deadline = None if request.seconds is None else now + request.seconds
                 why = request.why or "drain requested"
                 self._put_event(events.NoticeReceived(request.machine, deadline, why))
-                _reply(caller, ManagerReply(True, f"the job continues without {request.machine}"))
+                _reply(caller, True, f"the job continues without {request.machine}")
             else:
-                _reply(caller, ManagerReply(False, f"{request.machine} is not a machine of this job"))
+                _reply(caller, False, f"{request.machine} is not a machine of this job")
         else:
-            _reply(caller, ManagerReply(False, f"unknown request {request.what!r}"))
+            _reply(caller, False, f"unknown request {request.what!r}")
 
-    def _status(self, state: JobState, *, now: float) -> JobStatus:
+    def _status(self, state: JobState, *, now: float) -> messages.JobStatus:
         generation = state.generation
-        return JobStatus(
+        return messages.JobStatus(
             job=self._job,
             pid=os.getpid(),
             phase=state.phase,
@@ -89,38 +78,42 @@ class RequestHandler:
             ),
         )
 
-    def _request_log(self, caller: ManagerConnection, request: ManagerRequest, state: JobState) -> None:
+    def _request_log(
+        self, caller: ManagerConnection, request: messages.ManagerRequest, state: JobState
+    ) -> None:
         generation = state.generation
         machine = None if generation is None else generation.machine_of(request.rank)
         if generation is None or machine is None or machine not in self._agents:
-            _reply(caller, ManagerReply(False, f"rank {request.rank} is not on a connected machine"))
+            _reply(caller, False, f"rank {request.rank} is not on a connected machine")
             return
         self._num_log_requests += 1
         self._waiting[self._num_log_requests] = caller
         number = generation.number if request.generation is None else request.generation
-        self._agents[machine].send(LogRequest(self._num_log_requests, number, request.rank, request.lines))
+        self._agents[machine].send(
+            messages.LogRequest(self._num_log_requests, number, request.rank, request.lines)
+        )
 
-    def forward_log(self, reply: LogReply) -> None:
+    def forward_log(self, reply: messages.LogReply) -> None:
         if caller := self._waiting.pop(reply.request, None):
-            _reply(caller, ManagerReply(bool(reply.text), reply.text or "there is no such log"))
+            _reply(caller, bool(reply.text), reply.text or "there is no such log")
 
 
-def _reply(caller: ManagerConnection, reply: ManagerReply) -> None:
-    caller.send(reply)
+def _reply(caller: ManagerConnection, ok: bool, text: str, status: bytes = b"null") -> None:
+    caller.send(messages.ManagerReply(ok, text, msgspec.Raw(status)))
     caller.close("replied")
 
 
 def machine_status(
     state: JobState, machine: str, connection: ManagerConnection | None, *, now: float
-) -> MachineStatus:
+) -> messages.MachineStatus:
     member = state.members[machine]
-    return MachineStatus(
+    return messages.MachineStatus(
         machine=machine,
         state=describe_member(state, machine),
         agent_pid=connection.pid if connection is not None else None,
         seen_seconds_ago=round(now - member.seen, 3) if member.agent else None,
         workers=tuple(
-            WorkerStatus(w.rank, w.pid, w.iteration, w.compute_seconds, w.step_seconds)
+            messages.WorkerStatus(w.rank, w.pid, w.iteration, w.compute_seconds, w.step_seconds)
             for w in (connection.progress if connection is not None else ())
         ),
     )

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType
 
 from varuna.files import write_atomic
 
@@ -31,15 +31,21 @@ early_signal = EarlySignal()
 
 
 def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
+    """Run the script like `python script`."""
     os.chdir(code_dir)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    module = ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module  # it stays for threads and exit handlers
     try:
-        run_as_main(script)
+        exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
     except Exception as error:
-        error = error.with_traceback(error.__traceback__ and without_own_frames(error.__traceback__))
-        write_error(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename == __file__:  # hide our own frames
+            trace = trace.tb_next
+        write_error(error.with_traceback(trace))
+        sys.excepthook(type(error), error, trace)
         sys.exit(1)
 
 
@@ -48,22 +54,6 @@ def keep_early_signals() -> None:
     signal.siginterrupt(signal.SIGUSR1, False)
     # At exit Python removes its handlers; a late signal would kill a script that ended normally.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
-
-
-def run_as_main(script: str) -> None:
-    """Run the script like `python script`; its module stays for threads and exit handlers."""
-    module = ModuleType("__main__")
-    module.__file__ = script
-    sys.modules["__main__"] = module
-    exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
-
-
-def without_own_frames(trace: TracebackType) -> TracebackType | None:
-    """Return the traceback without the frames of this file."""
-    found: TracebackType | None = trace
-    while found and found.tb_frame.f_code.co_filename == __file__:
-        found = found.tb_next
-    return found
 
 
 def write_error(error: Exception) -> None:

@@ -38,9 +38,6 @@ def name_idle_devices(layout: Layout, *, devices_per_machine: int) -> str:
     )
 
 
-# ---------------------------------------------------------------- flags and environment of a worker
-
-
 def accepted_flags(source: str) -> frozenset[str]:
     """Return the launch flags in a script's source, or none if it lacks `--stage_to_rank_map`.
 
@@ -50,12 +47,8 @@ def accepted_flags(source: str) -> frozenset[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return frozenset()  # the worker will report the error
-    texts = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return frozenset(texts & set(WORKER_FLAGS)) if "--stage_to_rank_map" in texts else frozenset()
+    constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return frozenset(WORKER_FLAGS) & constants if "--stage_to_rank_map" in constants else frozenset()
 
 
 def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...]:
@@ -77,13 +70,13 @@ def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...
 def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, str]:
     """Return the variables of one worker: torch's, which `init_process_group()` reads, and ours."""
     layout, rank = workers.layout, workers.ranks[local_rank]
-    torch_values: dict[str, object] = {
+    torch_values = {
         "MASTER_ADDR": workers.master_addr,
-        "MASTER_PORT": workers.master_port,
-        "WORLD_SIZE": layout.num_ranks,
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": len(workers.ranks),
+        "MASTER_PORT": str(workers.master_port),
+        "WORLD_SIZE": str(layout.num_ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(len(workers.ranks)),
     }
     ours = VarunaEnvironment(
         stage_to_rank_map=format_stage_map(layout.stage_map),
@@ -93,8 +86,4 @@ def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, st
         resume_step=workers.resume_step,
         log_dir=workers.job.log_dir,
     )
-    return {
-        **workers.environment,
-        **{name: str(value) for name, value in torch_values.items()},
-        **ours.write(),
-    }
+    return {**workers.environment, **torch_values, **ours.write()}

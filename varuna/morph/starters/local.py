@@ -3,8 +3,6 @@
 So you can try morphing on a laptop, with the machines 127.0.0.1, 127.0.0.2, ...
 """
 
-import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,8 +21,7 @@ class LocalAgent:
 
     def kill(self) -> None:
         """Kill the agent; its workers die with it."""
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
 
 class LocalStarter:

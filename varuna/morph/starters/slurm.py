@@ -26,6 +26,7 @@ exec <"$orders" && rm -f "$orders" && exec "$@"
 """
 
 ARRAY_SECONDS = 0.1
+NOTICE_SECONDS = 60
 END_STATES = {
     "BOOT_FAIL": "its node did not boot",
     "CANCELLED": "it was cancelled",
@@ -78,14 +79,13 @@ class SlurmStarter:
         folder: str = "",
         python: str = sys.executable,
         options: Sequence[str] = (),
-        notice_seconds: int = 60,
         watch_seconds: float = 2.0,
         agent: Sequence[str] = AGENT,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`shared_folder`, for orders and logs, is visible on all nodes. `options` are those of sbatch.
 
-        Agents get SIGTERM `notice_seconds` before the time limit or a preemption.
+        Agents get SIGTERM `NOTICE_SECONDS` before the time limit or a preemption.
         """
         for option in options:
             if not option.startswith("-"):
@@ -96,7 +96,7 @@ class SlurmStarter:
         self._chdir = folder or os.fspath(Path.cwd())
         self._command = [python, *agent]
         self._options = [
-            *["--job-name=varuna", f"--signal=B:TERM@{notice_seconds}"],
+            *["--job-name=varuna", f"--signal=B:TERM@{NOTICE_SECONDS}"],
             *options,
             *["--parsable", "--nodes=1", "--ntasks=1", "--no-requeue"],
         ]
@@ -197,10 +197,8 @@ class SlurmStarter:
 
 def find_ended(jobs: Sequence[str], listing: str) -> dict[str, str]:
     """Return the jobs that have ended, with the reason."""
-    states = {}
-    for line in listing.splitlines():
-        job, state, why = line.split("|", 2)
-        states[job] = (state, why)
+    rows = (line.split("|", 2) for line in listing.splitlines())
+    states = {job: (state, why) for job, state, why in rows}
     ends = {}
     for job in jobs:
         state, why = states.get(job, (UNKNOWN, "None"))

@@ -22,6 +22,7 @@ OPTIONS = {
     "ControlPath": "none",
     "LogLevel": "ERROR",
     "ServerAliveInterval": "15",
+    "ConnectTimeout": "10",
 }
 
 
@@ -60,7 +61,6 @@ class SshStarter:
         folder: str = "",
         python: str = sys.executable,
         ssh: Sequence[str] = ("ssh",),
-        connect_seconds: int = 10,
         agent: Sequence[str] = AGENT,
     ) -> None:
         """`folder` and `python` are paths on the other machines; `ssh` may contain options: `ssh -F FILE`."""
@@ -68,7 +68,6 @@ class SshStarter:
         self._python = python
         self._ssh = tuple(ssh)
         self._options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
-        self._options.append(f"-oConnectTimeout={connect_seconds}")
         self._preamble = preamble(folder=folder, agent=agent)
 
     def start(self, orders: AgentOrders) -> SshAgent:
