@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tasks import train
 from varuna.execute.comm import session
-from varuna.execute.comm.lanes import Lane, open_lanes
+from varuna.execute.comm.lanes import GroupLane, open_lanes
 
 Calls = dict[tuple[int, ...], list[tuple[Any, ...]]]
 """By the ranks of the group: what was called, with which shape, dtype and device.
@@ -22,7 +22,7 @@ A lane is the sender's rank, the receiver's and -1.
 
 
 class RecordingLane:
-    def __init__(self, lane: Lane, calls: list[tuple[Any, ...]]) -> None:
+    def __init__(self, lane: GroupLane, calls: list[tuple[Any, ...]]) -> None:
         self.name = lane.name
         self._lane, self._calls = lane, calls
 
@@ -44,7 +44,7 @@ def record_calls(name: str, depth: int, width: int, **options: Any) -> Calls:
 
         return call
 
-    def open_recorded(rank: int, peer: int, *args: Any, **kwargs: Any) -> tuple[Lane, Lane]:
+    def open_recorded(rank: int, peer: int, *args: Any, **kwargs: Any) -> tuple[GroupLane, GroupLane]:
         out, back = open_lanes(rank, peer, *args, **kwargs)
         there, here = calls.setdefault((rank, peer, -1), []), calls.setdefault((peer, rank, -1), [])
         return RecordingLane(out, there), RecordingLane(back, here)

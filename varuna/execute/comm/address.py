@@ -66,15 +66,11 @@ def machine_identity() -> str:
 
 def own_address() -> str:
     """Return this machine's address on the interface that faces the process group's store."""
-    return address_facing(os.environ.get("MASTER_ADDR") or _store_host() or "127.0.0.1")
-
-
-def _store_host() -> str:
-    """Return the store's host if the process group was made with "tcp://host:port" or a TCPStore."""
     store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
-    return str(getattr(store, "host", ""))
+    # A store has a host if the process group was made with "tcp://host:port" or a TCPStore.
+    return address_facing(os.environ.get("MASTER_ADDR") or str(getattr(store, "host", "")) or "127.0.0.1")
 
 
 def connect_sockets(
@@ -87,10 +83,8 @@ def connect_sockets(
     timeout_seconds: float = CONNECT_SECONDS,
 ) -> dict[int, socket.socket]:
     """Return a connected, non-blocking socket to each peer. Each peer must name this rank in turn."""
-    with contextlib.ExitStack() as listening, contextlib.ExitStack() as undo:
-        over_tcp, over_unix = _listen(host)
-        listening.enter_context(over_tcp)
-        listening.enter_context(over_unix)
+    over_tcp, over_unix = _listen(host)
+    with over_tcp, over_unix, contextlib.ExitStack() as undo:
         own = RankAddress(
             rank=rank,
             machine=machine_identity() if unix else f"rank {rank}",
@@ -100,9 +94,8 @@ def connect_sockets(
             secret=secrets.token_hex(16),
         )
         addresses = _exchange_addresses(own, peers, exchange)
-        secret = hashlib.sha256(
-            "".join(addresses[other].secret for other in sorted(addresses)).encode()
-        ).digest()
+        shared = "".join(addresses[other].secret for other in sorted(addresses))
+        secret = hashlib.sha256(shared.encode()).digest()
         deadline = time.monotonic() + timeout_seconds
         connected: dict[int, socket.socket] = {}
         for peer in sorted(peers):
@@ -204,8 +197,8 @@ class Reception:
         self._missing = set(expected)
         self._secret = secret
         self._accepted: dict[int, socket.socket] = {}
-        self._hellos: dict[socket.socket, bytes] = {}  # received so far from callers that are not accepted
-        self._hello_deadlines: dict[socket.socket, float] = {}
+        # Of callers that are not accepted: the bytes received so far, and the deadline for the rest.
+        self._hellos: dict[socket.socket, tuple[bytes, float]] = {}
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             self._selector.register(listener, selectors.EVENT_READ)
@@ -219,10 +212,11 @@ class Reception:
                     f"rank {self._rank} waited in vain for ranks {sorted(self._missing)} to connect "
                     "(did they start, and may the machines connect on any port?)"
                 )
-            for caller in [caller for caller, until in self._hello_deadlines.items() if now >= until]:
+            for caller in [caller for caller, (_, until) in self._hellos.items() if now >= until]:
                 self._forget(caller)
                 caller.close()
-            for key, _ in self._selector.select(min([deadline, *self._hello_deadlines.values()]) - now):
+            next_deadline = min([deadline, *(until for _, until in self._hellos.values())])
+            for key, _ in self._selector.select(next_deadline - now):
                 assert isinstance(key.fileobj, socket.socket)
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
@@ -235,20 +229,20 @@ class Reception:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             caller, _ = listener.accept()
             caller.setblocking(False)
-            self._hellos[caller] = b""
-            self._hello_deadlines[caller] = time.monotonic() + HELLO_SECONDS
+            self._hellos[caller] = b"", time.monotonic() + HELLO_SECONDS
             self._selector.register(caller, selectors.EVENT_READ)
 
     def _read_hello(self, caller: socket.socket) -> None:
+        before, until = self._hellos[caller]
         try:
-            received = caller.recv(HELLO.size - len(self._hellos[caller]))
+            received = caller.recv(HELLO.size - len(before))
         except BlockingIOError:
             return
         except OSError:
             received = b""
-        hello = self._hellos[caller] + received
-        self._hellos[caller] = hello
+        hello = before + received
         if received and len(hello) < HELLO.size:
+            self._hellos[caller] = hello, until
             return
         self._forget(caller)
         peer = _caller_rank(hello, self._rank, self._secret) if received else None
@@ -260,7 +254,7 @@ class Reception:
 
     def _forget(self, caller: socket.socket) -> None:
         self._selector.unregister(caller)
-        del self._hellos[caller], self._hello_deadlines[caller]
+        del self._hellos[caller]
 
     def __enter__(self) -> "Reception":
         return self
@@ -298,6 +292,6 @@ def _tune(link: socket.socket) -> None:
         return
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", KEEPALIVE_SECONDS), ("TCP_KEEPINTVL", KEEPALIVE_SECONDS)):
-        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

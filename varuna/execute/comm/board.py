@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -145,10 +144,13 @@ class StatusBoard:
     def wait_until_seen(self, seconds: float = 3.0) -> None:
         """Wait after `post_error` until all ranks have read it: the store may end with this rank."""
         deadline = time.monotonic() + seconds
+
+        def count_informed(store: Store) -> int:
+            finished = [self._status(store, rank).state == "finished" for rank in range(self.world)]
+            return store.add("seen", 0) + sum(finished)
+
         with contextlib.suppress(StoreUnavailable):
-            while time.monotonic() < deadline:
-                if self._client.run(self._count_informed) >= self.world - 1:
-                    return
+            while time.monotonic() < deadline and self._client.run(count_informed) < self.world - 1:
                 time.sleep(0.02)
 
     def close(self) -> None:
@@ -170,8 +172,6 @@ class StatusBoard:
                         self._acknowledge(posted, lambda request: request(store))
                 self._stop_watching.wait(POLL_SECONDS)
 
-    # ------------------------------------------------------------ requests to the store
-
     def _set_status(self, status: RankStatus) -> None:
         with contextlib.suppress(StoreUnavailable):
             self._client.run(lambda store: store.set(f"status/{self.rank}", codec.encode(status)))
@@ -180,10 +180,6 @@ class StatusBoard:
         if posted.rank != self.rank and not self._acknowledged:
             self._acknowledged = True
             run(lambda store: store.add("seen", 1))
-
-    def _count_informed(self, store: Store) -> int:
-        finished = [self._status(store, rank).state == "finished" for rank in range(self.world)]
-        return store.add("seen", 0) + sum(finished)
 
     def _status(self, store: Store, rank: int) -> RankStatus:
         key = f"status/{rank}"
@@ -200,8 +196,6 @@ class StatusBoard:
             still = {rank for rank in still if store.add(f"beat/{rank}", 0) == first[rank]}
         return {rank: self._status(store, rank) for rank in others}, set(others) - still
 
-    # ------------------------------------------------------------ errors
-
     def _to_exception(self, posted: PostedError) -> WorkerError:
         who = self.describe(posted.rank)
         if posted.kind in ("PeerLost", "PeerHangs"):  # the message names the cause, not who noticed it
@@ -216,14 +210,15 @@ class StatusBoard:
         unfinished = [rank for rank, status in statuses.items() if status.state != "finished"]
         stopped = [rank for rank in unfinished if rank not in alive]
         busy = [rank for rank in unfinished if statuses[rank].state == "working"]
+        culprits = " and ".join(map(self.describe, stopped or busy))
         if stopped:
             verdict = (
-                f"{self._list(stopped)} hangs: its process is stopped or disconnected, "
+                f"{culprits} hangs: its process is stopped or disconnected, "
                 "because its watcher thread does not run either"
             )
         elif busy:
             verdict = (
-                f"{self._list(busy)} hangs: for {self.timeout_seconds:g} s it has neither sent the awaited "
+                f"{culprits} hangs: for {self.timeout_seconds:g} s it has neither sent the awaited "
                 "message nor waited for another rank (an endless or very long computation?)"
             )
         else:
@@ -240,9 +235,6 @@ class StatusBoard:
             f"({self.describe(self.rank)} timed out after {self.timeout_seconds:g} s; if steps may take "
             "longer, raise the timeout)"
         )
-
-    def _list(self, ranks: list[int]) -> str:
-        return " and ".join(self.describe(rank) for rank in ranks)
 
 
 class StoreClient:
@@ -261,8 +253,7 @@ class StoreClient:
             with contextlib.suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
                 self._socket.setblocking(False)
-        self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
-        self._tasks = queue.SimpleQueue()
+        self._tasks = queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]()
         self._thread = threading.Thread(target=self._run, name="varuna-board", daemon=True)
         self._thread.start()
 
@@ -282,7 +273,7 @@ class StoreClient:
         self._tasks.put((request, answer))
         try:
             return answer.result(timeout=seconds)
-        except FutureTimeout:
+        except TimeoutError:
             answer.cancel()
             raise StoreUnavailable(f"the store has not answered for {seconds:g} s") from None
 

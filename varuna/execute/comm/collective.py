@@ -1,8 +1,8 @@
 """Collectives of Python values over a group of ranks: gather, broadcast, and agree on errors."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -93,14 +93,9 @@ class Collective:
             raise problem from own
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
-    @contextmanager
-    def patient(self, factor: float) -> Iterator[None]:
+    def patient(self, factor: float) -> AbstractContextManager[None]:
         """Multiply timeouts by `factor` inside the block. For long work, such as compiling or saving."""
-        if self.waiter is None:
-            yield
-            return
-        with self.waiter.patient(factor):
-            yield
+        return nullcontext() if self.waiter is None else self.waiter.patient(factor)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None

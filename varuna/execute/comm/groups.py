@@ -85,13 +85,10 @@ def have_equal_widths(stage_map: StageMap, stages: Sequence[int]) -> bool:
 
 def stages_of_ties(plan: Plan, holders: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return the stages of every parameter that several stages use, given the segments that use it."""
-    found = {}
-    for name, segments in holders.items():
-        stages = tuple(
-            number
-            for number, stage in enumerate(plan.stages)
-            if any(stage.first <= segment < stage.stop for segment in segments)
-        )
-        if len(stages) > 1:
-            found[name] = stages
-    return found
+
+    def stages_with(segments: Sequence[int]) -> tuple[int, ...]:
+        spans = enumerate(range(stage.first, stage.stop) for stage in plan.stages)
+        return tuple(number for number, span in spans if any(segment in span for segment in segments))
+
+    found = {name: stages_with(segments) for name, segments in holders.items()}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,22 +41,8 @@ from varuna.execute.comm.slots import (
 TEST_VALUE = 86
 
 
-class PendingBroadcast(Protocol):
-    def wait(self) -> Any: ...
-    def is_completed(self) -> bool: ...
-
-
-class Lane(Protocol):
-    """One direction between two ranks."""
-
-    name: str  # of the backend
-
-    def broadcast(self, tensor: Tensor) -> PendingBroadcast:
-        """Make this end's call and return at once. The sender's bytes are read, the receiver's written."""
-
-
 class GroupLane:
-    """A lane over a torch.distributed backend. The sender is the first rank of the group."""
+    """One direction between two ranks, over a torch.distributed backend. The sender is its first rank."""
 
     def __init__(self, name: str, backend: Any, *, sends: bool, device: torch.device) -> None:
         self.name = name
@@ -66,8 +52,9 @@ class GroupLane:
         self._options.asyncOp = True
         self._test(sends, device)
 
-    def broadcast(self, tensor: Tensor) -> PendingBroadcast:
-        work: PendingBroadcast = self._backend.broadcast([tensor], self._options)
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Make this end's call and return at once. The sender's bytes are read, the receiver's written."""
+        work: dist.Work = self._backend.broadcast([tensor], self._options)
         return work
 
     def _test(self, sends: bool, device: torch.device) -> None:
@@ -90,7 +77,7 @@ def open_lanes(
     device: torch.device,
     nccl: bool,
     timeout_seconds: float,
-) -> tuple[Lane, Lane]:
+) -> tuple[GroupLane, GroupLane]:
     """Return the lanes to and from the peer. Both ends call it and open the lower rank's lane first."""
     lanes = {}
     for source in sorted((rank, peer)):
@@ -114,9 +101,9 @@ def make_nccl_group(store: distributed_c10d.Store, place: int, size: int, timeou
 class LaneSender:
     """Sending end of a lane."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: GroupLane) -> None:
         self.lane = lane
-        self._pending: deque[tuple[PendingBroadcast, Tensor]] = deque()  # tensors that are still read
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()  # tensors that are still read
 
     def put(self, tensors: Sequence[Tensor]) -> None:
         """Queue contiguous tensors, behind the work that computes them."""
@@ -139,10 +126,10 @@ class LaneSender:
 class LaneReceiver:
     """Receiving end of a lane. On a CPU, every message gets new memory."""
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
+    def __init__(self, lane: GroupLane, device: torch.device) -> None:
         self.lane = lane
         self.device = device
-        self._expected: deque[tuple[Any, Sequence[TensorMeta], list[PendingBroadcast]]] = deque()
+        self._expected: deque[tuple[Any, Sequence[TensorMeta], list[dist.Work]]] = deque()
 
     def expect(self, metas: Sequence[TensorMeta]) -> None:
         """Make the calls for a message that the sender has announced."""
@@ -180,7 +167,7 @@ class LaneReceiver:
 class GpuLaneReceiver(LaneReceiver):
     """Receiving end on a GPU: reuses memory, and fills it on a stream of its own."""
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
+    def __init__(self, lane: GroupLane, device: torch.device) -> None:
         super().__init__(lane, device)
         self._stream = cuda.Stream(device)
         self._num_slots = 0
@@ -214,5 +201,5 @@ class GpuLaneReceiver(LaneReceiver):
         return torch.as_tensor(SlotMemory(slot, total, self._freed), device=self.device).untyped_storage()
 
 
-def make_lane_receiver(lane: Lane, device: torch.device) -> LaneReceiver:
+def make_lane_receiver(lane: GroupLane, device: torch.device) -> LaneReceiver:
     return GpuLaneReceiver(lane, device) if device.type == "cuda" else LaneReceiver(lane, device)

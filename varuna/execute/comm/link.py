@@ -38,7 +38,7 @@ from varuna.execute.comm.frames import (
     to_device,
     to_host,
 )
-from varuna.execute.comm.lanes import Lane, LaneReceiver, LaneSender, make_lane_receiver
+from varuna.execute.comm.lanes import GroupLane, LaneReceiver, LaneSender, make_lane_receiver
 from varuna.execute.comm.slots import SlotReceiver, SlotSender, device_uuid, message_bytes
 
 LANE_SECONDS = 5.0
@@ -75,7 +75,7 @@ class PeerLink(FrameSocket):
         """Use host memory only. Call it at both ends before the first message."""
         self._slots_in = self._slots_out = None
 
-    def use_lanes(self, out: Lane, back: Lane) -> None:
+    def use_lanes(self, out: GroupLane, back: GroupLane) -> None:
         """Use lanes. Call it at both ends before the first message."""
         self.use_host()
         self._lane_out, self._lane_in = LaneSender(out), make_lane_receiver(back, self.device)

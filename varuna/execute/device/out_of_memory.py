@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,10 +109,11 @@ def describe_out_of_memory(
     Torch's error, the model and reference cycles may live on, so the step's memory is freed here.
     """
     weights = list(parameters)
+    states = () if optimizer is None else (v for state in optimizer.state.values() for v in state.values())
     steady = {
         "parameters": _bytes(weights, device) + _bytes(buffers, device),
         "gradients": _bytes((p.grad for p in weights), device),
-        "optimizer state": 0 if optimizer is None else _bytes(_state(optimizer), device),
+        "optimizer state": _bytes((v for v in states if isinstance(v, Tensor)), device),
     }
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -151,8 +151,3 @@ def replace_out_of_memory(describe: Callable[[torch.OutOfMemoryError], Exception
 
 def _bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device == device)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    values: Iterable[Any] = (value for state in optimizer.state.values() for value in state.values())
-    return (value for value in values if isinstance(value, Tensor))

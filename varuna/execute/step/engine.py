@@ -278,21 +278,17 @@ class Engine:
         """Wait until one more activation or gradient is ready than these."""
         assert self.waiter is not None, "a pipeline of one stage has nothing to wait for"
         started = time.perf_counter()
-        upstream, downstream = self.upstream, self.downstream
-
-        def has_arrived() -> bool:
-            return (upstream is not None and (upstream.ready > activations or upstream.over)) or (
-                downstream is not None and (downstream.ready > gradients or downstream.over)
-            )
+        both = ((self.upstream, activations), (self.downstream, gradients))
+        peers = [(peer, known) for peer, known in both if peer is not None]
 
         def description() -> str:
             kind, number = cursor.waiting_for()
-            peer = upstream if kind == "activation" else downstream
+            peer = self.upstream if kind == "activation" else self.downstream
             return f"{kind} {number} of rank {peer.peer if peer else '?'}"
 
-        self.waiter.until(has_arrived, description)
-        for peer, known in ((upstream, activations), (downstream, gradients)):
-            if peer is not None and peer.over and peer.ready <= known:
+        self.waiter.until(lambda: any(peer.ready > known or peer.over for peer, known in peers), description)
+        for peer, known in peers:
+            if peer.over and peer.ready <= known:
                 self._take_from(peer)  # raises: the peer has ended too early
         self.recorder.add("wait", -1, started, time.perf_counter())
 

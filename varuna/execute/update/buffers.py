@@ -32,8 +32,10 @@ def synchronize_buffers(
         seen = before.get(f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip("."))
         cumulative = name in momentum and share is None and seen is not None
         follows = share is not None or cumulative or not buffer.is_floating_point()
-        if cumulative:
-            factors.append(_cumulative_factors(int(seen or 0), counts, replica))
+        if cumulative:  # a BatchNorm without momentum: its value is the mean over all micro-batches
+            first = int(seen or 0)
+            here, total = first + counts[replica], max(first + sum(counts), 1)
+            factors.append((first / max(here, 1), here / total, first / total))
         elif follows:
             factors.append((keep ** counts[replica], keep ** sum(counts[replica + 1 :]), keep ** sum(counts)))
         else:
@@ -43,17 +45,11 @@ def synchronize_buffers(
     old, new = _flatten(olds), _flatten(list(buffers.values()))
     rows = torch.tensor(factors, dtype=torch.float64).repeat_interleave(torch.tensor(sizes), 0)
     own, later, overall = rows.to(old.device).unbind(1)
-    total = new.sub_(own * old).mul_(later)
-    reduce(total)
-    total.add_(overall * old)
-    for buffer, found in zip(buffers.values(), torch.split(total, sizes), strict=True):
+    summed = new.sub_(own * old).mul_(later)
+    reduce(summed)
+    summed.add_(overall * old)
+    for buffer, found in zip(buffers.values(), torch.split(summed, sizes), strict=True):
         buffer.copy_(found.view(buffer.shape))
-
-
-def _cumulative_factors(seen: int, counts: Sequence[int], replica: int) -> tuple[float, float, float]:
-    """Return the factors of a BatchNorm without momentum: its value is the mean over all micro-batches."""
-    own, total = seen + counts[replica], max(seen + sum(counts), 1)
-    return seen / max(own, 1), own / total, seen / total
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -28,10 +28,6 @@ from varuna.execute.device.host_copy import HostCopy
 from varuna.execute.update.loss_sum import LossSum, LossTotals
 from varuna.types import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
-NO_WEIGHT = (
-    "no replica gave a sample, or loss_weight is zero for all of them (skip such a batch on all ranks)"
-)
-
 
 @dataclass
 class Bucket:
@@ -126,9 +122,7 @@ class Reducer:
     ) -> StepTotals:
         self._reduce_over_replicas()
         self._reduce_ties()
-        loss, weight, _ = self._announced_totals()
-        if not weight > 0:
-            raise ValueError(f"this step has no loss: {NO_WEIGHT}")
+        loss, weight, _ = self._announced_totals("step")
         self._scale(nominal_weight / weight / loss_scale)
         self._add_set_aside()
         norm = self._norm() if checks_overflow or max_norm is not None else None
@@ -157,8 +151,6 @@ class Reducer:
         norm = self._norm()
         self._clip(norm, max_norm)
         return norm
-
-    # ------------------------------------------------------------ over the replicas
 
     def _make_buckets(self) -> None:
         """Make buckets in reverse order of the parameters: the order in which gradients become final."""
@@ -252,20 +244,21 @@ class Reducer:
             if not count:
                 parameter.grad = None
 
-    # ------------------------------------------------------------ over all ranks
-
-    def _announced_totals(self) -> LossTotals:
+    def _announced_totals(self, what: str) -> LossTotals:
         assert self._loss_sum is not None, "finish before announce"
         totals = self._loss_sum.finish()
         self._loss_sum = None
         self.request_seen |= totals.requested
+        if not totals.weight > 0:
+            raise ValueError(
+                f"this {what} has no loss: no replica gave a sample, or loss_weight is zero for all of them "
+                "(skip such a batch on all ranks)"
+            )
         return totals
 
     def announced_loss(self) -> float:
         """Return the loss of all ranks in an evaluation, which has no gradients."""
-        loss, weight, _ = self._announced_totals()
-        if not weight > 0:
-            raise ValueError(f"this evaluation has no loss: {NO_WEIGHT}")
+        loss, weight, _ = self._announced_totals("evaluation")
         return loss / weight
 
     def sum_over_replicas(self, tensor: Tensor) -> None:

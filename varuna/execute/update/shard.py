@@ -6,7 +6,6 @@ those of the unsharded optimizer.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +30,7 @@ def shard_optimizer(
     for parameter in [p for p in optimizer.state if owners[p] != replica]:
         del optimizer.state[parameter]
     owned = [[p for p in parameters if owners[p] == owner] for owner in range(group.size())]
-
-    def share(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        share_values(owned, group)
-
-    optimizer.register_step_post_hook(share)
+    optimizer.register_step_post_hook(lambda *_: share_values(owned, group))
     return owners
 
 
