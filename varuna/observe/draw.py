@@ -7,27 +7,10 @@ import math
 from collections.abc import Mapping
 from html import escape
 
-from varuna.observe.record import COMPUTE, bubble
+from varuna.observe.record import COMPUTE, LOOKS, bubble, look
 from varuna.types import Interval, Timeline
 from varuna.units import duration
 
-_COLOURS = {
-    "F": "#4e79a7",
-    "R": "#a0cbe8",
-    "B": "#59a14f",
-    "I": "#8cd17d",
-    "W": "#b6992d",
-    "reduce": "#e15759",
-    "wait": "#d4d4d4",
-}
-_OTHER = "#b07aa1"
-_NAMES = {
-    "F": "forward",
-    "R": "recompute",
-    "B": "backward",
-    "I": "backward, inputs",
-    "W": "backward, weights",
-}
 _LABEL, _WIDTH, _SHARE = 118, 1100, 84  # across, in pixels: names, the time axis, the bubble
 _LANE, _BAR, _STRIP = 28, 17, 5  # down, in pixels: a lane; its compute bars; the strip below for the rest
 
@@ -127,11 +110,11 @@ def _letter(share: dict[str, float]) -> str:
 
 def _draw_legend(body: list[str], panels: Mapping[str, Timeline], y: int) -> int:
     present = {interval.what for panel in panels.values() for interval in panel.intervals}
-    known = [what for what in _COLOURS if what in present]
+    known = [what for what in LOOKS if what in present]
     x = _LABEL
-    for what in [*known, *sorted(present - _COLOURS.keys())]:
-        label = _NAMES.get(what, what)
-        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS.get(what, _OTHER)}"/>')
+    for what in [*known, *sorted(present - LOOKS.keys())]:
+        label, colour, _ = look(what)
+        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
         body.append(f'<text x="{x + 17}" y="{y + 10}">{escape(label)}</text>')
         x += 17 + 7 * len(label) + 18
     return y + 22
@@ -167,7 +150,7 @@ def _draw_bar(body: list[str], interval: Interval, y: int, *, scale: float) -> N
     top, height = (y + 2, _BAR) if computes else (y + 2 + _BAR + 1, _STRIP)
     number = "" if interval.microbatch < 0 else str(interval.microbatch)
     tooltip = f"{interval.what}{number} from {duration(interval.start_seconds)} for {duration(seconds)}"
-    colour = _COLOURS.get(interval.what, _OTHER)
+    _, colour, _ = look(interval.what)
     edge = ' stroke="#fff" stroke-width="0.6"' if width > 3 else ""
     body.append(
         f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}"{edge}>'

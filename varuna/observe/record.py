@@ -11,6 +11,15 @@ from operator import attrgetter
 from varuna.types import Interval, Timeline
 
 COMPUTE = frozenset("FRBIW")
+LOOKS = {  # label, SVG colour, and colour name of Perfetto's viewer, by kind
+    "F": ("forward", "#4e79a7", "thread_state_running"),
+    "R": ("recompute", "#a0cbe8", "thread_state_runnable"),
+    "B": ("backward", "#59a14f", "good"),
+    "I": ("backward, inputs", "#8cd17d", "rail_response"),
+    "W": ("backward, weights", "#b6992d", "olive"),
+    "reduce": ("reduce", "#e15759", "bad"),
+    "wait": ("wait", "#d4d4d4", "grey"),
+}
 
 Entry = tuple[str, int, float, float]
 """Kind, micro-batch, start, stop."""
@@ -42,6 +51,10 @@ class Recorder:
     def timeline(self, rank: int, stage: int) -> Timeline:
         """Return the entries on this rank's clock; `merge` makes them start at zero."""
         return to_timeline(self.snapshot()(), rank, stage)
+
+
+def look(what: str) -> tuple[str, str, str]:
+    return LOOKS.get(what, (what, "#b07aa1", "generic_work"))
 
 
 def computing_seconds(entries: Iterable[Entry]) -> float:

@@ -3,19 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from varuna.observe.record import COMPUTE
+from varuna.observe.record import COMPUTE, look
 from varuna.types import Timeline
-
-# Colour names of the viewer, so that all ranks look the same.
-_COLOURS = {
-    "F": "thread_state_running",
-    "R": "thread_state_runnable",
-    "B": "good",
-    "I": "rail_response",
-    "W": "olive",
-    "reduce": "bad",
-    "wait": "grey",
-}
 
 
 def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
@@ -49,7 +38,7 @@ def to_perfetto(timeline: Timeline | Mapping[str, Timeline]) -> str:
                     "dur": (interval.stop_seconds - interval.start_seconds) * 1e6,
                     "pid": pid,
                     "tid": tid,
-                    "cname": _COLOURS.get(interval.what, "generic_work"),
+                    "cname": look(interval.what)[2],  # so that all ranks look the same
                     "args": {
                         "microbatch": interval.microbatch,
                         "rank": interval.rank,

@@ -8,10 +8,7 @@ from varuna.types import Instruction, Schedule
 
 
 def check(schedule: Schedule) -> None:
-    """Raise a ScheduleError that names the first fault, if there is one.
-
-    Each row is checked alone, then all rows are played together to find deadlocks.
-    """
+    """Raise a ScheduleError that names the first fault: of each row alone, then a deadlock of all rows."""
     if not schedule.rows:
         raise ScheduleError("the schedule has no rows (expected one per stage)")
     if len(schedule.limits) != len(schedule.rows):

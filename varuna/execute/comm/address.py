@@ -103,7 +103,7 @@ def connect_sockets(
                 connected[peer] = undo.enter_context(_dial(own, addresses[peer], deadline))
                 connected[peer].sendall(_hello(secret, rank, peer))
         lower = {peer for peer in peers if peer < rank}
-        with Reception([over_tcp, over_unix], rank, lower, secret) as reception:
+        with contextlib.closing(Reception([over_tcp, over_unix], rank, lower, secret)) as reception:
             accepted = reception.accept_all(deadline)
         for peer, caller in accepted.items():
             connected[peer] = undo.enter_context(caller)
@@ -256,10 +256,7 @@ class Reception:
         self._selector.unregister(caller)
         del self._hellos[caller]
 
-    def __enter__(self) -> "Reception":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._selector.close()
         for caller in [*self._hellos, *self._accepted.values()]:
             caller.close()

@@ -131,10 +131,7 @@ class StatusBoard:
         return PeerHangs(self._diagnose(statuses, alive))
 
     def watch(self, on_error: Callable[[WorkerError], None]) -> None:
-        """Start a thread that calls `on_error` once when another rank posts an error.
-
-        The thread also shows that this process runs.
-        """
+        """Start a thread that shows that this process runs, and gives another rank's error to `on_error`."""
         assert self._watcher is None, "a board has one watcher"
         self._watcher = threading.Thread(
             target=self._watch, args=(on_error,), name="varuna-watch", daemon=True

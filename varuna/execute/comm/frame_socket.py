@@ -103,10 +103,7 @@ class FrameSocket:
         return PeerLost(f"{self.name} is lost: {self.lost} (was its process or machine killed?)")
 
     def flush(self) -> None:
-        """Send what is due and fits the kernel's buffers, unless another thread does so now.
-
-        Check `unsent` afterwards: the rest needs another call.
-        """
+        """Send what is due and fits the kernel's buffers, unless another thread does; then check `unsent`."""
         while self._outbox and self._writing.acquire(blocking=False):
             try:
                 if not self._send_some():

@@ -139,11 +139,6 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting. The allocator keeps pinned memory until its copies are done."""
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-
 def drop_front(buffers: list[memoryview], count: int) -> None:
     """Remove `count` bytes from the front of the buffers."""
     whole = 0

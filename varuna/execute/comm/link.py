@@ -35,7 +35,6 @@ from varuna.execute.comm.frames import (
     describe,
     memory_of,
     to_contiguous,
-    to_device,
     to_host,
 )
 from varuna.execute.comm.lanes import GroupLane, LaneReceiver, LaneSender, make_lane_receiver
@@ -186,7 +185,10 @@ class PeerLink(FrameSocket):
                 return self._lane_in.tensors()
             except RuntimeError as error:
                 raise PeerLost(f"{self.name} is lost in the middle of a message: {error}") from error
-        return [to_device(tensor, self.device) for tensor in message.tensors]
+        if self.device.type == "cpu":
+            return message.tensors
+        # Without waiting: the allocator keeps pinned memory until its copies are done.
+        return [tensor.to(self.device, non_blocking=True) for tensor in message.tensors]
 
     @property
     def ready(self) -> int:

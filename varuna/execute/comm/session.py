@@ -36,10 +36,7 @@ _num_sessions = 0  # opened in this process: every session has its own keys in t
 
 @dataclass(kw_only=True)
 class Session(Collective):
-    """This rank's connection to all ranks of the job, open as long as a wrapped model is.
-
-    As a `Collective` it spans all ranks.
-    """
+    """This rank's connection to all ranks of the job, as a `Collective`; open as long as a wrapped model."""
 
     stage_map: StageMap
     stage: int

@@ -190,10 +190,7 @@ class SlotSender:
         self._sources: deque[tuple[RemoteSlot, list[Tensor]]] = deque()  # kept until they are copied
 
     def accept(self, packed: bytes) -> tuple[int, bytes] | None:
-        """Open an offered slot and return its number and the acceptance to send.
-
-        None if its memory is out of reach: messages then go through host memory.
-        """
+        """Open an offered slot. Return its number and the acceptance to send; None if it is out of reach."""
         handle = SlotHandle(*pickle.loads(packed))
         device = find_reachable(self.device, handle.device_uuid)
         try:

@@ -54,10 +54,7 @@ def divide_batch(given: SamplesByStage, *, stage: int, replica: int, microbatch_
 
 
 def divide_equal_widths(shares: Sequence[Span], *, replica: int, microbatch_sizes: Sequence[int]) -> Division:
-    """Divide a batch if all stages have equally many replicas.
-
-    `shares` and `microbatch_sizes` are by replica.
-    """
+    """Divide a batch if all stages have equally many replicas. Shares and sizes are given by replica."""
     own, length = shares[replica], microbatch_sizes[replica]
     runs = tuple(((first, min(first + length, own[1])),) for first in range(*own, length))
     none: Slices = ()  # the one peer in each direction runs the same micro-batches

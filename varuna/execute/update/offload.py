@@ -17,10 +17,7 @@ CHUNK_BYTES = 256 << 20
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Keep the state on the host, for any optimizer that updates each parameter independently.
-
-    Optimizers that need a closure do not.
-    """
+    """Keep the state on the host. The optimizer must update parameters independently, without a closure."""
     own_step: Any = type(optimizer).step
     # The undecorated method: hooks run once around all chunks, not around each.
     update = getattr(own_step, "__wrapped__", own_step)
