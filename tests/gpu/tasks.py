@@ -20,7 +20,7 @@ from varuna import CutPoint, Varuna, cut_after
 from varuna.errors import VarunaError
 from varuna.execute.comm.frames import meta_of, to_contiguous
 from varuna.execute.comm.groups import reduce_backend
-from varuna.execute.comm.lanes import GroupLane, LaneSender, make_lane_receiver, make_nccl_group
+from varuna.execute.comm.lanes import GroupLane, LaneReceiver, LaneSender, make_nccl_group
 from varuna.execute.update.reduce import Reducer
 
 DEVICE = "cuda:0"
@@ -225,7 +225,7 @@ def send_by_nccl(count: int) -> list[list[list[float]]]:
     with torch.cuda.device(device):
         backend = make_nccl_group(store, 0, 1, timedelta(seconds=60))
         lane = GroupLane("NCCL", backend, sends=True, device=device)
-    outlet, inlet = LaneSender(lane), make_lane_receiver(lane, device)
+    outlet, inlet = LaneSender(lane), LaneReceiver(lane, device)
     found = []
     for number in range(count):
         sent = [torch.full((3, 2), float(number), device=device).t(), torch.ones(0, device=device)]

@@ -17,7 +17,7 @@ for the other. A broadcast is connected once the lane has been tested.
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -124,18 +124,29 @@ class LaneSender:
 
 
 class LaneReceiver:
-    """Receiving end of a lane. On a CPU, every message gets new memory."""
+    """Receiving end of a lane. A GPU reuses memory and fills it on a stream of its own."""
 
     def __init__(self, lane: GroupLane, device: torch.device) -> None:
         self.lane = lane
         self.device = device
-        self._expected: deque[tuple[Any, Sequence[TensorMeta], list[dist.Work]]] = deque()
+        self._expected: deque[tuple[OwnSlot | Tensor, Sequence[TensorMeta], list[dist.Work]]] = deque()
+        self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+        self._num_slots = 0
+        self._free: list[OwnSlot] = []
+        self._freed: deque[OwnSlot] = deque()
 
     def expect(self, metas: Sequence[TensorMeta]) -> None:
         """Make the calls for a message that the sender has announced."""
-        slot, memory = self._allocate(message_bytes([meta.num_bytes for meta in metas]))
+        num_bytes = message_bytes([meta.num_bytes for meta in metas])
+        slot: OwnSlot | Tensor
+        if self._stream is None:
+            slot = memory = torch.empty(num_bytes, dtype=torch.uint8)
+        else:
+            slot = self._allocate(num_bytes)
+            slot.emptied.wait(self._stream)
+            memory = slot.memory
         works, place = [], 0
-        with self._stream_for(slot):
+        with nullcontext() if self._stream is None else cuda.stream(self._stream):
             for _, _, num_bytes in metas:
                 if num_bytes:
                     works.append(self.lane.broadcast(memory[place : place + num_bytes]))
@@ -147,40 +158,19 @@ class LaneReceiver:
         slot, metas, works = self._expected.popleft()
         for work in works:
             work.wait()
-        return tensors_in(self._storage(slot, metas), metas, self.device)
+        if isinstance(slot, OwnSlot):
+            total = message_bytes([meta.num_bytes for meta in metas])
+            slot = torch.as_tensor(SlotMemory(slot, total, self._freed), device=self.device)
+        return tensors_in(slot.untyped_storage(), metas, self.device)
 
     def take_freed(self) -> None:
         """Collect memory that is no longer used."""
-
-    def _allocate(self, num_bytes: int) -> tuple[Any, Tensor]:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return memory, memory
-
-    def _stream_for(self, slot: Any) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def _storage(self, slot: Any, metas: Sequence[TensorMeta]) -> torch.UntypedStorage:
-        memory: Tensor = slot
-        return memory.untyped_storage()
-
-
-class GpuLaneReceiver(LaneReceiver):
-    """Receiving end on a GPU: reuses memory, and fills it on a stream of its own."""
-
-    def __init__(self, lane: GroupLane, device: torch.device) -> None:
-        super().__init__(lane, device)
-        self._stream = cuda.Stream(device)
-        self._num_slots = 0
-        self._free: list[OwnSlot] = []
-        self._freed: deque[OwnSlot] = deque()
-
-    def take_freed(self) -> None:
         while self._freed:
             slot = self._freed.popleft()
             slot.emptied.record(cuda.current_stream(self.device))
             self._free.append(slot)
 
-    def _allocate(self, num_bytes: int) -> tuple[OwnSlot, Tensor]:
+    def _allocate(self, num_bytes: int) -> OwnSlot:
         self.take_freed()
         fitting = [slot for slot in self._free if slot.memory.nbytes >= num_bytes]
         if fitting:
@@ -189,17 +179,4 @@ class GpuLaneReceiver(LaneReceiver):
         else:
             slot = OwnSlot(self._num_slots, padded(num_bytes, SLOT_BYTES), self.device)
             self._num_slots += 1
-        return slot, slot.memory
-
-    def _stream_for(self, slot: OwnSlot) -> AbstractContextManager[Any]:
-        slot.emptied.wait(self._stream)
-        found: AbstractContextManager[Any] = cuda.stream(self._stream)
-        return found
-
-    def _storage(self, slot: OwnSlot, metas: Sequence[TensorMeta]) -> torch.UntypedStorage:
-        total = message_bytes([meta.num_bytes for meta in metas])
-        return torch.as_tensor(SlotMemory(slot, total, self._freed), device=self.device).untyped_storage()
-
-
-def make_lane_receiver(lane: GroupLane, device: torch.device) -> LaneReceiver:
-    return GpuLaneReceiver(lane, device) if device.type == "cuda" else LaneReceiver(lane, device)
+        return slot

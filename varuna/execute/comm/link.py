@@ -37,7 +37,7 @@ from varuna.execute.comm.frames import (
     to_contiguous,
     to_host,
 )
-from varuna.execute.comm.lanes import GroupLane, LaneReceiver, LaneSender, make_lane_receiver
+from varuna.execute.comm.lanes import GroupLane, LaneReceiver, LaneSender
 from varuna.execute.comm.slots import SlotReceiver, SlotSender, device_uuid, message_bytes
 
 LANE_SECONDS = 5.0
@@ -77,7 +77,7 @@ class PeerLink(FrameSocket):
     def use_lanes(self, out: GroupLane, back: GroupLane) -> None:
         """Use lanes. Call it at both ends before the first message."""
         self.use_host()
-        self._lane_out, self._lane_in = LaneSender(out), make_lane_receiver(back, self.device)
+        self._lane_out, self._lane_in = LaneSender(out), LaneReceiver(back, self.device)
 
     @property
     def transport(self) -> str:

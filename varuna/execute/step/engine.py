@@ -10,7 +10,7 @@ The engine does not know models or optimizers: a job names the program and its i
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -248,18 +248,15 @@ class Engine:
             if target is not None:
                 target.send(tensors)
         except PeerLost as error:
-            self._raise_cause(error)
+            assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
+            self.waiter.raise_cause(error)
 
     def _take_from(self, source: AdjacentStage) -> list[Tensor]:
         try:
             return source.take()
         except PeerLost as error:
-            self._raise_cause(error)
-
-    def _raise_cause(self, error: PeerLost) -> NoReturn:
-        """Raise the error that the lost rank posted before it ended, if it did."""
-        assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
-        self.waiter.raise_cause(error)
+            assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
+            self.waiter.raise_cause(error)
 
     def _take(self, source: AdjacentStage | None, expected: Sequence[TensorSpec]) -> list[Tensor]:
         if source is None:

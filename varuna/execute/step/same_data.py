@@ -37,8 +37,7 @@ def hash_batch(inputs: Mapping[str, object]) -> dict[str, list[bytes]]:
 
 def check_same_samples(by_stage: Sequence[Sequence[SampleHashes]]) -> None:
     """Raise unless the replicas of each stage together hold the same samples in the same order."""
-    names = sorted({name for stage in by_stage for hashes in stage for name in hashes})
-    for name in names:
+    for name in sorted({name for stage in by_stage for hashes in stage for name in hashes}):
         batches = [[one for hashes in stage for one in hashes.get(name, ())] for stage in by_stage]
         for stage, batch in enumerate(batches):
             if batch != batches[0]:

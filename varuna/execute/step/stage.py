@@ -97,8 +97,7 @@ class Stage:
             outputs = self._run_with_graph(held)
         else:
             held.buffers = {name: self.state.tensor(name).clone() for name in program.mutated}
-            with torch.no_grad():
-                outputs = list(program(self._tensors(program), received, inputs, work))
+            outputs = self.evaluate(program, received, inputs, work)
         self.held[microbatch] = held
         self.most_held = max(self.most_held, len(self.held))
         return [output.detach() for output in outputs]
