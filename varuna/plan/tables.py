@@ -66,9 +66,6 @@ def recomputing(plan: Plan) -> str:
     return "no" if not number else "all" if number == plan.depth else f"{number} of {plan.depth}"
 
 
-# ---------------------------------------------------------------- plans
-
-
 def layouts(proposals: Sequence[Proposal]) -> Table:
     made = table(
         *("stages>", "replicas>", "micro-batch>", "schedule", "recompute", "a step>", "samples/s>"),
@@ -152,9 +149,6 @@ def differences(left: PinnedPlan, right: PinnedPlan) -> list[tuple[str, str, str
     return [(name, here[name], there[name]) for name in here if here[name] != there[name]]
 
 
-# ---------------------------------------------------------------- profiles
-
-
 def kinds(profile: Profile) -> Table:
     """Return the costs of each kind of segment at each size."""
     made = table(
@@ -223,9 +217,6 @@ def _reductions(costs: Sequence[ReduceCost], *, between: bool) -> str:
         f"over {spans(groups)} ranks; {memory(largest.num_bytes)} over {groups[-1]} in "
         f"{duration(largest.duration.seconds)}"
     )
-
-
-# ---------------------------------------------------------------- a whole plan
 
 
 def show_plan(on: Console, pinned: PinnedPlan) -> None:

@@ -5,9 +5,10 @@ note. `CostTable.take_notes` returns the notes since `start_notes`. No missing n
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, log2
+from operator import mul
 from typing import NamedTuple
 
 import msgspec
@@ -93,8 +94,6 @@ class CostTable:
             self._reduce_points[between] = _by_group((cost, cost.duration) for cost in costs)
             self._share_points[between] = _by_group((cost, cost.sharing) for cost in costs)
 
-    # ------------------------------------------------------------ notes on estimates
-
     def start_notes(self) -> None:
         self._notes = {}
 
@@ -106,8 +105,6 @@ class CostTable:
     def _note(self, notes: tuple[str, ...]) -> None:
         if notes and self._notes is not None:
             self._notes.update(dict.fromkeys(notes))
-
-    # ------------------------------------------------------------ segments
 
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Return all measured sizes; without `fill_in`, up to the largest measured with every segment."""
@@ -123,7 +120,7 @@ class CostTable:
         return found
 
     def _add_up(self, microbatch_size: int) -> tuple[SegmentSums, tuple[str, ...]]:
-        notes: dict[str, None] = {}
+        notes: list[str] = []
         rows = [_at_size(kind, microbatch_size, notes, self._fill_in) for kind in self.profile.kinds]
         columns = list(zip(*(rows[kind] for kind in self.profile.segments), strict=True))
         forward, forward_only, backward, inputs, weights = map(_sums, columns[:5])
@@ -131,11 +128,7 @@ class CostTable:
         cuts = self.profile.cuts
         sums = SegmentSums(
             microbatch_size,
-            forward,
-            forward_only,
-            backward,
-            inputs,
-            weights,
+            *(forward, forward_only, backward, inputs, weights),
             tuple(map(_sums, columns[5:10])),
             _sums(activations),
             _sums(split),
@@ -183,8 +176,6 @@ class CostTable:
             for first, stop in pairwise(bounds)
         ]
 
-    # ------------------------------------------------------------ links
-
     def message(self, num_bytes: int, *, between: bool) -> MessageTimes:
         key = (between, num_bytes)
         if key not in self._messages:
@@ -200,8 +191,6 @@ class CostTable:
         found, notes = self._messages[key]
         self._note(notes)
         return found
-
-    # ------------------------------------------------------------ reductions
 
     def reduce_seconds(self, group_size: int, num_bytes: int, *, between: bool) -> float:
         """Return the time of an all-reduce of `num_bytes` over `group_size` ranks."""
@@ -240,13 +229,6 @@ class CostTable:
         seconds = 2 * (group_size - 1) * (share.sending + share.latency)
         return seconds, (f"the all-reduce {where} is estimated from the link between two workers",)
 
-    def share_seconds(self, group_size: int, num_bytes: int, *, between: bool) -> float:
-        """Return the time in which each rank sends its share to all; if not measured, half an all-reduce."""
-        groups = self._share_points[between]
-        if not groups:
-            return self.reduce_seconds(group_size, num_bytes, between=between) / 2
-        return _over_group(groups, group_size, num_bytes)[0]
-
     def buckets(
         self, sizes: SegmentSums, first: int, stop: int, *, group_size: int, between: bool, split: bool
     ) -> tuple[tuple[float, float], ...]:
@@ -272,10 +254,10 @@ class CostTable:
 
         if total <= FIRST_BUCKET_BYTES:
             return (seconds(total),)
-        middle = _middle_buckets(total)
-        runs = [length * seconds(BUCKET_BYTES) for _, length in _runs(middle)]
-        rest = total - FIRST_BUCKET_BYTES - middle * BUCKET_BYTES
-        return (seconds(FIRST_BUCKET_BYTES), *runs, seconds(rest))
+        runs = _runs(total)
+        rest = total - FIRST_BUCKET_BYTES - sum(length for _, length in runs) * BUCKET_BYTES
+        middle = [length * seconds(BUCKET_BYTES) for _, length in runs]
+        return (seconds(FIRST_BUCKET_BYTES), *middle, seconds(rest))
 
     def _fill_buckets(self, backward: list[float], first: int, stop: int, total: int) -> tuple[float, ...]:
         """A run starts when its first bucket is full; the last bucket waits for the last gradient."""
@@ -285,7 +267,7 @@ class CostTable:
         end = backward[stop]
         span = end - backward[first]
         shares = []
-        runs = [FIRST_BUCKET_BYTES + (place + 1) * BUCKET_BYTES for place, _ in _runs(_middle_buckets(total))]
+        runs = [FIRST_BUCKET_BYTES + (place + 1) * BUCKET_BYTES for place, _ in _runs(total)]
         for start in (FIRST_BUCKET_BYTES, *runs):
             # Find the segment that completes `start` bytes, counted from the end. All after it are done.
             left = gradients[stop] - start
@@ -296,8 +278,6 @@ class CostTable:
                 done += (gradients[after] - left) / own * (backward[after] - backward[after - 1])
             shares.append(min(1.0, done / span) if span > 0.0 else 1.0)
         return (*shares, 1.0)
-
-    # ------------------------------------------------------------ the end of a step
 
     def ending_seconds(self, first: int, stop: int, *, width: int, between: bool, shard: bool) -> float:
         """Return the time of the optimizer and of the engine's work once per step.
@@ -311,38 +291,37 @@ class CostTable:
         if not elements:
             return seconds
         seconds += profile.optimizer.fixed_seconds
-        if shard and width > 1:
-            sharing = self.share_seconds(width, num_bytes, between=between)
-            return seconds + profile.optimizer.seconds_per_element * elements / width + sharing
-        return seconds + profile.optimizer.seconds_per_element * elements
+        if not shard or width == 1:
+            return seconds + profile.optimizer.seconds_per_element * elements
+        if groups := self._share_points[between]:
+            sharing = _over_group(groups, width, num_bytes)[0]
+        else:  # not measured: half an all-reduce
+            sharing = self.reduce_seconds(width, num_bytes, between=between) / 2
+        return seconds + profile.optimizer.seconds_per_element * elements / width + sharing
 
 
-def _at_size(
-    kind: SegmentCost, microbatch_size: int, notes: dict[str, None], fill_in: bool
-) -> tuple[float, ...]:
+def _at_size(kind: SegmentCost, microbatch_size: int, notes: list[str], fill_in: bool) -> tuple[float, ...]:
     """Return the numbers of `_numbers` at any size, measured or estimated."""
     measured = [size.microbatch_size for size in kind.sizes]
+    largest = measured[-1]
     place = bisect_left(measured, microbatch_size)
     if place == len(measured):
         if not fill_in:
             raise PlanError(
                 f"micro-batches of {microbatch_size} are larger than any that was measured with all "
-                f"segments, {measured[-1]} (profile that size, or choose a smaller one)"
+                f"segments, {largest} (profile that size, or choose a smaller one)"
             )
-        notes[f"micro-batches of {microbatch_size} are estimated from {measured[-1]} for some segments"] = (
-            None
-        )
-        numbers = _numbers(kind.sizes[-1])
-        factor = microbatch_size / measured[-1]
+        notes.append(f"micro-batches of {microbatch_size} are estimated from {largest} for some segments")
+        factor = microbatch_size / largest
         scales = (factor,) * 5 + (factor**2,) * 5 + (factor,) * 4
-        return tuple(scale * number for scale, number in zip(scales, numbers, strict=True))
+        return tuple(map(mul, scales, _numbers(kind.sizes[-1])))
     if measured[place] == microbatch_size:
         return _numbers(kind.sizes[place])
     if place == 0:
-        notes[f"a micro-batch of {microbatch_size} is assumed to cost as much as one of {measured[0]}"] = None
+        notes.append(f"a micro-batch of {microbatch_size} is assumed to cost as much as one of {measured[0]}")
         return _numbers(kind.sizes[0])
     low, high = measured[place - 1], measured[place]
-    notes[f"micro-batches of {microbatch_size} are interpolated between {low} and {high}"] = None
+    notes.append(f"micro-batches of {microbatch_size} are interpolated between {low} and {high}")
     share = (microbatch_size - low) / (high - low)
     ends = zip(_numbers(kind.sizes[place - 1]), _numbers(kind.sizes[place]), strict=True)
     return tuple(left + share * (right - left) for left, right in ends)
@@ -350,13 +329,7 @@ def _at_size(
 
 def _numbers(size: SizeCost) -> tuple[float, ...]:
     """Return five seconds, their variances, and four other numbers."""
-    durations = (
-        size.forward,
-        size.forward_only,
-        size.backward,
-        size.backward_inputs,
-        size.backward_weights,
-    )
+    durations = (size.forward, size.forward_only, size.backward, size.backward_inputs, size.backward_weights)
     return (
         *(duration.seconds for duration in durations),
         *(duration.spread**2 for duration in durations),
@@ -376,26 +349,24 @@ def _message(link: LinkCost, num_bytes: int, where: str) -> tuple[MessageTimes, 
             "the largest measured",
         )
 
-    def look_up(values: Sequence[float]) -> float:
-        points = [(message.num_bytes, value) for message, value in zip(messages, values, strict=True)]
-        return _between_points(points, num_bytes)
+    def look_up(value: Callable[[MessageCost], float]) -> float:
+        return _between_points([(message.num_bytes, value(message)) for message in messages], num_bytes)
 
-    one_way = look_up([message.one_way.seconds for message in messages])
-    both_ways = look_up([message.both_ways.seconds for message in messages])
+    one_way = look_up(lambda message: message.one_way.seconds)
+    both_ways = look_up(lambda message: message.both_ways.seconds)
     latency = 0.0
     if len(messages) > 1:
-        (size, seconds), (more, longer) = (
-            (message.num_bytes, message.one_way.seconds) for message in messages[:2]
-        )
+        size, more = messages[0].num_bytes, messages[1].num_bytes
+        seconds, longer = messages[0].one_way.seconds, messages[1].one_way.seconds
         latency = min(seconds, one_way, max(0.0, seconds - size * (longer - seconds) / (more - size)))
     sending = one_way - latency
     sharing = min(1.0, max(0.0, (both_ways - one_way) / sending)) if sending > 0 else 0.0
     found = MessageTimes(
         sending,
         latency,
-        look_up([message.one_way.spread for message in messages]),
-        look_up([message.sender_seconds for message in messages]),
-        look_up([message.receiver_seconds for message in messages]),
+        look_up(lambda message: message.one_way.spread),
+        look_up(lambda message: message.sender_seconds),
+        look_up(lambda message: message.receiver_seconds),
         sharing,
     )
     return found, notes
@@ -443,15 +414,11 @@ def _over_group(groups: dict[int, Points], group_size: int, num_bytes: int) -> t
         return low + share * (high - low), f"{smaller} and {larger}"
     nearest = smaller if smaller is not None else larger
     assert nearest is not None
-    return _regroup(groups[nearest], nearest, group_size, num_bytes), str(nearest)
-
-
-def _regroup(points: Points, measured: int, wanted: int, num_bytes: int) -> float:
-    """Scale latency by the logarithm of the group size, and the rest by 2(k-1)/k, the share each moves."""
-    seconds = _between_points(points, num_bytes)
-    latency = min(seconds, points[0][1])
-    moved = ((wanted - 1) / wanted) / ((measured - 1) / measured)
-    return latency * log2(wanted) / log2(measured) + (seconds - latency) * moved
+    # Latency scales with the logarithm of the group size, the rest with 2(k-1)/k, the share each moves.
+    seconds = _between_points(groups[nearest], num_bytes)
+    latency = min(seconds, groups[nearest][0][1])
+    moved = ((group_size - 1) / group_size) / ((nearest - 1) / nearest)
+    return latency * log2(group_size) / log2(nearest) + (seconds - latency) * moved, str(nearest)
 
 
 def assumed_link(latency_seconds: float, bytes_per_second: float) -> LinkCost:
@@ -484,13 +451,9 @@ def with_network(profile: Profile, latency_seconds: float, bytes_per_second: flo
     )
 
 
-def _middle_buckets(total: int) -> int:
-    """Return the number of full buckets between the small first one and the last."""
-    return ceil((total - FIRST_BUCKET_BYTES) / BUCKET_BYTES) - 1
-
-
-def _runs(number: int) -> list[tuple[int, int]]:
-    """Return (first bucket, number of buckets) of each run."""
+def _runs(total: int) -> list[tuple[int, int]]:
+    """Return (first bucket, number of buckets) of each run of full buckets, without the first and last."""
+    number = ceil((total - FIRST_BUCKET_BYTES) / BUCKET_BYTES) - 1
     length = max(1, ceil(number / BUCKET_RUNS))
     return [(place, min(length, number - place)) for place in range(0, number, length)]
 

@@ -1,5 +1,6 @@
 """Predicts step time and memory of a layout: builds its times, simulates it, and describes the result."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, sqrt
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from varuna.plan.cost.simulate import (
     LinkTimes,
     Orders,
     PipelineTimes,
+    Seconds,
     Simulation,
     StageTimes,
     TiedStages,
@@ -18,18 +20,9 @@ from varuna.plan.cost.simulate import (
     simulate,
 )
 from varuna.plan.cost.uneven import TOTALS_BYTES, forecast_uneven, to_forecast
+from varuna.plan.cut.partition import Spans
 from varuna.plan.cut.place import ClusterMap, Placement, ReplicaKind
-from varuna.types import (
-    Cluster,
-    Forecast,
-    MemoryForecast,
-    Plan,
-    Profile,
-    ScheduleName,
-    StagePlan,
-)
-
-Spans = tuple[tuple[int, int], ...]
+from varuna.types import Cluster, Forecast, MemoryForecast, Plan, Profile, ScheduleName, StagePlan
 
 
 class CandidateLayout(NamedTuple):
@@ -94,12 +87,11 @@ def forecast_plan(
             "(profile this model, or make a new plan)"
         )
     cluster_map = ClusterMap(cluster)
-    left_out = set(idle)
-    devices = [device for device in range(cluster_map.num_devices) if device not in left_out]
+    devices = sorted({*range(cluster_map.num_devices)} - {*idle})
     if len(plan.ranks) > len(devices):
         raise PlanError(
             f"the plan has {len(plan.ranks)} ranks, but only {len(devices)} devices are available "
-            f"({cluster}, {len(left_out)} of them idle)"
+            f"({cluster}, {len(set(idle))} of them idle)"
         )
     costs = CostTable(profile)
     if plan.uneven:
@@ -187,14 +179,11 @@ def pipelines(
     found = []
     for kind in placement.kinds:
         sent, returned = _messages(costs, layout, kind, sizes, last)
-        each = _instructions(
-            costs, layout, kind, orders, sizes, [m[0] for m in sent], [m[0] for m in returned]
-        )
+        links = list(zip(sent, returned, strict=True))
+        each = _instructions(costs, layout, kind, orders, sizes, [(go[0], come[0]) for go, come in links])
         once = each
         if last is not sizes:
-            once = _instructions(
-                costs, layout, kind, orders, last, [m[1] for m in sent], [m[1] for m in returned]
-            )
+            once = _instructions(costs, layout, kind, orders, last, [(go[1], come[1]) for go, come in links])
         spreads = [_spreads(sizes, *span) if jitter else (0.0,) * 5 for span in layout.spans]
         found.append(
             PipelineTimes(
@@ -203,7 +192,7 @@ def pipelines(
                 ),
                 tuple([messages[2] for messages in sent]),
                 tuple([messages[2] for messages in returned]),
-                tuple([max(go[0].sharing, come[0].sharing) for go, come in zip(sent, returned, strict=True)]),
+                tuple([max(go[0].sharing, come[0].sharing) for go, come in links]),
                 placement.lanes if any(placement.between) else (),
                 _ties(costs, layout, kind),
                 totals,
@@ -230,29 +219,16 @@ def _messages(
         ):
             key = (num_bytes[cut], last_bytes[cut], crossing, per_card)
             if key not in seen:
-                seen[key] = _over_a_cut(costs, *key)
+                message = costs.message(num_bytes[cut], between=crossing)
+                final = costs.message(last_bytes[cut], between=crossing)
+                sending, last_sending = message.sending * per_card, final.sending * per_card
+                sender = min(message.sender_seconds, final.sender_seconds)
+                times = LinkTimes(sending, last_sending, message.latency, message.spread, sender)
+                seen[key] = message, final, times
             found.append(seen[key])
         return found
 
     return look_up(sizes.sent_bytes, last.sent_bytes), look_up(sizes.returned_bytes, last.returned_bytes)
-
-
-def _over_a_cut(
-    costs: CostTable, num_bytes: int, last_bytes: int, crossing: bool, per_card: int
-) -> CutMessages:
-    message = costs.message(num_bytes, between=crossing)
-    last = costs.message(last_bytes, between=crossing)
-    times = LinkTimes(
-        message.sending * per_card,
-        last.sending * per_card,
-        message.latency,
-        message.spread,
-        min(message.sender_seconds, last.sender_seconds),
-    )
-    return message, last, times
-
-
-Seconds = tuple[float, float, float, float, float]
 
 
 def _instructions(
@@ -261,8 +237,7 @@ def _instructions(
     kind: ReplicaKind,
     orders: Orders,
     sizes: SegmentSums,
-    sent: list[MessageTimes],
-    returned: list[MessageTimes],
+    links: list[tuple[MessageTimes, MessageTimes]],  # forward and backward, after each stage but the last
 ) -> list[Seconds]:
     """Return the seconds of F, R, B, I, W of each stage, with the time spent on messages."""
     overhead = costs.profile.overheads.instruction_seconds
@@ -276,27 +251,21 @@ def _instructions(
         weights = (sizes.weights[stop] - sizes.weights[first]) / speed
         if not stage:  # no stage waits for input gradients: part I does the whole backward
             inputs, weights = backward, 0.0
-        run = forward
-        if "R" in letters:
-            run = (sizes.forward_only[stop] - sizes.forward_only[first]) / speed
+        run = (sizes.forward_only[stop] - sizes.forward_only[first]) / speed if "R" in letters else forward
         entry = sizes.entry_seconds[first] / speed
         with_forward = overhead + entry
         with_backward = overhead
         if stage:
-            with_forward += sent[stage - 1].receiver_seconds
-            with_backward += returned[stage - 1].sender_seconds
-        if stage < len(sent):
-            with_forward += sent[stage].sender_seconds
-            with_backward += returned[stage].receiver_seconds
-        found.append(
-            (
-                run + with_forward,
-                forward + overhead + entry,
-                backward + with_backward,
-                inputs + with_backward,
-                weights + overhead,
-            )
-        )
+            sent, returned = links[stage - 1]
+            with_forward += sent.receiver_seconds
+            with_backward += returned.sender_seconds
+        if stage < len(links):
+            sent, returned = links[stage]
+            with_forward += sent.sender_seconds
+            with_backward += returned.receiver_seconds
+        again = forward + overhead + entry
+        both = backward + with_backward
+        found.append((run + with_forward, again, both, inputs + with_backward, weights + overhead))
     return found
 
 
@@ -306,16 +275,12 @@ def _spreads(sizes: SegmentSums, first: int, stop: int) -> Seconds:
 
 
 def _ties(costs: CostTable, layout: CandidateLayout, kind: ReplicaKind) -> tuple[TiedStages, ...]:
+    stops = [stop for _, stop in layout.spans]
     found = []
     for tie in costs.profile.ties:
-        stages = sorted({_stage_of(segment, layout.spans) for segment in tie.segments})
+        stages = sorted({bisect_right(stops, segment) for segment in tie.segments})
         if len(stages) > 1:
             between = any(kind.crossing[stages[0] : stages[-1]])
-            found.append(
-                TiedStages(tuple(stages), costs.reduce_seconds(len(stages), tie.num_bytes, between=between))
-            )
+            seconds = costs.reduce_seconds(len(stages), tie.num_bytes, between=between)
+            found.append(TiedStages(tuple(stages), seconds))
     return tuple(found)
-
-
-def _stage_of(segment: int, spans: Spans) -> int:
-    return next(stage for stage, (_, stop) in enumerate(spans) if segment < stop)

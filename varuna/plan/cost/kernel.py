@@ -35,9 +35,7 @@ class KernelTimes(NamedTuple):
 
     seconds: Any  # [size][stage][kind]
     spreads: Any  # [stage][kind]
-    links: (
-        Any  # [field][direction][stage]: the fields of LinkTimes, then the share lost to an opposite message
-    )
+    links: Any  # [field][direction][stage]: fields of LinkTimes, then the share lost to an opposite message
     seed: int  # 0: nothing varies
 
 
@@ -287,9 +285,8 @@ def compiled_play() -> Callable[..., int] | None:
     # Compiled functions call only compiled ones: each gets a twin whose globals hold the twins.
     # Inlining the two large ones saves 6 % of the time.
     twins = globals() | {"choose": njit(cache=True, inline="always")(choose)}
-    for function in (
-        *(mix, noise, vary, kind_of, next_position, number_instructions, prepare, wake_time, deliver, play),
-    ):
+    helpers = (mix, noise, vary, kind_of, next_position, number_instructions, prepare, wake_time, deliver)
+    for function in (*helpers, play):
         twin = FunctionType(function.__code__, twins, function.__name__)
         twin.__qualname__ = f"{function.__name__}_{rule}"
         options: Any = {"inline": "always"} if function is deliver else {}

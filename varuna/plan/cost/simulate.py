@@ -12,9 +12,9 @@ also start late.
 """
 
 import math
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from varuna.errors import ScheduleError
@@ -23,7 +23,15 @@ from varuna.schedule import limit, opportunistic, ops
 from varuna.types import Interval, Timeline
 
 WORTH_COMPILING = 40_000
-"""Number of simulated instructions, about 0.2 s in plain Python, after which loading numba pays off."""
+"""Number of simulated instructions, about 0.2 s in plain Python, after which loading numba pays off.
+
+Plain and compiled code give the same bits, so this changes only the speed.
+"""
+_num_played = 0  # instructions simulated by this process
+
+
+Seconds = tuple[float, float, float, float, float]
+"""Seconds of the instructions F, R, B, I, W."""
 
 
 class Orders(NamedTuple):
@@ -36,11 +44,11 @@ class Orders(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one stage. Instructions are in the order F, R, B, I, W."""
+    """Times of one stage, in seconds."""
 
-    seconds: tuple[float, float, float, float, float]
-    last_seconds: tuple[float, float, float, float, float]  # of the last micro-batch, which may be smaller
-    spreads: tuple[float, float, float, float, float] = (0.0,) * 5
+    seconds: Seconds
+    last_seconds: Seconds  # of the last micro-batch, which may be smaller
+    spreads: Seconds = (0.0,) * 5
     buckets: tuple[tuple[float, float], ...] = ()  # (share of the last backward when full, seconds)
     ending_seconds: float = 0.0  # the optimizer, and other work once per step
 
@@ -93,8 +101,17 @@ def simulate(orders: Orders, replicas: Sequence[PipelineTimes], *, seed: int = 0
 
     Give equal replicas once. `seed` 0: times do not vary.
     """
+    stages = len(orders.letters)
     for pipeline in replicas:
-        _validate_counts(orders, pipeline)
+        if len(pipeline.stages) != stages:
+            raise ValueError(
+                f"the schedule has {stages} stages, but times are given for {len(pipeline.stages)}"
+            )
+        if not len(pipeline.forward) == len(pipeline.backward) == stages - 1:
+            raise ValueError(
+                f"{stages} stages have {stages - 1} links between them, but times are given for "
+                f"{len(pipeline.forward)} forward and {len(pipeline.backward)} backward"
+            )
     played = [_play(orders, pipeline, seed, index) for index, pipeline in enumerate(replicas)]
     return Simulation(orders, tuple(replicas), played)
 
@@ -106,6 +123,9 @@ class InstructionTimes(NamedTuple):
     starts: Any
     stops: Any
     numbers: Any  # micro-batches
+
+    def row(self, stage: int) -> slice:
+        return slice(self.firsts[stage], self.firsts[stage + 1])
 
 
 class StepEnd(NamedTuple):
@@ -148,14 +168,13 @@ class Simulation:
 
     def compute_seconds(self, stage: int) -> float:
         played = self.played[0]
-        row = slice(played.firsts[stage], played.firsts[stage + 1])
+        row = played.row(stage)
         return math.fsum(_as_list(played.stops[row])) - math.fsum(_as_list(played.starts[row]))
 
     def finishing_seconds(self, stage: int) -> float:
         """Time from the end of the last backward until all gradients are final and all losses known."""
         played = self.played[0]
-        row = slice(played.firsts[stage], played.firsts[stage + 1])
-        return self.ends[0].finished[stage] - float(max(played.stops[row]))
+        return self.ends[0].finished[stage] - float(max(played.stops[played.row(stage)]))
 
     def timeline(self, ranks: Sequence[Sequence[int]] | None = None) -> Timeline:
         """Return the step from time zero on.
@@ -172,12 +191,9 @@ class Simulation:
 
     def _intervals(self, replica: int, stage: int, rank: int) -> list[Interval]:
         played, end = self.played[replica], self.ends[replica]
-        row = slice(played.firsts[stage], played.firsts[stage + 1])
-        columns = (
-            _as_list(played.starts[row]),
-            _as_list(played.stops[row]),
-            self.orders.letters[stage],
-            _as_list(played.numbers[row]),
+        row = played.row(stage)
+        starts, stops, numbers = (
+            _as_list(column[row]) for column in (played.starts, played.stops, played.numbers)
         )
         found: list[Interval] = []
 
@@ -185,7 +201,9 @@ class Simulation:
             found.append(Interval(rank, stage, what, number, start, stop))
 
         free = 0.0
-        for start, stop, what, number in sorted(zip(*columns, strict=True)):
+        for start, stop, what, number in sorted(
+            zip(starts, stops, self.orders.letters[stage], numbers, strict=True)
+        ):
             if start > free:
                 add("wait", free, start)
             add(what, start, stop, number)
@@ -203,9 +221,7 @@ class Simulation:
 def _play(orders: Orders, pipeline: PipelineTimes, seed: int, replica: int) -> InstructionTimes:
     """Run the kernel: over lists in plain Python, over arrays when compiled."""
     stages, microbatches = len(orders.letters), orders.microbatches
-    firsts = [0]
-    for letters in orders.letters:
-        firsts.append(firsts[-1] + len(letters))
+    firsts = [0, *accumulate(map(len, orders.letters))]
     total = firsts[-1]
     seconds = [s for stage in pipeline.stages for s in stage.seconds]
     seconds += [s for stage in pipeline.stages for s in stage.last_seconds]
@@ -217,42 +233,34 @@ def _play(orders: Orders, pipeline: PipelineTimes, seed: int, replica: int) -> I
     sharing = pipeline.sharing or (0.0,) * (stages - 1)
     links += (*sharing, 0.0, 0.0, *sharing)
     seed = (seed + replica * 7919) & 0x7FFFFFFF if seed else 0
-    row = "".join(orders.letters).encode()
-    num_arrivals = 2 * stages * microbatches
-    play = kernel.compiled_play() if _pace.quickens(total) else None
-    if play is None:
-        rows = kernel.KernelRows(row, firsts, orders.limits, microbatches, orders.opportunistic)
-        times = kernel.KernelTimes(seconds, spreads, links, seed)
-        state = kernel.KernelState(
-            [0.0] * total,
-            [0.0] * total,
-            [0] * total,
-            [0.0] * stages,
-            [kernel.NEVER] * num_arrivals,
-            [0] * (3 * stages),
-            [0] * (4 * stages),
-            [0.0] * (6 * stages),
-        )
-        num_run = kernel.play(rows, times, state)
-    else:
-        from numpy import array, frombuffer, full, int64, uint8, zeros
+    global _num_played
+    _num_played += total
+    compiled = kernel.compiled_play() if _num_played >= WORTH_COMPILING else None
+    letters: Any = "".join(orders.letters).encode()
+    array: Any = list
+    floats: Any = [0.0].__mul__
+    integers: Any = [0].__mul__
+    nevers: Any = [kernel.NEVER].__mul__
+    if compiled is not None:
+        import numpy
 
-        rows = kernel.KernelRows(
-            frombuffer(row, uint8), array(firsts), array(orders.limits), microbatches, orders.opportunistic
-        )
-        times = kernel.KernelTimes(array(seconds), array(spreads), array(links), seed)
-        state = kernel.KernelState(
-            zeros(total),
-            zeros(total),
-            zeros(total, int64),
-            zeros(stages),
-            full(num_arrivals, kernel.NEVER),
-            zeros(3 * stages, int64),
-            zeros(4 * stages, int64),
-            zeros(6 * stages),
-        )
-        # Plain tuples: numba's cache on disk must not refer to our classes.
-        num_run = play(tuple(rows), tuple(times), tuple(state))
+        letters, array, floats = numpy.frombuffer(letters, numpy.uint8), numpy.array, numpy.zeros
+        integers = partial(numpy.zeros, dtype=numpy.int64)
+        nevers = partial(numpy.full, fill_value=kernel.NEVER)
+    rows = kernel.KernelRows(letters, array(firsts), array(orders.limits), microbatches, orders.opportunistic)
+    times = kernel.KernelTimes(array(seconds), array(spreads), array(links), seed)
+    state = kernel.KernelState(
+        floats(total),
+        floats(total),
+        integers(total),
+        floats(stages),
+        nevers(2 * stages * microbatches),
+        integers(3 * stages),
+        integers(4 * stages),
+        floats(6 * stages),
+    )
+    # Plain tuples: numba's cache on disk must not refer to our classes.
+    num_run = compiled(*map(tuple, (rows, times, state))) if compiled else kernel.play(rows, times, state)
     if num_run < total:
         raise ScheduleError(
             f"the schedule deadlocks after {num_run} of {total} instructions "
@@ -261,28 +269,10 @@ def _play(orders: Orders, pipeline: PipelineTimes, seed: int, replica: int) -> I
     return InstructionTimes(firsts, state.starts, state.stops, state.numbers)
 
 
-class _Pace:
-    """Counts the instructions simulated by this process, to decide when to compile.
-
-    Plain and compiled code give the same bits, so this changes only the speed.
-    """
-
-    def __init__(self) -> None:
-        self.num_played = 0
-
-    def quickens(self, instructions: int) -> bool:
-        self.num_played += instructions
-        return self.num_played >= WORTH_COMPILING
-
-
-_pace = _Pace()
-
-
 def _end_step(
     orders: Orders, replicas: Sequence[PipelineTimes], played: Sequence[InstructionTimes]
 ) -> list[StepEnd]:
     """Return what follows the last backward: reductions, ties, sum of the losses, optimizer."""
-    stages = len(orders.letters)
     last_starts: list[list[float]] = []
     last_stops: list[list[float]] = []
     losses_known = 0.0  # the last stage knows its losses and has sent all gradients but the last
@@ -310,7 +300,7 @@ def _end_step(
         finished.append([max(end, totals) for end in ends])
     if replicas[0].ends_together:
         together = max(map(max, finished)) + replicas[0].totals_seconds
-        finished = [[together] * stages for _ in finished]
+        finished = [[together] * len(ends) for ends in finished]
     return [
         StepEnd(
             ends, [end + s.ending_seconds for end, s in zip(ends, pipeline.stages, strict=True)], reductions
@@ -350,38 +340,25 @@ def _as_list(values: Any) -> list[Any]:
     return found
 
 
-def _validate_counts(orders: Orders, pipeline: PipelineTimes) -> None:
-    stages = len(orders.letters)
-    if len(pipeline.stages) != stages:
-        raise ValueError(f"the schedule has {stages} stages, but times are given for {len(pipeline.stages)}")
-    if not len(pipeline.forward) == len(pipeline.backward) == stages - 1:
-        raise ValueError(
-            f"{stages} stages have {stages - 1} links between them, but times are given for "
-            f"{len(pipeline.forward)} forward and {len(pipeline.backward)} backward"
-        )
-
-
 def _validate_times(
     pipeline: PipelineTimes, seconds: list[float], spreads: list[float], links: list[float]
 ) -> None:
     """Raise a ValueError that names the first time that is negative, infinite or NaN."""
-    ends = [number for stage in pipeline.stages for bucket in stage.buckets for number in bucket]
+    ends = [number for stage in pipeline.stages for number in chain.from_iterable(stage.buckets)]
     ends += [stage.ending_seconds for stage in pipeline.stages]
     every = seconds + spreads + links + ends
     if min(every) >= 0.0 and math.isfinite(sum(every)):
         return
+    named: dict[str, Iterable[float]] = {}
     for place, stage in enumerate(pipeline.stages):
-        _refuse(f"stages[{place}].seconds", stage.seconds)
-        _refuse(f"stages[{place}].last_seconds", stage.last_seconds)
-        _refuse(f"stages[{place}].spreads", stage.spreads)
-        _refuse(f"stages[{place}].buckets", [number for bucket in stage.buckets for number in bucket])
-        _refuse(f"stages[{place}].ending_seconds", [stage.ending_seconds])
-    for direction, found in (("forward", pipeline.forward), ("backward", pipeline.backward)):
-        for place, link in enumerate(found):
-            _refuse(f"{direction}[{place}]", link)
-
-
-def _refuse(key: str, numbers: Sequence[float]) -> None:
-    for number in numbers:
-        if not 0.0 <= number < math.inf:
-            raise ValueError(f"{key} must hold finite numbers of zero or more, but holds {number}")
+        fields = stage._asdict() | {
+            "buckets": chain.from_iterable(stage.buckets),
+            "ending_seconds": [stage.ending_seconds],
+        }
+        named |= {f"stages[{place}].{field}": numbers for field, numbers in fields.items()}
+    named |= {f"forward[{place}]": link for place, link in enumerate(pipeline.forward)}
+    named |= {f"backward[{place}]": link for place, link in enumerate(pipeline.backward)}
+    for key, numbers in named.items():
+        for number in numbers:
+            if not 0.0 <= number < math.inf:
+                raise ValueError(f"{key} must hold finite numbers of zero or more, but holds {number}")

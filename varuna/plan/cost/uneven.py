@@ -6,7 +6,8 @@ is one replica of that stage.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from varuna.plan.cost.simulate import (
     LinkTimes,
     Orders,
     PipelineTimes,
+    Seconds,
     Simulation,
     StageTimes,
     TiedStages,
@@ -45,10 +47,8 @@ def forecast_uneven(
     """Predict the step of a plan; `devices[rank]` is the device of a rank."""
     layout = UnevenCost(costs, cluster_map, plan, devices, shard_optimizer)
     costs.start_notes()
-    orders = layout.orders
-    simulation = simulate(orders, [layout.pipeline(orders)])
-    memories = [layout.memory(stage) for stage in range(plan.depth)]
-    return to_forecast(costs, simulation, memories), simulation
+    simulation = simulate(layout.orders, [layout.pipeline()])
+    return to_forecast(costs, simulation, [layout.memory(stage) for stage in range(plan.depth)]), simulation
 
 
 def to_forecast(costs: CostTable, simulation: Simulation, memories: Sequence[MemoryForecast]) -> Forecast:
@@ -74,30 +74,27 @@ def simulate_if_it_fits(
     limit: float = inf,  # seconds: a step must be shorter
 ) -> tuple[Plan, Simulation] | None:
     """Set the recompute flags of a plan and simulate it. None: it does not fit, or is not below the limit."""
-    layout = UnevenCost(
-        costs, cluster_map, _with_recompute(plan, (bool(recompute),) * plan.depth), devices, shard_optimizer
-    )
+
+    def with_recompute(chosen: Container[int]) -> UnevenCost:
+        stages = tuple(
+            StagePlan(stage.first, stage.stop, stage.ranks, number in chosen)
+            for number, stage in enumerate(plan.stages)
+        )
+        flagged = msgspec.structs.replace(plan, stages=stages)
+        return UnevenCost(costs, cluster_map, flagged, devices, shard_optimizer)
+
+    layout = with_recompute(range(plan.depth) if recompute else ())
     too_large = layout.stages_out_of_memory(headroom)
     if too_large and recompute is None:
-        flags = [stage in too_large for stage in range(plan.depth)]
-        layout = UnevenCost(costs, cluster_map, _with_recompute(plan, flags), devices, shard_optimizer)
+        layout = with_recompute(too_large)
         too_large = layout.stages_out_of_memory(headroom)
     if too_large:
         return None
-    orders = layout.orders
-    pipeline = layout.pipeline(orders)
-    if least_seconds(orders, pipeline)[0] >= limit:
+    pipeline = layout.pipeline()
+    if least_seconds(layout.orders, pipeline)[0] >= limit:
         return None
-    simulation = simulate(orders, [pipeline])
+    simulation = simulate(layout.orders, [pipeline])
     return (layout.plan, simulation) if simulation.seconds < limit else None
-
-
-def _with_recompute(plan: Plan, flags: Sequence[bool]) -> Plan:
-    stages = tuple(
-        StagePlan(stage.first, stage.stop, stage.ranks, flag)
-        for stage, flag in zip(plan.stages, flags, strict=True)
-    )
-    return msgspec.structs.replace(plan, stages=stages)
 
 
 class CutSide(NamedTuple):
@@ -114,9 +111,6 @@ class CutSide(NamedTuple):
 
 CutSides = tuple[CutSide, CutSide]
 """A replica of the stage before a cut, and one of the stage after it."""
-
-Seconds = tuple[float, float, float, float, float]
-"""Seconds of the instructions F, R, B, I, W."""
 
 
 class UnevenCost:
@@ -136,10 +130,11 @@ class UnevenCost:
         self._machines_of = [
             [cluster_map.machine_of[devices[rank]] for rank in stage.ranks] for stage in plan.stages
         ]
+        self._between = [len(set(machines)) > 1 for machines in self._machines_of]
         self._shard = shard_optimizer
         self._microbatches = ceil(ceil(plan.batch_size / plan.width) / plan.microbatch_size)
 
-    @property
+    @cached_property
     def orders(self) -> Orders:
         return name_orders(
             self.plan.schedule,
@@ -148,13 +143,12 @@ class UnevenCost:
             recompute=tuple(stage.recompute for stage in self.plan.stages),
         )
 
-    def pipeline(self, orders: Orders) -> PipelineTimes:
+    def pipeline(self) -> PipelineTimes:
         cuts = range(self.plan.depth - 1)
         forward = [self._messages(cut, gradients=False) for cut in cuts]
         backward = [self._messages(cut, gradients=True) for cut in cuts]
-        split = "I" in orders.letters[0]
         return PipelineTimes(
-            tuple(self._stage_times(stage, forward, backward, split) for stage in range(self.plan.depth)),
+            tuple(self._stage_times(stage, forward, backward) for stage in range(self.plan.depth)),
             tuple(_link_direction(sender, receiver) for sender, receiver in forward),
             tuple(_link_direction(sender, receiver) for receiver, sender in backward),
             sharing=tuple(
@@ -162,7 +156,7 @@ class UnevenCost:
                 for there, back in zip(forward, backward, strict=True)
             ),
             lanes=lanes([machines[0] for machines in self._machines_of], self._machines)
-            if any(map(self._spans_machines, range(self.plan.depth)))
+            if any(self._between)
             else (),
             ties=self._ties(),
             totals_seconds=self._all_ranks_seconds(TOTALS_BYTES),
@@ -171,13 +165,8 @@ class UnevenCost:
 
     def memory(self, stage: int) -> MemoryForecast:
         own = self.plan.stages[stage]
-        kept = held_counts(
-            self.plan.schedule,
-            stage=stage,
-            stages=self.plan.depth,
-            microbatches=self._microbatches,
-            recompute=own.recompute,
-        )
+        number = {"stage": stage, "stages": self.plan.depth, "microbatches": self._microbatches}
+        kept = held_counts(self.plan.schedule, **number, recompute=own.recompute)
         sizes = self.costs.sizes(self._largest_microbatch(stage))
         terms = MemoryTerms(sizes, self._widths[stage], self._samples(stage), self._shard)
         return stage_memory(self.costs, terms, own.first, own.stop, kept)
@@ -191,8 +180,6 @@ class UnevenCost:
             > min(self._machines[machine].memory_bytes for machine in set(machines)) * (1 - headroom)
         ]
 
-    # ------------------------------------------------------------ one stage
-
     def _samples(self, stage: int) -> int:
         """Samples per step of the replica that gets most."""
         return ceil(self.plan.batch_size / self._widths[stage])
@@ -200,27 +187,15 @@ class UnevenCost:
     def _largest_microbatch(self, stage: int) -> int:
         return ceil(self._samples(stage) / self._microbatches)
 
-    def _stage_times(
-        self, stage: int, forward: list[CutSides], backward: list[CutSides], split: bool
-    ) -> StageTimes:
+    def _stage_times(self, stage: int, forward: list[CutSides], backward: list[CutSides]) -> StageTimes:
         seconds = self._instructions(stage, forward, backward)
-        first, stop = self.plan.stages[stage].first, self.plan.stages[stage].stop
-        width, between = self._widths[stage], self._spans_machines(stage)
-        buckets = self.costs.buckets(
-            self.costs.sizes(self._largest_microbatch(stage)),
-            first,
-            stop,
-            group_size=width,
-            between=between,
-            split=split,
-        )
-        ending = self.costs.ending_seconds(first, stop, width=width, between=between, shard=self._shard)
-        return StageTimes(
-            seconds,
-            seconds,
-            buckets=tuple(buckets),
-            ending_seconds=ending + self._all_ranks_seconds(COUNTS_BYTES),
-        )
+        span = self.plan.stages[stage].first, self.plan.stages[stage].stop
+        sizes, split = self.costs.sizes(self._largest_microbatch(stage)), "I" in self.orders.letters[0]
+        width, between = self._widths[stage], self._between[stage]
+        buckets = self.costs.buckets(sizes, *span, group_size=width, between=between, split=split)
+        ending = self.costs.ending_seconds(*span, width=width, between=between, shard=self._shard)
+        ending += self._all_ranks_seconds(COUNTS_BYTES)
+        return StageTimes(seconds, seconds, buckets=buckets, ending_seconds=ending)
 
     def _instructions(self, stage: int, forward: list[CutSides], backward: list[CutSides]) -> Seconds:
         """Return the mean seconds of each instruction: micro-batches may differ by one sample."""
@@ -260,14 +235,9 @@ class UnevenCost:
         inputs, weights = (run(sizes.inputs), run(sizes.weights)) if stage else (backward, 0.0)
         return first, forward, backward, inputs, weights
 
-    # ------------------------------------------------------------ between stages and ranks
-
     def _all_ranks_seconds(self, num_bytes: int) -> float:
         several = len({machine for machines in self._machines_of for machine in machines}) > 1
         return self.costs.reduce_seconds(len(self.plan.ranks), num_bytes, between=several)
-
-    def _spans_machines(self, stage: int) -> bool:
-        return len(set(self._machines_of[stage])) > 1
 
     def _messages(self, cut: int, *, gradients: bool) -> CutSides:
         """Return the messages over the cut after stage number `cut`."""
@@ -280,12 +250,10 @@ class UnevenCost:
             crossed = sizes.returned_bytes if gradients else sizes.sent_bytes
             num_bytes = ceil(crossed[self.plan.stages[cut].stop] / peers)
             message = self.costs.message(num_bytes, between=crossing)
-            sides.append(CutSide(message, peers, self._card_users(stage) if crossing else 1))
+            replicas = Counter(self._machines_of[stage]).items()
+            users = max(ceil(number / self._machines[machine].cards) for machine, number in replicas)
+            sides.append(CutSide(message, peers, users if crossing else 1))
         return sides[0], sides[1]
-
-    def _card_users(self, stage: int) -> int:
-        replicas = Counter(self._machines_of[stage])
-        return max(ceil(number / self._machines[machine].cards) for machine, number in replicas.items())
 
     def _ties(self) -> tuple[TiedStages, ...]:
         """Return the reductions of tied weights.
