@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 
 from rich.console import Console
@@ -35,16 +35,9 @@ def headline(plan: Plan) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: "0 to 3, 7, 8". Only the first four ranges are shown."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    texts = [
-        f"{run[0]} to {run[1]}" if len(run) > 1 and run[1] > run[0] + 1 else ", ".join(map(str, run))
-        for run in runs
-    ]
+    by_offset = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_offset]
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
 
 
@@ -161,17 +154,15 @@ def kinds(profile: Profile) -> Table:
             made.add_row(
                 *(("", "", "") if row else (str(index), spans(where), memory(kind.parameter_bytes))),
                 str(size.microbatch_size),
-                _with_spread(size.forward.seconds, size.forward.spread),
-                _with_spread(size.backward.seconds, size.backward.spread),
+                *(
+                    f"{duration(d.seconds)} ± {d.spread / d.seconds:.0%}"
+                    for d in (size.forward, size.backward)
+                ),
                 f"{duration(size.backward_inputs.seconds)} + {duration(size.backward_weights.seconds)}",
                 memory(size.activation_bytes),
                 memory(size.working_bytes),
             )
     return made
-
-
-def _with_spread(seconds: float, spread: float) -> str:
-    return f"{duration(seconds)} ± {spread / seconds:.0%}"
 
 
 def facts(profile: Profile) -> list[str]:
@@ -260,12 +251,10 @@ def data_parallel(pinned: PinnedPlan) -> str | None:
     proposal = by_depth.get(1, pinned.plain)
     if proposal is None:
         return None
-    have = (
-        min((machine.memory_bytes for machine in pinned.cluster.machines), default=0) if pinned.cluster else 0
-    )
     here = " (this plan)" if proposal is pinned else ""
     need = f", and needs {memory(fullest(proposal))}" if proposal is pinned.plain else ""
-    need += f" of {memory(have)}" if need and have else ""
+    if need and pinned.cluster and (machines := pinned.cluster.machines):
+        need += f" of {memory(min(machine.memory_bytes for machine in machines))}"
     return f"plain data parallel{here}: {duration(proposal.forecast.seconds)} a step{need}"
 
 

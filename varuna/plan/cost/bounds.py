@@ -107,15 +107,14 @@ def _in_lanes(pipeline: PipelineTimes, stops: list[float], starts: list[float], 
     final = W if split else B
     longest = 0.0
     for members in lanes.values():
-        buckets = []
-        for s in members:
-            stage, stop = pipeline.stages[s], stops[s]
-            for share, seconds in stage.buckets:
-                buckets.append((stop - (1.0 - share) * stage.last_seconds[final], seconds))
-        buckets.sort()
+        buckets = [
+            (stops[s] - (1.0 - share) * pipeline.stages[s].last_seconds[final], seconds)
+            for s in members
+            for share, seconds in pipeline.stages[s].buckets
+        ]
         free = 0.0
-        for full, seconds in buckets:
-            free = (full if full > free else free) + seconds
+        for full, seconds in sorted(buckets):
+            free = max(full, free) + seconds
         last = members if split else members[:1]
         longest = max(longest, free + min([pipeline.stages[s].ending_seconds - starts[s] for s in last]))
     return longest
@@ -123,8 +122,7 @@ def _in_lanes(pipeline: PipelineTimes, stops: list[float], starts: list[float], 
 
 def exposed(buckets: tuple[tuple[float, float], ...], backward: float) -> float:
     """Return how long the reductions of a stage outlast its last backward, without any queue."""
-    left = 0.0
-    longest = 0.0
+    left = longest = 0.0
     for share, seconds in reversed(buckets):
         left += seconds
         longest = max(longest, left - (1.0 - share) * backward)

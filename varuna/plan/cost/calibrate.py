@@ -4,7 +4,8 @@ The speed then estimates segments and micro-batch sizes that were not measured, 
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
+from operator import mul
 from statistics import fmean, median
 
 import msgspec
@@ -14,8 +15,6 @@ from varuna.types import Duration, Profile, Segment, SizeCost
 
 UNBOUNDED = 1e30
 """A rate so high that it adds no time. JSON has no infinity."""
-LEAST_BACKWARD = 0.1
-"""Least backward time relative to the forward. Very short times are not measured well."""
 
 
 def calibrate(profile: Profile, segments: Sequence[Segment]) -> Speed:
@@ -46,16 +45,12 @@ def speed_of(measured: Iterable[tuple[Segment, SizeCost]], *, memory_bytes: int,
         for weight, (segment, size) in zip(weights, pairs, strict=True)
     ]
     found = []
-    for count in (1, 2, 3):
-        for parts in combinations(range(3), count):
-            chosen = [[row[part] for part in parts] for row in rows]
-            rates = _least_squares(chosen, targets)
-            if rates is not None and min(rates) > 0:
-                errors = (
-                    sum(rate * amount for rate, amount in zip(rates, row, strict=True)) - target
-                    for row, target in zip(chosen, targets, strict=True)
-                )
-                found.append((sum(error**2 for error in errors), parts, rates))
+    for parts in chain.from_iterable(combinations(range(3), count) for count in (1, 2, 3)):
+        chosen = [[row[part] for part in parts] for row in rows]
+        rates = _least_squares(chosen, targets)
+        if rates is not None and min(rates) > 0:
+            errors = (sum(map(mul, rates, row)) - target for row, target in zip(chosen, targets, strict=True))
+            found.append((sum(error**2 for error in errors), parts, rates))
     if not found:
         raise ValueError("the speed of the device cannot be estimated: the measured segments do no work")
     _, parts, rates = min(found)
@@ -84,7 +79,7 @@ def _with_ratios(speed: Speed, pairs: Sequence[tuple[Segment, SizeCost]]) -> Spe
     ]
     return msgspec.structs.replace(
         speed,
-        backward=max(LEAST_BACKWARD, backwards / forwards),
+        backward=max(0.1, backwards / forwards),  # very short times are not measured well
         activations=max(1.0, median(held)) if held else 1.0,
     )
 
@@ -104,16 +99,15 @@ def extended(
             for size in wanted
             if not smallest.microbatch_size <= size <= largest.microbatch_size
         }
-        known = {size.microbatch_size: size for size in cost.sizes}
-        known.update({size: resized(near, segment, speed, size) for size, near in outside.items()})
         added.update(outside)
-        sizes = tuple(known[size] for size in sorted(known))
-        kinds.append(msgspec.structs.replace(cost, sizes=sizes))
+        estimated = [resized(near, segment, speed, size) for size, near in outside.items()]
+        sizes = sorted([*cost.sizes, *estimated], key=lambda size: size.microbatch_size)
+        kinds.append(msgspec.structs.replace(cost, sizes=tuple(sizes)))
     if not added:
         return profile
     low, high = min(added), max(added)
-    sizes_text = str(low) if low == high else f"{low} to {high}"
-    note = f"micro-batches of {sizes_text} are estimated from those that were measured"
+    text = str(low) if low == high else f"{low} to {high}"
+    note = f"micro-batches of {text} are estimated from those that were measured"
     return msgspec.structs.replace(profile, kinds=tuple(kinds), notes=(*profile.notes, note))
 
 
@@ -121,9 +115,8 @@ def resized(near: SizeCost, segment: Segment, speed: Speed, size: int) -> SizeCo
     """Return the cost of a segment at a size that was not measured, scaled from one that was."""
     slower = speed.seconds(segment, size) / speed.seconds(segment, near.microbatch_size)
     larger = size / near.microbatch_size
-    fixed = min(
-        near.working_bytes, segment.parameter_bytes
-    )  # a new gradient, before it is added to the accumulated one
+    # A new gradient, before it is added to the accumulated one, does not depend on the size.
+    fixed = min(near.working_bytes, segment.parameter_bytes)
 
     def scaled(duration: Duration) -> Duration:
         return Duration(duration.seconds * slower, duration.spread * slower)

@@ -10,9 +10,6 @@ import msgspec
 
 from varuna.types import Duration, Segment, SizeCost
 
-WEIGHT_PASSES = 2
-"""A gradient is written, then added to the accumulated one."""
-
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Achieved (not nominal) speed of a device."""
@@ -38,8 +35,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return self.backward * self.seconds(segment, microbatch_size) + self.weight_seconds(segment)
 
     def weight_seconds(self, segment: Segment) -> float:
-        """Return the time to write the gradients of the weights; it does not depend on the batch."""
-        return WEIGHT_PASSES * segment.parameter_bytes / self.bytes_per_second
+        """Return the time to write the gradients and to add them up; it does not depend on the batch."""
+        return 2 * segment.parameter_bytes / self.bytes_per_second
 
 
 def amounts(segment: Segment, microbatch_size: int) -> tuple[float, float, float]:

@@ -67,10 +67,8 @@ class MemoryTotals:
         profile, sizes = costs.profile, terms.sizes
         copies = 2 if terms.width > 1 else 1
         state = profile.optimizer.state_bytes_per_element / (terms.width if terms.shard else 1)
-        self._costs = costs
-        self._sizes = sizes
+        self._costs, self._sizes, self._state = costs, sizes, state
         self._copies = copies + 1  # of a tied tensor: the parameter and its gradients
-        self._state = state
         self._steady = [
             parameters + copies * gradients + state * elements
             for parameters, gradients, elements in zip(
@@ -80,7 +78,6 @@ class MemoryTotals:
         self._always = profile.fixed_bytes + terms.replica_batch * profile.sample_bytes
         self._boundaries = [a + b for a, b in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)]
         self._working = costs.working_peaks(sizes.microbatch_size)
-        self._ties = bool(profile.ties)
 
     @property
     def least_steady(self) -> float:
@@ -102,7 +99,7 @@ class MemoryTotals:
             + self._boundaries[stop]
             + self._working[first][stop - first - 1]
         )
-        if self._ties:
+        if self._costs.profile.ties:
             num_bytes, num_elements = self._costs.tied_twice(first, stop)
             total -= self._copies * num_bytes + self._state * num_elements
         return total

@@ -160,10 +160,9 @@ class Simulation:
     def bare_seconds(self) -> float:
         """Time of a step without reductions."""
         played = self.played[0]
-        spans = pairwise(played.firsts)
         return max(
             float(max(played.stops[first:stop])) - float(played.starts[first]) + stage.ending_seconds
-            for (first, stop), stage in zip(spans, self.replicas[0].stages, strict=True)
+            for (first, stop), stage in zip(pairwise(played.firsts), self.replicas[0].stages, strict=True)
         )
 
     def compute_seconds(self, stage: int) -> float:

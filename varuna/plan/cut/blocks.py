@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from varuna.plan.cut.order import best_order, crossings
-from varuna.types import Operation, OperationGraph
+from varuna.types import OperationGraph
 
 FEWEST = 32
 """Least number of blocks, if the model has enough candidates. Good for 8 stages and more."""
@@ -43,7 +43,10 @@ class CutCandidate(NamedTuple):
 
 def partition(graph: OperationGraph, *, fewest: int = FEWEST, most: int = MOST) -> tuple[int, ...]:
     """Return the block of each operation: at most `most` blocks, at least `fewest` if possible."""
-    durations = [_duration(operation) for operation in graph.operations]
+    durations = [
+        FORWARD_AND_BACKWARD * (operation.flops + FLOPS_PER_MOVED_BYTE * operation.moved_bytes)
+        for operation in graph.operations
+    ]
     order = best_order(graph, durations, windows=fewest)
     whole = sum(durations)
     moments = accumulate((durations[operation] for operation in order), initial=0)
@@ -56,10 +59,6 @@ def partition(graph: OperationGraph, *, fewest: int = FEWEST, most: int = MOST) 
     in_a_row = accumulate(int(stop in cuts) for stop in range(len(order)))
     block_of = dict(zip(order, in_a_row, strict=True))
     return tuple(block_of[operation] for operation in range(len(order)))
-
-
-def _duration(operation: Operation) -> int:
-    return FORWARD_AND_BACKWARD * (operation.flops + FLOPS_PER_MOVED_BYTE * operation.moved_bytes)
 
 
 def _choose(

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -50,11 +50,8 @@ class TimeLimits:
         speeds: tuple[float, ...],
         sending: Sequence[Sequence[float]] = (),  # by stage and cut after it; empty if all are equal
     ) -> None:
-        self.work = work
-        self.segments = work.segments
-        self.microbatches = microbatches
-        self.speeds = speeds
-        self.sending = sending
+        self.work, self.segments = work, work.segments
+        self.microbatches, self.speeds, self.sending = microbatches, speeds, sending
         self._fastest_speed = max(speeds)
         self._fastest: dict[bool, Spans] = {}
 
@@ -126,11 +123,8 @@ class Cutter:
         memory_bytes: tuple[int, ...],  # by stage
         every: bool,  # yield all cuts, not only the one with the smallest bound
     ) -> None:
-        self.limits = limits
-        self._every = every
-        self.totals = totals
-        self.depth = len(memory_bytes)
-        self.memory_bytes = memory_bytes
+        self.limits, self.totals, self._every = limits, totals, every
+        self.depth, self.memory_bytes = len(memory_bytes), memory_bytes
         self._choices = {"never": (False,), "where needed": (False, True), "everywhere": (True,)}[mode]
         self._furthest: dict[tuple[int, int, bool], int] = {}
         self._held_counts = _held_counts(schedule, self.depth, ceil(limits.microbatches))
@@ -146,13 +140,11 @@ class Cutter:
     def recompute(self, spans: Spans) -> tuple[bool, ...] | None:
         """Return which stages recompute; None if one does not fit its device even with recompute."""
         flags = []
-        for stage, (first, stop) in enumerate(spans):
-            for flag in self._choices:
-                if self.fits(stage, first, stop, flag):
-                    flags.append(flag)
-                    break
-            else:
+        for stage, span in enumerate(spans):
+            flag = next((flag for flag in self._choices if self.fits(stage, *span, flag)), None)
+            if flag is None:
                 return None
+            flags.append(flag)
         return tuple(flags)
 
     def need(self, stage: int, first: int, stop: int, recompute: bool) -> float:
@@ -233,13 +225,8 @@ def _held_counts(
     schedule: ScheduleName, stages: int, microbatches: int
 ) -> tuple[tuple[HeldCounts, HeldCounts], ...]:
     """Return the counts by stage, without and with recompute."""
-
-    def one(stage: int, recompute: bool) -> HeldCounts:
-        return held_counts(
-            schedule, stage=stage, stages=stages, microbatches=microbatches, recompute=recompute
-        )
-
-    return tuple((one(stage, False), one(stage, True)) for stage in range(stages))
+    one = partial(held_counts, schedule, stages=stages, microbatches=microbatches)
+    return tuple((one(stage=s, recompute=False), one(stage=s, recompute=True)) for s in range(stages))
 
 
 def _add(*sums: list[float]) -> list[float]:

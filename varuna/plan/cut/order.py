@@ -84,10 +84,14 @@ def _depth_first(needs: Sequence[Sequence[int]], possible: Sequence[int]) -> lis
     depths = [0] * len(needs)
     for operation in possible:
         depths[operation] = 1 + max((depths[need] for need in needs[operation]), default=0)
+
+    def deepest_first(operation: int) -> Iterator[int]:
+        return iter(sorted(needs[operation], key=lambda need: -depths[need]))
+
     order: list[int] = []
     begun = [False] * len(needs)
     for start in sorted(set(range(len(needs))).difference(*needs), reverse=True):  # needed by no other
-        path = [(start, _deepest_first(needs[start], depths))]
+        path = [(start, deepest_first(start))]
         while path:
             operation, left = path[-1]
             following = next((need for need in left if not begun[need]), None)
@@ -96,9 +100,5 @@ def _depth_first(needs: Sequence[Sequence[int]], possible: Sequence[int]) -> lis
                 order.append(operation)
             else:
                 begun[following] = True
-                path.append((following, _deepest_first(needs[following], depths)))
+                path.append((following, deepest_first(following)))
     return order
-
-
-def _deepest_first(needs: Sequence[int], depths: Sequence[int]) -> Iterator[int]:
-    return iter(sorted(needs, key=lambda need: -depths[need]))

@@ -46,6 +46,11 @@ def _cross_least(costs: Sequence[float], stages: int, crossing: Sequence[int], m
                 first -= 1
         best = following
         choices.append(choice)
+    return _follow(choices, count)
+
+
+def _follow(choices: list[list[int]], count: int) -> Spans:
+    """Return the spans from `choices[stage][stop]`: the best first segment of a stage that ends at `stop`."""
     bounds = [count]
     for choice in reversed(choices):
         bounds.append(choice[bounds[-1]])
@@ -61,33 +66,22 @@ def _balance(costs: Sequence[float], stages: int) -> Spans:
         )
     before = [0.0, *accumulate(float(cost) for cost in costs)]
     best = before  # best[n]: smallest largest cost of the first n segments
-    choices: list[list[int]] = []
+    choices = [[0] * (count + 1)]
     for used in range(1, stages):
-        following = [float("inf")] * (count + 1)
+        following = [inf] * (count + 1)
         choice = [0] * (count + 1)
         for stop in range(used + 1, count + 1):
             # The later the last stage begins, the more the stages before it cost, and the less it
             # costs itself. The best beginning is where the two meet, or one before.
             whole = before[stop]
-            meet = bisect_left(
-                range(used, stop), True, key=lambda first: best[first] >= whole - before[first]
-            )
-            first = used + meet
-            least = min(
-                max(best[place], whole - before[place])
-                for place in (first - 1, first)
-                if used <= place < stop
-            )
-            following[stop] = least
-            choice[stop] = used + bisect_left(
-                range(used, stop), True, key=lambda first: whole - before[first] <= least
-            )
+            firsts = range(used, stop)
+            meet = bisect_left(firsts, True, key=lambda first: best[first] >= whole - before[first])
+            near = firsts[max(meet - 1, 0) : meet + 1]
+            least = following[stop] = min(max(best[first], whole - before[first]) for first in near)
+            choice[stop] = used + bisect_left(firsts, True, key=lambda first: whole - before[first] <= least)
         best = following
         choices.append(choice)
-    bounds = [count]
-    for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
-    return tuple(pairwise([0, *reversed(bounds)]))
+    return _follow(choices, count)
 
 
 def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) -> Spans | None:
@@ -97,14 +91,11 @@ def cut_within(*, segments: int, stages: int, reach: Callable[[int, int], int]) 
     cost more, and no stage can take a segment that an earlier one cannot, this finds a cut if there is one.
     """
     bounds = [0]
-    first = 0
     for stage in range(stages):
-        stop = min(reach(stage, first), segments - (stages - 1 - stage))
-        if stop <= first:
+        bounds.append(min(reach(stage, bounds[-1]), segments - (stages - 1 - stage)))
+        if bounds[-1] <= bounds[-2]:
             return None
-        bounds.append(stop)
-        first = stop
-    return tuple(pairwise(bounds)) if first == segments else None
+    return tuple(pairwise(bounds)) if bounds[-1] == segments else None
 
 
 def cut_for_least(

@@ -58,11 +58,14 @@ class Placement(NamedTuple):
         return tuple(tuple(rank[device] for device in stage) for stage in zip(*self.replicas, strict=True))
 
 
-class Packed(Sequence[Sequence[int]]):
-    """Replicas one after the other over a row of devices, computed on access."""
+class DeviceRow(Sequence[Sequence[int]]):
+    """The replicas of a layout on a row of devices, computed on access.
 
-    def __init__(self, devices: Sequence[int], depth: int, width: int) -> None:
-        self._devices, self._depth, self._width = devices, depth, width
+    One replica comes after the other; with `striped`, one stage after the other.
+    """
+
+    def __init__(self, devices: Sequence[int], depth: int, width: int, *, striped: bool) -> None:
+        self._devices, self._depth, self._width, self._striped = devices, depth, width, striped
 
     def __len__(self) -> int:
         return self._width
@@ -70,17 +73,9 @@ class Packed(Sequence[Sequence[int]]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._width:
             raise IndexError(index)
-        return self._take(index)
-
-    def _take(self, index: int) -> Sequence[int]:
+        if self._striped:
+            return self._devices[index : self._depth * self._width : self._width]
         return self._devices[index * self._depth : (index + 1) * self._depth]
-
-
-class Striped(Packed):
-    """Stages one after the other over a row of devices."""
-
-    def _take(self, index: int) -> Sequence[int]:
-        return self._devices[index : self._depth * self._width : self._width]
 
 
 class ClusterMap:
@@ -94,10 +89,10 @@ class ClusterMap:
         self._firsts = firsts = [0, *accumulate(machine.devices for machine in cluster.machines)]
         # The slowest and smallest machines come last, so they stay idle.
         order = sorted(
-            range(len(cluster.machines)),
-            key=lambda index: (-cluster.machines[index].speed, -cluster.machines[index].memory_bytes, index),
+            zip(cluster.machines, pairwise(firsts), strict=True),
+            key=lambda pair: (-pair[0].speed, -pair[0].memory_bytes),
         )
-        self._machines = [range(firsts[index], firsts[index + 1]) for index in order]
+        self._machines = [range(*span) for _, span in order]
         self._in_order = [device for machine in self._machines for device in machine]
         self.unequal = len({(machine.memory_bytes, machine.speed) for machine in cluster.machines}) > 1
         self._uneven = len({(machine.devices, machine.cards) for machine in cluster.machines}) > 1
@@ -124,7 +119,11 @@ class ClusterMap:
     def place(self, depth: int, width: int, arrangement: Arrangement) -> Placement:
         key = (depth, width, arrangement)
         if key not in self._placed:
-            self._placed[key] = self._describe(self._choose(depth, width, arrangement))
+            striped = arrangement == "replicas together"
+            replicas: Sequence[Sequence[int]] = [] if striped else self._align(depth)[:width]
+            if len(replicas) < width:
+                replicas = DeviceRow(self._in_order, depth, width, striped=striped)
+            self._placed[key] = self._describe(replicas)
         return self._placed[key]
 
     def speeds(self, depth: int, width: int, arrangement: Arrangement) -> tuple[float, ...]:
@@ -139,13 +138,6 @@ class ClusterMap:
     def name(self, device: int) -> str:
         index = self.machine_of[device]
         return f"{self.cluster.machines[index].name}:{device - self._firsts[index]}"
-
-    def _choose(self, depth: int, width: int, arrangement: Arrangement) -> Sequence[Sequence[int]]:
-        """Return the devices of each replica, by stage."""
-        if arrangement == "replicas together":
-            return Striped(self._in_order, depth, width)
-        aligned = self._align(depth)
-        return aligned[:width] if width <= len(aligned) else Packed(self._in_order, depth, width)
 
     def _align(self, depth: int) -> list[Sequence[int]]:
         """Return replicas that are on as few machines as possible."""
