@@ -4,7 +4,7 @@ A number that was not measured is either an error that names what is missing, or
 note. `CostTable.take_notes` returns the notes since `start_notes`. No missing number counts as zero.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, log2
@@ -87,12 +87,9 @@ class CostTable:
         self._bucket_seconds: dict[tuple[int, int, bool], tuple[float, ...]] = {}
         self._bucket_shares: dict[tuple[int, bool, int, int], tuple[float, ...]] = {}
         self._notes: dict[str, None] | None = None
-        self._reduce_points: dict[bool, dict[int, Points]] = {}
-        self._share_points: dict[bool, dict[int, Points]] = {}
-        for between in (False, True):
-            costs = [cost for cost in profile.reductions if cost.between_machines is between]
-            self._reduce_points[between] = _by_group((cost, cost.duration) for cost in costs)
-            self._share_points[between] = _by_group((cost, cost.sharing) for cost in costs)
+        costs = profile.reductions
+        self._reduce_points = _by_group((cost, cost.duration) for cost in costs)
+        self._share_points = _by_group((cost, cost.sharing) for cost in costs)
 
     def start_notes(self) -> None:
         self._notes = {}
@@ -154,10 +151,9 @@ class CostTable:
             return 0, 0
         num_bytes = num_elements = 0
         for tie in self.profile.ties:
-            extra = sum(first <= segment < stop for segment in tie.segments) - 1
-            if extra > 0:
-                num_bytes += extra * tie.num_bytes
-                num_elements += extra * tie.num_elements
+            extra = max(0, sum(first <= segment < stop for segment in tie.segments) - 1)
+            num_bytes += extra * tie.num_bytes
+            num_elements += extra * tie.num_elements
         return num_bytes, num_elements
 
     def extremes(self, microbatch_size: int) -> tuple[int, int]:
@@ -392,13 +388,14 @@ def _between_points(points: Points, num_bytes: float) -> float:
     return lower + (value - lower) * (num_bytes - before) / (size - before)
 
 
-def _by_group(costs: Iterable[tuple[ReduceCost, Duration | None]]) -> dict[int, Points]:
-    """Return the measured points by group size."""
-    found: dict[int, Points] = {}
+def _by_group(costs: Iterable[tuple[ReduceCost, Duration | None]]) -> dict[bool, dict[int, Points]]:
+    """Return the measured points by whether they are between machines, and by group size."""
+    found: dict[bool, dict[int, Points]] = {False: {}, True: {}}
     for cost, duration in costs:
         if duration is not None:
-            found.setdefault(cost.group_size, []).append((cost.num_bytes, duration.seconds))
-    return {size: sorted(points) for size, points in found.items()}
+            points = found[cost.between_machines].setdefault(cost.group_size, [])
+            insort(points, (cost.num_bytes, duration.seconds))
+    return found
 
 
 def _over_group(groups: dict[int, Points], group_size: int, num_bytes: int) -> tuple[float, str]:
@@ -428,13 +425,9 @@ def assumed_link(latency_seconds: float, bytes_per_second: float) -> LinkCost:
             f"a link needs a latency and a bandwidth above zero, not {latency_seconds} s and "
             f"{bytes_per_second} bytes/s"
         )
-    return LinkCost(
-        tuple(
-            MessageCost(size, Duration(seconds), Duration(seconds), 0.0, 0.0)
-            for size in (1 << 10, 1 << 30)
-            for seconds in (latency_seconds + size / bytes_per_second,)
-        )
-    )
+    sizes = (1 << 10, 1 << 30)
+    times = [Duration(latency_seconds + size / bytes_per_second) for size in sizes]
+    return LinkCost(tuple(MessageCost(size, t, t, 0.0, 0.0) for size, t in zip(sizes, times, strict=True)))
 
 
 def with_network(profile: Profile, latency_seconds: float, bytes_per_second: float) -> Profile:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from math import ceil, sqrt
 from typing import NamedTuple
 
@@ -141,17 +142,11 @@ def memories(costs: CostTable, layout: CandidateLayout) -> list[MemoryForecast]:
         layout.replica_batch,
         layout.shard_optimizer,
     )
-    found = []
-    for stage, (first, stop) in enumerate(layout.spans):
-        counts = held_counts(
-            layout.schedule,
-            stage=stage,
-            stages=layout.depth,
-            microbatches=layout.microbatches,
-            recompute=layout.recompute[stage],
-        )
-        found.append(stage_memory(costs, terms, first, stop, counts))
-    return found
+    counts = partial(held_counts, layout.schedule, stages=layout.depth, microbatches=layout.microbatches)
+    return [
+        stage_memory(costs, terms, *span, counts(stage=stage, recompute=recompute))
+        for stage, (span, recompute) in enumerate(zip(layout.spans, layout.recompute, strict=True))
+    ]
 
 
 def orders_of(layout: CandidateLayout) -> Orders:
