@@ -87,9 +87,8 @@ class CostTable:
         self._bucket_seconds: dict[tuple[int, int, bool], tuple[float, ...]] = {}
         self._bucket_shares: dict[tuple[int, bool, int, int], tuple[float, ...]] = {}
         self._notes: dict[str, None] | None = None
-        costs = profile.reductions
-        self._reduce_points = _by_group((cost, cost.duration) for cost in costs)
-        self._share_points = _by_group((cost, cost.sharing) for cost in costs)
+        self._reduce_points = _by_group((cost, cost.duration) for cost in profile.reductions)
+        self._share_points = _by_group((cost, cost.sharing) for cost in profile.reductions)
 
     def start_notes(self) -> None:
         self._notes = {}

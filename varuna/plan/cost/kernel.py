@@ -216,10 +216,7 @@ def deliver(
 
 
 def number_instructions(letters: Any, first: int, stop: int, numbers: Any) -> None:
-    """Number the micro-batch of each letter of a row.
-
-    Forwards and backwards count up; a W has the number of its I.
-    """
+    """Number the micro-batch of each letter: forwards and backwards count up; a W has that of its I."""
     forwards = 0
     backwards = 0
     for position in range(first, stop):

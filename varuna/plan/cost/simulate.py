@@ -97,10 +97,7 @@ def name_orders(
 
 
 def simulate(orders: Orders, replicas: Sequence[PipelineTimes], *, seed: int = 0) -> "Simulation":
-    """Simulate one step of the whole job.
-
-    Give equal replicas once. `seed` 0: times do not vary.
-    """
+    """Simulate one step of the whole job. Give equal replicas once. `seed` 0: times do not vary."""
     stages = len(orders.letters)
     for pipeline in replicas:
         if len(pipeline.stages) != stages:
