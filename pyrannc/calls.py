@@ -7,6 +7,7 @@ while others are larger, is shared by all samples.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from varuna.capture.model.call_convention import StructuredCall
 from varuna.errors import CaptureError
 from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.execute.comm.session import Session
-from varuna.execute.step.same_data import SampleHashes, find_equal_replicas, hash_batch
+from varuna.execute.step.same_data import find_equal_replicas, hash_batch
 from varuna.types import PrecisionName
 
 log = logging.getLogger("pyrannc")
@@ -68,6 +69,7 @@ class AgreedCall(NamedTuple):
     signature: CallSignature
     batched: tuple[str, ...]
     shared: tuple[tuple[str, int], ...]  # tensors that all samples share, and their size
+    convention: StructuredCall
 
     @property
     def dims(self) -> dict[str, int]:
@@ -98,24 +100,16 @@ class AgreedCall(NamedTuple):
         inputs, _ = self.meta_inputs(1)
         return sum(inputs[name].nbytes for name in self.dims)
 
-
-def capture_call(
-    source: Source,
-    call: AgreedCall,
-    convention: StructuredCall,
-    *,
-    training: bool | None = None,
-    size: int = 2,
-) -> Captured:
-    """Capture the model for micro-batches of `size` samples; `training=None`: in the mode of the call."""
-    inputs, batch = call.meta_inputs(size)
-    return source.capture(
-        {name: inputs[name] for name in convention.names},
-        training=call.signature.training if training is None else training,
-        batch=batch,
-        convention=convention,
-        precision=call.signature.precision,
-    )
+    def capture(self, source: Source, *, training: bool | None = None, size: int = 2) -> Captured:
+        """Capture the model for micro-batches of `size` samples; `training=None`: in the mode of the call."""
+        inputs, batch = self.meta_inputs(size)
+        return source.capture(
+            {name: inputs[name] for name in self.convention.names},
+            training=self.signature.training if training is None else training,
+            batch=batch,
+            convention=self.convention,
+            precision=self.signature.precision,
+        )
 
 
 class CurrentCall(NamedTuple):
@@ -130,24 +124,14 @@ class CurrentCall(NamedTuple):
         return sum(self.counts)
 
 
+@dataclass
 class AgreedCalls:
     """All calls that the ranks have agreed on so far, by number."""
 
-    def __init__(
-        self, model: nn.Module, batch_dims: Mapping[str, int | None], *, gather_inputs: bool
-    ) -> None:
-        self.calls: list[AgreedCall] = []
-        self.conventions: list[StructuredCall] = []
-        self._model = model
-        self._batch_dims = batch_dims
-        self._gather_inputs = gather_inputs
-
-    def capture(
-        self, source: Source, number: int, *, training: bool | None = None, size: int = 2
-    ) -> Captured:
-        return capture_call(
-            source, self.calls[number], self.conventions[number], training=training, size=size
-        )
+    model: nn.Module
+    batch_dims: Mapping[str, int | None]
+    gather_inputs: bool
+    calls: list[AgreedCall] = field(default_factory=list)
 
     def agree(
         self, session: Session, args: Any, kwargs: Any, *, training: bool, precision: PrecisionName
@@ -158,18 +142,18 @@ class AgreedCalls:
         leaves: dict[str, Any] = {}
         convention: StructuredCall | None = None
         number, count = -1, 0
-        if self._gather_inputs or session.rank == 0:
+        if self.gather_inputs or session.rank == 0:
             grad_enabled = torch.is_grad_enabled()
-            convention, leaves = StructuredCall.of(self._model, args, kwargs, grad_enabled=grad_enabled)
+            convention, leaves = StructuredCall.of(self.model, args, kwargs, grad_enabled=grad_enabled)
             signature, sizes = describe_call(
-                leaves, convention, batch_dims=self._batch_dims, training=training, precision=precision
+                leaves, convention, batch_dims=self.batch_dims, training=training, precision=precision
             )
             for index, call in enumerate(self.calls):
                 known = call.num_samples(signature, sizes)
                 if known is not None:
                     number, count = index, known
         numbers = session.gather_numbers([number, count])
-        callers = numbers if self._gather_inputs else numbers[:1]
+        callers = numbers if self.gather_inputs else numbers[:1]
         if all(theirs[0] == callers[0][0] >= 0 for theirs in callers):
             number, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]
         else:
@@ -187,32 +171,26 @@ class AgreedCalls:
     ) -> tuple[int, list[int]]:
         """Exchange full descriptions; return the new number and the samples of each calling rank."""
         # Only in the first call: a script that gives all ranks the same data does so from the start.
-        compares = self._gather_inputs and training and not self.calls
+        compares = self.gather_inputs and training and not self.calls
         hashes = hash_batch(leaves) if compares else {}
-        sent_convention = None if self._gather_inputs else convention
+        sent_convention = None if self.gather_inputs else convention
         everyone = session.gather((signature, sizes, sent_convention, hashes))
-        warn_of_equal_batches([theirs for *_, theirs in everyone], session.rank)
-        callers = everyone if self._gather_inputs else everyone[:1]
+        equal = find_equal_replicas([theirs for *_, theirs in everyone])
+        if equal is not None and session.rank == 0:
+            log.warning(
+                "ranks %d and %d called the model with the same samples, so each sample counts twice (give "
+                "each rank its own samples, for example with torch's DistributedSampler; or pass "
+                "gather_inputs=False if rank 0 has all samples)",
+                *equal,
+            )
+        callers = everyone if self.gather_inputs else everyone[:1]
         calls = [(theirs, its_sizes) for theirs, its_sizes, *_ in callers if theirs is not None]
-        call = agree_on_call(
-            [theirs for theirs, _ in calls], [its_sizes for _, its_sizes in calls], self._batch_dims
-        )
         convention = convention or everyone[0][2]
         assert convention is not None
+        signatures, all_sizes = zip(*calls, strict=True)
+        call = agree_on_call(signatures, all_sizes, self.batch_dims, convention)
         self.calls.append(call)
-        self.conventions.append(convention)
         return len(self.calls) - 1, [call.num_samples(theirs, its) or 0 for theirs, its in calls]
-
-
-def warn_of_equal_batches(hashes: Sequence[SampleHashes], rank: int) -> None:
-    equal = find_equal_replicas(hashes)
-    if equal is not None and rank == 0:
-        log.warning(
-            "ranks %d and %d called the model with the same samples, so each sample counts twice (give each "
-            "rank its own samples, for example with torch's DistributedSampler; or pass "
-            "gather_inputs=False if rank 0 has all samples)",
-            *equal,
-        )
 
 
 def describe_call(
@@ -254,7 +232,10 @@ def describe_call(
 
 
 def agree_on_call(
-    signatures: Sequence[CallSignature], sizes: Sequence[Sizes], batch_dims: Mapping[str, int | None]
+    signatures: Sequence[CallSignature],
+    sizes: Sequence[Sizes],
+    batch_dims: Mapping[str, int | None],
+    convention: StructuredCall,
 ) -> AgreedCall:
     """Return the call that all ranks make; raise ValueError with the first difference."""
     first = signatures[0]
@@ -290,7 +271,7 @@ def agree_on_call(
                 f"the input {tensor.name!r} needs a gradient, but samples on several ranks share it (give "
                 "it a batch dimension, or make it a parameter of the model)"
             )
-    return AgreedCall(first, tuple(sorted(batched)), shared)
+    return AgreedCall(first, tuple(sorted(batched)), shared, convention)
 
 
 def _sizes_text(column: Sequence[int]) -> str:

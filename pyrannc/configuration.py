@@ -65,7 +65,6 @@ use_named_tensors validate_comm verify_partitioning verify_recomp watchdog_lockf
 WITHOUT_EFFECT = frozenset(OTHER_OPTIONS.split())
 """Options of RaNNC for what this library always does, does differently, or does not need."""
 
-NOT_OPTIONS = {"conf_dir"}  # RANNC_* variables that are no options
 OPTION_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
 DEFAULTS = Configuration()
 
@@ -85,7 +84,9 @@ def read_configuration(
             elif key in WITHOUT_EFFECT:
                 log.info("%s, in %s, has no effect", key, source)
             else:
-                log.warning("%s, in %s, is not an option (%s)", key, source, _suggestion(key))
+                near = difflib.get_close_matches(key, [*OPTION_TYPES, *WITHOUT_EFFECT], n=1)
+                suggestion = f"did you mean {near[0]}?" if near else "docs/pyrannc.md lists them"
+                log.warning("%s, in %s, is not an option (%s)", key, source, suggestion)
     configuration = Configuration(**found)  # type: ignore[arg-type]
     if configuration.max_pipeline < configuration.min_pipeline:
         raise ValueError(
@@ -120,12 +121,11 @@ def _from_file(environment: Mapping[str, str], home: Path) -> tuple[str, Mapping
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, text in environment.items():
-        key = name.removeprefix("RANNC_").lower()
-        if name.startswith("RANNC_") and key not in NOT_OPTIONS:
-            found[key] = text
-    return found
+    return {
+        name.removeprefix("RANNC_").lower(): text
+        for name, text in environment.items()
+        if name.startswith("RANNC_") and name != "RANNC_CONF_DIR"
+    }
 
 
 def _checked(key: str, value: object, source: str) -> object:
@@ -142,8 +142,3 @@ def _checked(key: str, value: object, source: str) -> object:
         raise ValueError(
             f"{key}, in {source}, is {value!r}: {error}{form if key == 'replica_num' else ''}"
         ) from None
-
-
-def _suggestion(key: str) -> str:
-    near = difflib.get_close_matches(key, [*OPTION_TYPES, *WITHOUT_EFFECT], n=1)
-    return f"did you mean {near[0]}?" if near else "docs/pyrannc.md lists them"

@@ -13,16 +13,16 @@ import msgspec
 
 from pyrannc.configuration import Configuration
 from pyrannc.layouts import (
+    SCHEDULE,
     DeploymentTask,
     LayoutChoices,
     balanced_spans,
     best_uneven_layout,
-    layout_choices,
     microbatch_sizes,
     separable_cuts,
     stage_map_of,
 )
-from pyrannc.model_costs import SCHEDULE, DeploymentCosts, data_parallel, deployment_costs
+from pyrannc.model_costs import DeploymentCosts, data_parallel, deployment_costs
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan, write_plan
@@ -40,7 +40,7 @@ SAME_TIME = 1.05
 
 def choose(task: DeploymentTask, configuration: Configuration, measured: Profile | None = None) -> PinnedPlan:
     """Choose a layout by measured costs, or by estimates; raise PlanError if nothing fits."""
-    layouts = layout_choices(task, configuration)
+    layouts = LayoutChoices(task.world, task.captured.num_segments, configuration)
     costs = deployment_costs(task, configuration, measured)
     if layouts.forced and configuration.pipeline_num:
         pinned = _forced_plan(task, configuration, layouts.maps[0], costs)
@@ -81,7 +81,6 @@ def _fastest_plan(
             costs.profile,
             costs.cluster,
             depths=layouts.uneven_depths,
-            schedule=SCHEDULE,
             even_seconds=min((proposal.forecast.seconds for proposal in proposals), default=math.inf),
         )
         proposals += [] if uneven is None else [uneven]
@@ -195,9 +194,6 @@ def _forced_plan(
     )
     forecast, _ = forecast_plan(costs.profile, costs.cluster, plan)
     return PinnedPlan(plan, forecast, (), "as forced")
-
-
-# ---------------------------------------------------------------- files
 
 
 def save(file: str | os.PathLike[str], pinned: PinnedPlan) -> None:

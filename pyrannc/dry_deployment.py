@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pyrannc import deployment
-from pyrannc.calls import agree_on_call, capture_call, describe_call
+from pyrannc.calls import agree_on_call, describe_call
 from pyrannc.configuration import Configuration, read_configuration
 from pyrannc.layouts import DeploymentTask
 from pyrannc.model_costs import read_known_costs
@@ -60,7 +60,7 @@ def dry_run(
         signature, sizes = describe_call(
             leaves, convention, batch_dims=dims, training=True, precision=precision
         )
-    call = agree_on_call([signature], [sizes], dims)
+    call = agree_on_call([signature], [sizes], dims, convention)
     # A torch without CUDA has no CUDA tensors, not even without values.
     device_type = "cpu" if device == "cuda" and not torch.cuda.is_available() else device
     source = Source(
@@ -72,7 +72,7 @@ def dry_run(
     )
     task = DeploymentTask(
         source,
-        capture_call(source, call, convention),
+        call.capture(source),
         batch_size or ranks * (call.num_samples(signature, sizes) or 1),
         call.sample_bytes,
         [f"machine{rank // ranks_per_machine}" for rank in range(ranks)],

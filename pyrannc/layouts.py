@@ -22,6 +22,9 @@ from varuna.profile.description import describe
 from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap, format_widths, show_widths
 from varuna.units import count
 
+SCHEDULE: ScheduleName = "gpipe"
+"""All forwards, then all backwards: in between, the script computes its loss from the outputs."""
+
 
 @dataclass(frozen=True)
 class DeploymentTask:
@@ -69,12 +72,10 @@ class LayoutChoices:
                 f"{count(depth, 'stage')}, but there are {count(world, 'rank')}, and the model can be cut "
                 f"into {num_segments} at most (ask for fewer stages)"
             )
-        self.forced = widths is not None
-        """True if there is only one layout."""
+        self.forced = widths is not None  # there is only one layout
+        # The forced layout, or all layouts whose stages have equally many replicas.
         self.maps: list[StageMap] = [stage_map_of(widths)] if widths is not None else []
-        """The forced layout, or all layouts whose stages have equally many replicas."""
-        self.uneven_depths: range = range(0)
-        """Numbers of stages for which stages may have different numbers of replicas."""
+        self.uneven_depths = range(0)  # for which stages may have different numbers of replicas
         if widths is None and stages:
             self.uneven_depths = range(stages, stages + 1)
         elif widths is None:
@@ -87,10 +88,6 @@ class LayoutChoices:
         """Fewest replicas of any stage, in each layout."""
         widths = [min(map(len, stage_map)) for stage_map in self.maps]
         return [*widths, 1] if self.uneven_depths else widths
-
-
-def layout_choices(task: DeploymentTask, configuration: Configuration) -> LayoutChoices:
-    return LayoutChoices(task.world, task.captured.num_segments, configuration)
 
 
 def interleaved(depth: int, width: int) -> StageMap:
@@ -136,9 +133,6 @@ def _replica_text(configuration: Configuration) -> str:
     return "+".join(map(str, replicas)) if isinstance(replicas, tuple) else str(replicas or "open")
 
 
-# ---------------------------------------------------------------- micro-batches
-
-
 def microbatch_sizes(task: DeploymentTask, configuration: Configuration, width: int) -> Iterator[int]:
     """Yield the micro-batch sizes to try for stages with `width` replicas, largest first."""
     share = -(-task.batch_size // width)
@@ -157,7 +151,7 @@ def microbatch_sizes(task: DeploymentTask, configuration: Configuration, width: 
 
 def all_microbatch_sizes(task: DeploymentTask, configuration: Configuration) -> list[int]:
     """Return the micro-batch sizes of all layouts, in ascending order."""
-    widths = layout_choices(task, configuration).widths
+    widths = LayoutChoices(task.world, task.captured.num_segments, configuration).widths
     sizes = {size for width in widths for size in microbatch_sizes(task, configuration, width)}
     return sorted(sizes | {-(-task.batch_size // task.world)})
 
@@ -172,9 +166,6 @@ def microbatch_counts(batch_size: int, configuration: Configuration) -> list[int
         if batch_size // number >= configuration.min_pipeline_bs:
             counts.append(number)
     return counts
-
-
-# ---------------------------------------------------------------- different numbers of replicas
 
 
 def separable_cuts(captured: Captured) -> list[int]:
@@ -204,7 +195,6 @@ def best_uneven_layout(
     cluster: Cluster,
     *,
     depths: Sequence[int],
-    schedule: ScheduleName,
     even_seconds: float,
 ) -> Proposal | None:
     """Return the fastest layout whose stages have different numbers of replicas.
@@ -214,13 +204,13 @@ def best_uneven_layout(
     request = UnevenRequest(
         task.batch_size,
         depths,
-        (schedule,),
+        (SCHEDULE,),
         recompute=configuration.checkpointing,
         headroom=configuration.mem_margin,
         cuts=separable_cuts(task.captured),
         uses_all_devices=True,
         microbatch_counts=microbatch_counts(task.batch_size, configuration),
-        start_schedule=schedule,
+        start_schedule=SCHEDULE,
     )
     found = best_uneven(CostTable(profile), ClusterMap(cluster), request, limit=even_seconds / UNEVEN_GAIN)
     if found is None:

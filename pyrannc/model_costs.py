@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from pyrannc.configuration import Configuration
-from pyrannc.layouts import DeploymentTask, all_microbatch_sizes, layout_choices
+from pyrannc.layouts import SCHEDULE, DeploymentTask, LayoutChoices, all_microbatch_sizes
 from pyrannc.profile import MeasureRequest
 from varuna.codec import encode
 from varuna.errors import PlanError
@@ -20,10 +20,8 @@ from varuna.plan.profile_file import read_profile
 from varuna.profile.estimate import estimate_described
 from varuna.train.cache import read_costs, write_costs
 from varuna.train.layout import cluster_of
-from varuna.types import Cluster, OptimizerCost, Plan, Profile, Proposal, ScheduleName, StagePlan
+from varuna.types import Cluster, OptimizerCost, Plan, Profile, Proposal, StagePlan
 
-SCHEDULE: ScheduleName = "gpipe"
-"""All forwards, then all backwards: in between, the script computes its loss from the outputs."""
 # Typical values of a device type, good enough to compare computing with sending.
 SPEEDS = {"cpu": (3e10, 8e9, 4e-6), "cuda": (4e13, 1e12, 6e-6)}  # flops, bytes, seconds per operation
 LINKS = {"cpu": (6e-5, 2e9), "cuda": (1e-5, 2e10)}  # latency, bytes per second, within a machine
@@ -113,24 +111,6 @@ def data_parallel(task: DeploymentTask, costs: DeploymentCosts) -> Proposal:
     return Proposal(plan, forecast, (), "plain data parallel")
 
 
-# ---------------------------------------------------------------- known, or to be measured
-
-
-class NeededCosts(NamedTuple):
-    """Costs that are known before a layout is chosen, or a request to measure them."""
-
-    known: Profile | None = None
-    request: MeasureRequest | None = None
-    circumstances: str = ""  # key under which measured costs are cached
-
-
-def find_costs(task: DeploymentTask, configuration: Configuration, optimizer: type) -> NeededCosts:
-    request = measure_request(task, configuration)
-    circumstances = str((request, task.subject.device, task.machines, optimizer))
-    known = read_known_costs(task, configuration, circumstances)
-    return NeededCosts(known, None if known is not None else request, circumstances)
-
-
 def read_known_costs(
     task: DeploymentTask, configuration: Configuration, circumstances: str
 ) -> Profile | None:
@@ -161,12 +141,15 @@ def keep_costs(measured: Profile, configuration: Configuration, circumstances: s
 
 def measure_request(task: DeploymentTask, configuration: Configuration) -> MeasureRequest | None:
     """Return what to measure; None if times decide nothing, or `measure` is off."""
-    layouts = layout_choices(task, configuration)
+    layouts = LayoutChoices(task.world, task.captured.num_segments, configuration)
     if not configuration.measure or (layouts.forced and configuration.pipeline_num):
         return None
     depths = {*map(len, layouts.maps), *layouts.uneven_depths}
-    if depths == {1} and _fits_easily(task, configuration):
-        return None
+    if depths == {1}:
+        costs = deployment_costs(task, configuration, None)
+        (stage,) = data_parallel(task, costs).forecast.stages
+        if stage.memory.total <= EASY * costs.profile.device_memory_bytes:
+            return None
     sizes = [max(2, size) for size in all_microbatch_sizes(task, configuration)]
     kind = task.device.type
     return MeasureRequest(
@@ -177,9 +160,3 @@ def measure_request(task: DeploymentTask, configuration: Configuration) -> Measu
         within=LINKS.get(kind, LINKS["cuda"]),
         between=FAR,
     )
-
-
-def _fits_easily(task: DeploymentTask, configuration: Configuration) -> bool:
-    costs = deployment_costs(task, configuration, None)
-    (stage,) = data_parallel(task, costs).forecast.stages
-    return stage.memory.total <= EASY * costs.profile.device_memory_bytes

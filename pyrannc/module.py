@@ -20,7 +20,7 @@ from pyrannc.logs import configure_logging
 from pyrannc.optimizers import PartitionedOptimizer
 from pyrannc.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel
-from pyrannc.partitioning import ModelPartitioning, PartitionOptions, parameter_names
+from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
 from pyrannc.process import join, switches
 from varuna.capture.trace.trace import LOW_PRECISION
@@ -87,11 +87,14 @@ class RaNNCModule(nn.Module):
         self._precision: PrecisionName = precision or (low if use_amp_master_params else "fp32")
         check_name("precision", self._precision, get_args(PrecisionName))
         check_name("scalar_outputs", scalar_outputs, get_args(Reduction))
-        self._adopt(model)
+        # Share the registries of the model: its names are this module's, also inside a larger module.
+        for registry in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[registry] = getattr(model, registry)
+        self.__dict__["_model"] = model  # past nn.Module, which would register it as a submodule
+        self.__dict__["_partitioned"] = None
+        self.training = model.training
         self._calls = AgreedCalls(model, dict(batch_dims or {}), gather_inputs=gather_inputs)
-        self._optimizer = (
-            None if optimizer is None else PartitionedOptimizer(optimizer, parameter_names(model))
-        )
+        self._optimizer = None if optimizer is None else PartitionedOptimizer(optimizer, model)
         self._options = PartitionOptions(
             configuration=configuration,
             device=self.device,
@@ -104,16 +107,6 @@ class RaNNCModule(nn.Module):
         )
         self._rank = process.rank
         self._session = self._open_session((tuple(range(process.world)),))
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Share the registries of the model: its names are this module's, also inside a larger module."""
-        for registry in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[registry] = getattr(model, registry)
-        self.__dict__["_model"] = model  # past nn.Module, which would register it as a submodule
-        self.__dict__["_partitioned"] = None
-        self.training = model.training
-
-    # ------------------------------------------------------------ calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._report_errors("forward"):
@@ -163,20 +156,15 @@ class RaNNCModule(nn.Module):
         if not torch.is_autocast_enabled(self.device.type):
             return self._precision
         dtype = torch.get_autocast_dtype(self.device.type)
-        found = next((name for name, low in LOW_PRECISION.items() if low == dtype), None)
-        if found is None:
-            raise ValueError(
-                f"the model is called under torch.autocast with {dtype} (expected bfloat16 or float16)"
-            )
-        return found
-
-    # ------------------------------------------------------------ gradients
+        for name, low in LOW_PRECISION.items():
+            if low == dtype:
+                return name
+        raise ValueError(
+            f"the model is called under torch.autocast with {dtype} (expected bfloat16 or float16)"
+        )
 
     def allreduce_grads(self) -> None:
-        """Reduce the gradients of all backwards since `pyrannc.delay_grad_allreduce(True)`.
-
-        All ranks call it.
-        """
+        """Reduce the gradients of all backwards since `delay_grad_allreduce(True)`; all ranks call it."""
         with self._report_errors("allreduce_grads"):
             partitioned = self._require_partitioned("allreduce_grads")
             partitioned.pipeline.allreduce()
@@ -188,34 +176,14 @@ class RaNNCModule(nn.Module):
             reducer = self._require_partitioned("clip_grad_norm").pipeline.trainer.reducer
             return reducer.clip(float(max_norm))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
-
-    # ------------------------------------------------------------ state
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters; before the first call, all of them."""
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            if self._partitioned is None or not parameter.is_meta:
-                yield name, parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's buffers; before the first call, all of them."""
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            if self._partitioned is None or not buffer.is_meta:
-                yield name, buffer
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield this rank's parameters or buffers; before the first call, all of them."""
+        for name, tensor in super()._named_members(*args, **kwargs):
+            if self._partitioned is None or not tensor.is_meta:
+                yield name, tensor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the whole model on every rank; all ranks call it.
-
-        It loads into the original model.
-        """
+        """Return the state of the whole model, which the original model can load; all ranks call it."""
         for option in ("no_hook", "amp_master_params", "rank0_only", "sync_all_ranks", "sync_grad"):
             kwargs.pop(option, None)
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -225,12 +193,11 @@ class RaNNCModule(nn.Module):
         with self._report_errors("state_dict"):
             everyone = self._partitioned.gather_state()
         canonical = self._partitioned.source.canonical
-        for key in list(state):
-            if key.startswith(prefix):
-                name = key.removeprefix(prefix)
-                name = canonical.get(name, name)
-                if name in everyone:
-                    state[key] = everyone[name]
+        for key in state:
+            name = key.removeprefix(prefix)
+            name = canonical.get(name, name)
+            if key.startswith(prefix) and name in everyone:
+                state[key] = everyone[name]
         return state
 
     def load_state_dict(
@@ -258,7 +225,7 @@ class RaNNCModule(nn.Module):
 
     def _broadcast_tensor(self, name: str, select: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         partitioned = self._partitioned
-        local = dict(super().named_parameters()) | dict(super().named_buffers())
+        local: dict[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         if partitioned is not None:
             name = partitioned.source.canonical.get(name, name)
         known: Mapping[str, object] = local if partitioned is None else partitioned.owners
@@ -271,8 +238,6 @@ class RaNNCModule(nn.Module):
             return None if tensor is None else tensor.detach().clone()
         with self._report_errors("get_param"):
             return partitioned.broadcast_tensor(name, select)
-
-    # ------------------------------------------------------------ deployment
 
     @property
     def plan(self) -> Plan:
@@ -296,8 +261,6 @@ class RaNNCModule(nn.Module):
             )
         return self._partitioned
 
-    # ------------------------------------------------------------ nn.Module
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -315,8 +278,6 @@ class RaNNCModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "RaNNCModule":
         log.warning("to(), cuda(), half() and similar calls have no effect: the model is on %s", self.device)
         return self
-
-    # ------------------------------------------------------------ ranks
 
     def _open_session(self, stage_map: StageMap) -> Session:
         session = open_session(

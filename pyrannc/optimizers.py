@@ -17,8 +17,9 @@ Gather = Callable[[dict[str, Any]], dict[str, Any]]
 class PartitionedOptimizer:
     """Replaces `state_dict` and `load_state_dict` of an optimizer by those of the whole model."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         # The parameters in the script's order: a name, or a tensor that is not the model's.
         self._order: list[list[str | Tensor]] = [
             [names.get(p, p) for p in group["params"]] for group in optimizer.param_groups
@@ -26,16 +27,16 @@ class PartitionedOptimizer:
         self._held: dict[str, nn.Parameter] | None = None  # by canonical name; None: not partitioned yet
         self._partitioned: list[Tensor] = []  # the optimizer's parameters that this rank holds
         self._gather: Gather = lambda own: own
-        self._names = dict(names)
+        self._names = names
         self._placeholder: Tensor | None = None
         self._plain_state_dict = optimizer.state_dict
         self._plain_load = optimizer.load_state_dict
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
 
-    def partition(self, held: dict[str, nn.Parameter], names: Mapping[Tensor, str], gather: Gather) -> None:
-        """Keep only the parameters in `held`, and their state. `names` are those of all old parameters."""
-        self._held, self._gather = held, gather
+    def partition(self, held: dict[str, nn.Parameter], gather: Gather) -> None:
+        """Keep only the parameters in `held`, and their state."""
+        self._held, self._gather, names = held, gather, self._names
         self._names = {parameter: name for name, parameter in held.items()}
         optimizer_state = self.optimizer.state
         for group in self.optimizer.param_groups:
@@ -110,16 +111,14 @@ class PartitionedOptimizer:
         }
         everyone = self._gather(states)
         state: dict[int, Any] = {}
-        groups, number = [], 0
+        groups, first = [], 0
         for order, group in zip(self._order, own["param_groups"], strict=True):
-            indices = []
-            for key in order:
+            for number, key in enumerate(order, first):
                 found = everyone.get(key) if isinstance(key, str) else self.optimizer.state.get(key)
                 if found:
                     state[number] = found
-                indices.append(number)
-                number += 1
-            groups.append({**group, "params": indices})
+            groups.append({**group, "params": list(range(first, first + len(order)))})
+            first += len(order)
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], from_global: bool = True) -> None:

@@ -43,17 +43,12 @@ class PartitionedModel:
     _programs: dict[object, SpanProgram] = field(default_factory=dict)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
-    # ------------------------------------------------------------ calls
-
     def run(self, call: CurrentCall, run_backward: RunBackward) -> Any:
         """Run a call forward; `run_backward` runs when autograd reaches its outputs."""
         captured = self._captured_call(call.number)
         signature = captured.call.signature
         self.pipeline.must_agree_on_overflow |= signature.precision == "fp16"
-
-        def run_forward() -> tuple[list[Tensor], BatchInFlight]:
-            return self.pipeline.forward(captured, call.leaves, call.counts)
-
+        run_forward = partial(self.pipeline.forward, captured, call.leaves, call.counts)
         if not signature.grad_enabled:
             outputs, _ = run_forward()
         else:
@@ -70,7 +65,7 @@ class PartitionedModel:
         key = number, size == 1
         if key not in self._programs:
             stage = self.pinned.plan.stages[self.session.stage]
-            captured = self.calls.capture(self.source, number, size=1 if size == 1 else 2)
+            captured = self.calls.calls[number].capture(self.source, size=1 if size == 1 else 2)
             self._programs[key] = captured.carve(stage.first, stage.stop).to(self.device)
         return self._programs[key]
 
@@ -78,7 +73,7 @@ class PartitionedModel:
         """Return an agreed call with its outputs, captured when first needed; all ranks call it."""
         if number not in self._captured_calls:
             self.pipeline.trainer.engine.where = f"stage {self.session.stage}, capturing a new kind of call"
-            captured = self.calls.capture(self.source, number)
+            captured = self.calls.calls[number].capture(self.source)
             plan = self.pinned.plan
             if captured.num_segments != plan.stages[-1].stop:
                 raise ValueError(
@@ -108,8 +103,6 @@ class PartitionedModel:
             )
         return self._captured_calls[number]
 
-    # ------------------------------------------------------------ tensors of all ranks
-
     def gather_state(self) -> dict[str, Tensor]:
         """Return all parameters and buffers on the host; all ranks call it."""
         names = self.state.canonical
@@ -124,17 +117,11 @@ class PartitionedModel:
             values.update(self.session.broadcast(mine if owner == rank else {}, owner))
         return values
 
-    def gather_shares(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of all ranks by name, if each replica has its own share; all ranks call it."""
-        return {name: value for theirs in self.session.gather(own) for name, value in theirs.items()}
-
     def broadcast_tensor(self, name: str, select: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """Return `select` of one tensor on every rank; all ranks call it."""
         owner = self.owners[name]
         own = select(self.state.tensor(name)) if owner == self.session.rank else None
         return self.session.broadcast(None if own is None else own.detach().cpu().clone(), owner)
-
-    # ------------------------------------------------------------ reports
 
     def write_trace(self, file: Path) -> None:
         """Write a trace of the last call of all ranks; all ranks call it."""

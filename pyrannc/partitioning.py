@@ -2,19 +2,18 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyrannc import deployment
 from pyrannc.calls import AgreedCalls, CurrentCall
 from pyrannc.configuration import Configuration
 from pyrannc.layouts import DeploymentTask
-from pyrannc.model_costs import NeededCosts, find_costs, keep_costs
+from pyrannc.model_costs import keep_costs, measure_request, read_known_costs
 from pyrannc.optimizers import PartitionedOptimizer
 from pyrannc.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel, check_same_forward
@@ -87,7 +86,7 @@ class ModelPartitioning:
             partition=partition,
             watch=capture_progress(shown=session.rank == 0),
         )
-        captured = self.calls.capture(source, call.number, training=True)
+        captured = self.calls.calls[call.number].capture(source, training=True)
         self._check_same_model(captured, session)
         own_seed = torch.initial_seed() if options.seed is None else options.seed
         seed = session.gather(own_seed)[0] % 2**63
@@ -100,7 +99,6 @@ class ModelPartitioning:
         """Keep this stage's part of the model and of the optimizer, and make its pipeline."""
         source, captured, pinned, seed, number = planned
         options, plan = self.options, pinned.plan
-        names = parameter_names(self.model)
         own = plan.stages[session.stage]
         state = adopted_state(
             source, captured, own.first, own.stop, model=self.model, device=options.device, seed=seed
@@ -128,16 +126,14 @@ class ModelPartitioning:
             reduction=options.scalar_outputs,
         )
         if self.optimizer is not None:
-            self._partition_optimizer(self.optimizer, partitioned, names)
+            self._partition_optimizer(self.optimizer, partitioned)
         log.info("deployed: %s", pinned.reason)
         return partitioned
 
-    def _partition_optimizer(
-        self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel, names: Mapping[Tensor, str]
-    ) -> None:
+    def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session
         held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
-        optimizer.partition(held, names, partitioned.gather_named)
+        optimizer.partition(held, partitioned.gather_named)
         if not self.options.shard_optimizer:
             return
         if session.replicas is not None:
@@ -145,7 +141,9 @@ class ModelPartitioning:
             reducer = partitioned.pipeline.trainer.reducer
             reducer.owned = frozenset(p for p in reducer.parameters if owners.get(p, 0) == session.replica)
         # Ranks whose stage has one replica take part as well: gathering is collective.
-        optimizer.shard(partitioned.gather_shares)
+        optimizer.shard(
+            lambda own: {name: state for states in session.gather(own) for name, state in states.items()}
+        )
 
     def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
         """Return the plan of rank 0: loaded from a file, or chosen."""
@@ -156,13 +154,11 @@ class ModelPartitioning:
         file = self.options.deployment_file
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
-        pinned: PinnedPlan | None = None
         if file is not None:
             pinned = deployment.load(file, task) if is_first else None
         else:
             measured = self._measure(task, call, session)
-            if is_first:
-                pinned = deployment.choose(task, configuration, measured)
+            pinned = deployment.choose(task, configuration, measured) if is_first else None
             if pinned is not None and configuration.save_deployment:
                 deployment.save(configuration.deployment_file, pinned)
         agreed = session.broadcast(pinned, 0)
@@ -173,12 +169,14 @@ class ModelPartitioning:
         """Return the costs of the model: those that rank 0 knows, or measured by all ranks."""
         configuration = self.options.configuration
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
-        needed = NeededCosts()
+        needed, known, circumstances = None, None, ""  # `circumstances`: the key of cached costs
         if session.rank == 0:
-            needed = find_costs(task, configuration, type(optimizer))
-        request = session.broadcast(needed.request, 0)
+            needed = measure_request(task, configuration)
+            circumstances = str((needed, task.subject.device, task.machines, type(optimizer)))
+            known = read_known_costs(task, configuration, circumstances)
+        request = session.broadcast(needed if known is None else None, 0)
         if request is None:
-            return needed.known
+            return known
         donor = max(range(len(call.counts)), key=call.counts.__getitem__)
         own = None
         if donor == session.rank:
@@ -191,7 +189,7 @@ class ModelPartitioning:
         )
         profile = measurement.run(optimizer, own_address())
         if profile is not None and session.rank == 0:
-            keep_costs(profile, configuration, needed.circumstances)
+            keep_costs(profile, configuration, circumstances)
         return profile
 
     def _check_same_model(self, captured: Captured, session: Session) -> None:
@@ -224,10 +222,6 @@ class ModelPartitioning:
         broadcast(session.group, on_host, SYNC_BYTES, 0)
         for tensor, value in zip(tensors, on_host, strict=True):
             tensor.copy_(value)
-
-
-def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

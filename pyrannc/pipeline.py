@@ -9,7 +9,7 @@ samples: the sum is the gradient of the mean over the global batch, for any dist
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,8 +77,6 @@ class BatchInFlight:
         """Return a rank's share of the global batch, which scales its output gradients."""
         first, stop = self.given[rank]
         return (stop - first) / self.total
-
-    # ------------------------------------------------------------ transfers between ranks
 
     def last_spans(self) -> dict[int, Span]:
         """Return the samples of each rank of the last stage."""
@@ -149,30 +147,23 @@ class BatchInFlight:
         return SampleTransfer(held, dict(enumerate(self.given)), rows, tensor.meta)
 
 
+@dataclass
 class Pipeline:
     """Runs batches through all stages, and keeps the state of the gradients between backwards."""
 
-    def __init__(
-        self,
-        session: Session,
-        trainer: Trainer,
-        *,
-        gather_inputs: bool,
-        pipeline_num: int,  # micro-batches of a replica's batch; 0: as planned
-        reduction: Reduction,
-    ) -> None:
-        self.session = session
-        self.trainer = trainer
-        self.device = trainer.engine.device
-        self.gather_inputs = gather_inputs
-        self.pipeline_num = pipeline_num
-        self.reduction = reduction
-        self.must_agree_on_overflow = False  # a call was made in fp16
-        self.overflowed = False  # in the last reduction
-        self.reduced = True  # `.grad` holds the sum over all replicas
-        self._untouched: set[Tensor] = set()  # by the backwards since the last reduction
+    session: Session
+    trainer: Trainer
+    gather_inputs: bool
+    pipeline_num: int  # micro-batches of a replica's batch; 0: as planned
+    reduction: Reduction
+    must_agree_on_overflow: bool = False  # a call was made in fp16
+    overflowed: bool = False  # in the last reduction
+    reduced: bool = True  # `.grad` holds the sum over all replicas
+    _untouched: set[Tensor] = field(default_factory=set)  # by the backwards since the last reduction
 
-    # ------------------------------------------------------------ forward
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.engine.device
 
     def forward(
         self, captured: CapturedCall, leaves: Mapping[str, Any], counts: Sequence[int]
@@ -277,8 +268,6 @@ class Pipeline:
             for output, parts in zip(outputs, arrived, strict=True)
         ]
 
-    # ------------------------------------------------------------ backward
-
     def backward(
         self,
         batch: BatchInFlight,
@@ -299,7 +288,9 @@ class Pipeline:
         if not batch.is_local:  # between stages, zeros stand for missing gradients; a local rank has none
             untouched = {p for p in batch.captured.untouched(tuple(present)) if p.grad is None}
             self._untouched = untouched if self.reduced else untouched & self._untouched
-        self._prepare_reduction(delay_reduction)
+        if self.reduced:  # these gradients must not be summed over the replicas again
+            reducer = self.trainer.reducer
+            (reducer.divide_gradients if delay_reduction else reducer.begin)()
         self.trainer.backwards(flight, own, again=keep_graph, reduces=not delay_reduction)
         self._finish_backwards(reduced=not delay_reduction)
         input_gradients = self._collect_input_gradients(batch, flight)
@@ -319,15 +310,12 @@ class Pipeline:
             parameter.grad = None
         self.reduced = reduced
         if self.must_agree_on_overflow and reduced:
-            self._agree_on_overflow()
-
-    def _prepare_reduction(self, delay_reduction: bool) -> None:
-        """Keep gradients that are already reduced from being summed over the replicas again."""
-        reducer = self.trainer.reducer
-        if self.reduced and not delay_reduction:
-            reducer.begin()
-        elif self.reduced:
-            reducer.divide_gradients()
+            # An overflow on any rank becomes one on all: all gradient scalers skip the same steps.
+            reducer = self.trainer.reducer
+            self.overflowed = not reducer.clip(float("inf")) < float("inf")
+            for parameter in reducer.parameters if self.overflowed else ():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float("inf"))
 
     def _exchange_presence(
         self, batch: BatchInFlight, gradients: Sequence[Tensor | None]
@@ -376,15 +364,12 @@ class Pipeline:
             for number, output in enumerate(outputs)
             if present[number] and output.dim is not None and output.differentiable
         ]
-        arrived = redistribute(
-            self.session,
-            [
-                batch.output_gradient_transfer(outputs[number], gradients[number], rank, self.device)
-                for number in moving
-            ],
-            device=self.device,
-            needed=bool(moving) and not batch.is_local,
-        )
+        transfers = [
+            batch.output_gradient_transfer(outputs[number], gradients[number], rank, self.device)
+            for number in moving
+        ]
+        needed = bool(moving) and not batch.is_local
+        arrived = redistribute(self.session, transfers, device=self.device, needed=needed)
         if rank not in batch.last_ranks or flight is None:
             return []
         whole: dict[int, Tensor] = {}
@@ -414,12 +399,8 @@ class Pipeline:
         tensors, rank = batch.captured.gradient_inputs, self.session.rank
         if not tensors:
             return {}
-        arrived = redistribute(
-            self.session,
-            [batch.input_gradient_transfer(tensor, flight, rank) for tensor in tensors],
-            device=self.device,
-            needed=not batch.is_local,
-        )
+        transfers = [batch.input_gradient_transfer(tensor, flight, rank) for tensor in tensors]
+        arrived = redistribute(self.session, transfers, device=self.device, needed=not batch.is_local)
         first, stop = batch.given[rank]
         weight = batch.weight(rank)
         gradients: dict[str, Tensor] = {}
@@ -431,15 +412,6 @@ class Pipeline:
                 whole.narrow(dim, piece.first, piece.stop - piece.first).add_(part)
             gradients[tensor.name] = whole / weight if stop > first else whole
         return gradients
-
-    def _agree_on_overflow(self) -> None:
-        """Turn an overflow on any rank into one on all, so that all gradient scalers skip the same steps."""
-        reducer = self.trainer.reducer
-        self.overflowed = not reducer.clip(float("inf")) < float("inf")
-        if self.overflowed:
-            for parameter in reducer.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.fill_(float("inf"))
 
 
 def _take_gradient(leaf: object) -> Tensor:
@@ -464,13 +436,8 @@ class PipelineFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.batch, ctx.run_backward = batch, run_backward
         ctx.devices = {name: tensor.device for name, tensor in zip(names, inputs, strict=True)}
-        ctx.mark_non_differentiable(
-            *(
-                tensor
-                for tensor, output in zip(outputs, batch.captured.outputs, strict=True)
-                if not output.differentiable
-            )
-        )
+        pairs = zip(outputs, batch.captured.outputs, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, output in pairs if not output.differentiable))
         return tuple(outputs)
 
     @staticmethod

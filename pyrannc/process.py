@@ -39,16 +39,14 @@ def find_rank(environment: Mapping[str, str]) -> ProcessRank:
         if rank in environment and world in environment:
             number, size = int(environment[rank]), int(environment[world])
             local_rank = int(environment.get(local, -1))
-            address = environment.get("MASTER_ADDR", "")
-            if not address:
-                if size > 1 and _spans_machines(environment, size):
-                    raise RuntimeError(
-                        f"the {size} processes run on several machines, but MASTER_ADDR, the address of the "
-                        "first one, is not set (mpirun -x MASTER_ADDR=first.host -x MASTER_PORT=29500 ..., "
-                        "or export both before srun)"
-                    )
-                address = "127.0.0.1"
-            return ProcessRank(number, size, local_rank, address, int(environment.get("MASTER_PORT", PORT)))
+            address, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", PORT))
+            if not address and size > 1 and _spans_machines(environment, size):
+                raise RuntimeError(
+                    f"the {size} processes run on several machines, but MASTER_ADDR, the address of the "
+                    "first one, is not set (mpirun -x MASTER_ADDR=first.host -x MASTER_PORT=29500 ..., "
+                    "or export both before srun)"
+                )
+            return ProcessRank(number, size, local_rank, address or "127.0.0.1", port)
     return ProcessRank(0, 1, -1, "127.0.0.1", PORT)
 
 

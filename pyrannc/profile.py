@@ -28,7 +28,7 @@ from varuna.plan.cost.calibrate import resized, speed_of
 from varuna.plan.cost.estimate import estimate
 from varuna.plan.tables import spans
 from varuna.profile.draft_file import DraftFile
-from varuna.profile.driver import MeasurementDriver, SizeResult
+from varuna.profile.driver import MeasurementDriver, SizeResult, SweepPolicy
 from varuna.profile.estimate import ADAM, OVERHEADS, Speed, assumed_link, assumed_reductions
 from varuna.profile.profiler import same_optimizer
 from varuna.profile.ranks import find_places, on_all
@@ -59,11 +59,6 @@ class MeasureRequest(NamedTuple):
     speed: Speed  # assumed, to predict how long a measurement takes
     within: tuple[float, float]  # latency and bytes per second, assumed if no link is measured
     between: tuple[float, float]
-
-    @property
-    def effort(self) -> Effort:
-        most = max(self.iterations, 10)
-        return Effort(seconds=0.1, fewest=self.iterations, most=most, warmups=1)
 
 
 class MeasureSamples(NamedTuple):
@@ -117,7 +112,7 @@ class LogReport(ProfileReport):
 
 
 @dataclass
-class TimedSweep:
+class TimedSweep(SweepPolicy):
     """Policy of a sweep that must end soon: kinds without memory or time are left out, and noted."""
 
     request: MeasureRequest
@@ -127,10 +122,6 @@ class TimedSweep:
     ranks_on_machine: int
     warns: bool  # on this rank
     started: float  # by time.monotonic
-    all_or_nothing: bool = False
-
-    def refuse_size(self, size: int, draft: ProfileDraft) -> str | None:
-        return None
 
     def allows_chain(self, size: int) -> bool:
         """Allow a chain on CPU cores if it fits the memory and the time."""
@@ -162,21 +153,18 @@ class TimedSweep:
 
     def record(self, draft: ProfileDraft, size: int, result: SizeResult) -> tuple[ProfileDraft, str | None]:
         draft = draft.with_sizes(result.costs)
-        if result.left_out:
-            draft = self._note(draft, size, result.left_out)
+        if left_out := result.left_out:
+            places = spans(place for place, kind in enumerate(self.subject.segments) if kind in left_out)
+            about = f"segments {places} with micro-batches of {size}"
+            why = left_out[min(left_out)]
+            measured = all(draft.sizes[kind] for kind in left_out)  # at another size
+            level = logging.WARNING if self.warns and not measured else logging.INFO
+            log.log(level, "%s are not measured but estimated: %s", about, why)
+            draft = draft.with_note(about, f"estimated: {why}")
         expected = sum(map(_measuring_seconds, result.costs.values()))
         if not result.costs or result.elapsed + expected > self.request.seconds:
             return draft, f"no time is left after micro-batch size {size}"
         return draft, None
-
-    def _note(self, draft: ProfileDraft, size: int, left_out: Mapping[int, str]) -> ProfileDraft:
-        places = spans(place for place, kind in enumerate(self.subject.segments) if kind in left_out)
-        about = f"segments {places} with micro-batches of {size}"
-        why = left_out[min(left_out)]
-        measured = all(draft.sizes[kind] for kind in left_out)  # at another size
-        level = logging.WARNING if self.warns and not measured else logging.INFO
-        log.log(level, "%s are not measured but estimated: %s", about, why)
-        return draft.with_note(about, f"estimated: {why}")
 
     def _bytes(self, kind: int, size: int, held: int) -> int:
         facts = self.subject.kinds[kind]
@@ -217,6 +205,7 @@ class ModelMeasurement:
         by_kind = tuple(
             self.captured.graph.segments[subject.segments.index(kind)] for kind in range(len(subject.kinds))
         )
+        fewest = self.request.iterations
         with isolated_randomness(self.device):
             driver.sweep(
                 self.request.microbatch_sizes,
@@ -224,7 +213,7 @@ class ModelMeasurement:
                 SegmentBench(
                     SegmentFactory(self.source, subject.segments, device=self.device),
                     self.device,
-                    self.request.effort,
+                    Effort(seconds=0.1, fewest=fewest, most=max(fewest, 10), warmups=1),
                     in_two_parts=False,
                 ),
                 TimedSweep(

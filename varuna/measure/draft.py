@@ -4,9 +4,8 @@ Each finished measurement makes a new draft, which is written to a file. A job t
 file and measures only what is missing. This module is pure: no clock, no device, no file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import msgspec
 
@@ -85,7 +84,7 @@ class ProfileDraft(msgspec.Struct, frozen=True, kw_only=True):
     def missing_sizes(self, wanted: Iterable[int]) -> list[int]:
         return sorted(set(wanted) - set(self.measured_sizes()))
 
-    def with_sizes(self, costs: Mapping[int, SizeCost]) -> ProfileDraft:
+    def with_sizes(self, costs: Mapping[int, SizeCost]) -> Self:
         """Add the costs of some kinds; a cost at a known micro-batch size replaces the old one."""
         sizes = []
         for kind, known_costs in enumerate(self.sizes):
@@ -95,11 +94,11 @@ class ProfileDraft(msgspec.Struct, frozen=True, kw_only=True):
             sizes.append(tuple(known[size] for size in sorted(known)))
         return msgspec.structs.replace(self, sizes=tuple(sizes))
 
-    def with_note(self, about: str, why: str) -> ProfileDraft:
+    def with_note(self, about: str, why: str) -> Self:
         others = self.without_note(about).notes
         return msgspec.structs.replace(self, notes=(*others, DraftNote(about, why)))
 
-    def without_note(self, about: str) -> ProfileDraft:
+    def without_note(self, about: str) -> Self:
         return msgspec.structs.replace(self, notes=tuple(note for note in self.notes if note.about != about))
 
     def profile(self) -> Profile | None:

@@ -10,10 +10,9 @@ Both ends call `measure_link`; one of them leads. For each message size there ar
 If CPU cores do the computing, the CPU time of a link's background threads counts as taken away, too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Protocol
 
@@ -50,7 +49,8 @@ def measure_link(
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
     """Measure messages of these bytes; return the costs at the leading end, None at the other."""
-    compute = _small_computation()
+    matrix = torch.full((64, 64), 0.01)
+    compute = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))  # takes a few microseconds
     messages = []
     for size in sizes:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -78,9 +78,8 @@ def _measure_ping_pong(end: LinkEndpoint, payload: Tensor, effort: Effort, leads
         start = time.perf_counter()
         if leads:
             end.send([payload])
-            _take_bytes(end, payload.device)
-        else:
-            _take_bytes(end, payload.device)
+        _take_bytes(end, payload.device)
+        if not leads:
             end.send([payload])
         return time.perf_counter() - start
 
@@ -103,7 +102,7 @@ def _measure_while_computing(
     effort: Effort,
     leads: bool,
     one_way_seconds: float,
-    compute: Callable[[], None],
+    compute: Callable[[], object],
 ) -> float:
     """Return the seconds in which this end could not compute: sending if it leads, else receiving."""
     on_cpu = payload.device.type == "cpu"
@@ -168,14 +167,3 @@ def _take_bytes(end: LinkEndpoint, device: torch.device) -> None:
     """Take a message and wait for its bytes: a device may copy them after the message was announced."""
     _take(end)
     stopwatch_for(device).synchronize()
-
-
-def _small_computation() -> Callable[[], None]:
-    """Return a function that computes for a few microseconds."""
-    matrix = torch.full((64, 64), 0.01)
-    result = torch.empty_like(matrix)
-
-    def compute() -> None:
-        torch.mm(matrix, matrix, out=result)
-
-    return compute

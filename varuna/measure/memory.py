@@ -5,8 +5,6 @@ counts once, for any number of views, as long as something refers to it. Memory 
 and frees internally is not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Time of an optimizer step and size of its state, measured on tensors with the model's shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median

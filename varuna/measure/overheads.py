@@ -5,8 +5,6 @@ overhead of a step. In training, the caches hold other data when engine code run
 follows a computation, and the cost of calling a segment comes from calls among segments that compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from varuna.measure.stopwatch import Stopwatch, typical

@@ -1,7 +1,5 @@
 """Timing of what replicas do together: all-reduces, and sharing updated weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

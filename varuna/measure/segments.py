@@ -12,8 +12,6 @@ has run forward, the oldest runs backward. If a chain of all kinds does not fit 
 chain of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -60,7 +58,7 @@ class SegmentSamples:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     host: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
-    def cost(self, part: str, empty: SegmentSamples, entry_seconds: float, quantile: float) -> Duration:
+    def cost(self, part: str, empty: "SegmentSamples", entry_seconds: float, quantile: float) -> Duration:
         """Return the time of a part without the call overhead, which counts as overhead of the engine.
 
         The overhead is the time of an empty segment. `entry_seconds` is left out as well: only stages
@@ -111,13 +109,14 @@ def measure_chain(
     because the caches hold other data, as in training. With `in_two_parts=False` the two parts of a
     backward are not measured but taken as half of it.
     """
-    rounds: tuple[Round, ...] = (_whole_round, _forward_only_round)
-    if in_two_parts:
-        rounds = (_whole_round, _split_round, _forward_only_round)
+    rounds = (_whole_round, *([_split_round] if in_two_parts else []), _forward_only_round)
     for run in rounds:  # the very first run is slow, and creates the gradients
         run(chain, stopwatch)
     counted_bytes = _count_chain(chain, make_meter)
-    mixed = _with_empty_segments(chain, make_empty)
+    mixed: list[LinkedSegment] = []
+    for link in chain:
+        before = None if link.before is None else 2 * link.before
+        mixed += [LinkedSegment(link.segment, before, link.given), make_empty()]
     samples = [SegmentSamples(stopwatch.is_async) for _ in chain]
     empty = SegmentSamples(stopwatch.is_async)
     by_place = [sample for own in samples for sample in (own, empty)]
@@ -169,16 +168,6 @@ def merge_size_costs(costs: Sequence[SizeCost]) -> SizeCost:
         entry_seconds=median(cost.entry_seconds for cost in costs),
         **{part: middle(part) for part in PARTS},
     )
-
-
-def _with_empty_segments(
-    chain: Sequence[LinkedSegment], make_empty: Callable[[], LinkedSegment]
-) -> list[LinkedSegment]:
-    mixed: list[LinkedSegment] = []
-    for link in chain:
-        before = None if link.before is None else 2 * link.before
-        mixed += [LinkedSegment(link.segment, before, link.given), make_empty()]
-    return mixed
 
 
 def _count_chain(chain: Sequence[LinkedSegment], make_meter: Callable[[], Meter]) -> list[SegmentBytes]:
@@ -285,27 +274,22 @@ def _run_backwards(
 
 def _inputs(link: LinkedSegment, made: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return new tensors: several links may get the same data, and each makes its own gradient."""
-    source = link.given if link.before is None else made[link.before]
-    return [tensor.detach() for tensor in source]
+    return [tensor.detach() for tensor in (link.given if link.before is None else made[link.before])]
 
 
 def _some_gradients(segment: TimedSegment, outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients of a usual size without zeros: some processors treat zeros specially."""
-    return [
-        torch.full_like(output, 1e-3)
-        for output, wanted in zip(outputs, segment.wanted, strict=True)
-        if wanted
-    ]
+    pairs = zip(outputs, segment.wanted, strict=True)
+    return [torch.full_like(output, 1e-3) for output, wanted in pairs if wanted]
 
 
 def _entry_seconds(segment: TimedSegment, stopwatch: Stopwatch, effort: Effort) -> float:
-    enter = segment.enter
-    if enter is None:
+    if segment.enter is None:
         return 0.0
     samples = []
     for run in range(effort.warmups + effort.fewest):
         start = stopwatch.mark()
-        enter()
+        segment.enter()
         stop = stopwatch.mark()
         stopwatch.synchronize()
         if run >= effort.warmups:

@@ -1,7 +1,5 @@
 """Stopwatches for any device, and the rule that turns many runs into one duration."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Sequence

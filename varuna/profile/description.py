@@ -1,7 +1,5 @@
 """Facts of a model that need no measurement: kinds of segments, bytes over cuts, ties, shapes of weights."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

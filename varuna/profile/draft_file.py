@@ -1,5 +1,6 @@
 """File of an unfinished profile: every result is written as soon as it is measured."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,24 @@ def open_draft(folder: Path, subject: ProfileSubject, *, extends: bool) -> Profi
     return new_draft(subject)
 
 
+@dataclass
 class DraftFile:
     """The current draft, written to a folder after each change: a killed job loses at most one result.
 
     With `folder=None` nothing is written.
     """
 
-    def __init__(self, draft: ProfileDraft, folder: Path | None) -> None:
-        self.draft = draft
-        self._folder = folder
+    draft: ProfileDraft
+    folder: Path | None
 
     def add(self, draft: ProfileDraft | None = None, **fields: Any) -> None:
         """Replace the draft, or some of its fields."""
         self.draft = msgspec.structs.replace(draft or self.draft, **fields)
-        if self._folder is None:
+        if self.folder is None:
             return
         profile = self.draft.profile()
         if profile is None:
-            write_atomic(self._folder / UNFINISHED, encode(self.draft))
+            write_atomic(self.folder / UNFINISHED, encode(self.draft))
         else:
-            write_atomic(self._folder / NAME, encode(profile))
-            (self._folder / UNFINISHED).unlink(missing_ok=True)
+            write_atomic(self.folder / NAME, encode(profile))
+            (self.folder / UNFINISHED).unlink(missing_ok=True)

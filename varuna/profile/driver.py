@@ -4,13 +4,12 @@ The driver decides which rank measures which kinds of segments, carries errors o
 and ends a sweep over micro-batch sizes when memory or time runs out. A `SweepPolicy` holds the differences.
 """
 
-from __future__ import annotations
-
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -43,22 +42,24 @@ class SizeResult(NamedTuple):
     elapsed: float  # seconds since the sweep began, on the slowest rank
 
 
-class SweepPolicy(Protocol):
+class SweepPolicy(ABC):
     """Limits of a sweep over micro-batch sizes, and the use of its results."""
 
-    @property
-    def all_or_nothing(self) -> bool:
-        """True if one kind that does not fit the memory rules out the micro-batch size."""
+    all_or_nothing = False  # one kind that does not fit the memory rules out the micro-batch size
 
     def refuse_size(self, size: int, draft: ProfileDraft) -> str | None:
         """Return the reason not to try a size, or None."""
-
-    def allows_chain(self, size: int) -> bool:
-        """Return whether all kinds may run as one chain."""
+        return None
 
     def refuse_kind(self, kind: int, size: int, draft: ProfileDraft) -> str | None:
         """Return the reason not to run a kind alone, or None."""
+        return None
 
+    @abstractmethod
+    def allows_chain(self, size: int) -> bool:
+        """Return whether all kinds may run as one chain."""
+
+    @abstractmethod
     def record(self, draft: ProfileDraft, size: int, result: SizeResult) -> tuple[ProfileDraft, str | None]:
         """Add a result to the draft; return the new draft, and the reason to end the sweep or None."""
 
@@ -215,10 +216,9 @@ def merge_results(gathered: Sequence[tuple[RankResult | None, float]], *, all_or
     A kind is left out if no rank measured it; with `all_or_nothing`, if any rank left it out.
     """
     results = [result for result, _ in gathered if result is not None]
-    kinds = sorted({kind for result in results for kind in result.costs})
     costs = {
         kind: merge_size_costs([result.costs[kind] for result in results if kind in result.costs])
-        for kind in kinds
+        for kind in sorted({kind for result in results for kind in result.costs})
     }
     left_out = {kind: why for result in results for kind, why in result.left_out.items()}
     return SizeResult(
@@ -230,13 +230,13 @@ def merge_results(gathered: Sequence[tuple[RankResult | None, float]], *, all_or
 
 
 @dataclass(frozen=True)
-class CompleteSizes:
+class CompleteSizes(SweepPolicy):
     """Policy of `Profiler`: all kinds at each size; the first size that does not fit ends the sweep."""
 
     sizes: Sequence[int]
     device: torch.device
     ranks_on_machine: int
-    all_or_nothing: bool = True
+    all_or_nothing = True
 
     def refuse_size(self, size: int, draft: ProfileDraft) -> str | None:
         """Predict the memory from the largest size measured so far.
@@ -257,9 +257,6 @@ class CompleteSizes:
 
     def allows_chain(self, size: int) -> bool:
         return self.device.type == "cpu"  # on other devices a chain may need more memory than any stage
-
-    def refuse_kind(self, kind: int, size: int, draft: ProfileDraft) -> str | None:
-        return None
 
     def record(self, draft: ProfileDraft, size: int, result: SizeResult) -> tuple[ProfileDraft, str | None]:
         about = f"micro-batch size {size}"

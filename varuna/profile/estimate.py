@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
 from varuna.capture import Source
-from varuna.measure.draft import ProfileSubject
+from varuna.measure.draft import ProfileDraft, ProfileSubject
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cost.calibrate import calibrate
 from varuna.plan.cost.costs import assumed_link
@@ -22,7 +23,6 @@ from varuna.types import (
     Profile,
     ReduceCost,
     Segment,
-    SegmentCost,
 )
 
 ADAM = OptimizerCost("AdamW", fixed_seconds=1e-4, seconds_per_element=2e-11, state_bytes_per_element=8.0)
@@ -86,24 +86,12 @@ def estimate_described(
 ) -> Profile:
     """Estimate the profile of a model from its facts and segments."""
     basis = f", with the speed of {speed.measured_on}" if speed.measured_on else ""
-    return Profile(
-        fingerprint=subject.fingerprint,
-        device="estimated",
-        device_memory_bytes=speed.memory_bytes,
-        precision=subject.precision,
-        kinds=tuple(
-            SegmentCost(
-                estimate(segments[subject.segments.index(index)], speed, microbatch_sizes),
-                kind.parameter_bytes,
-                kind.gradient_bytes,
-                kind.num_trained,
-            )
-            for index, kind in enumerate(subject.kinds)
+    draft = ProfileDraft(
+        subject=msgspec.structs.replace(subject, device="estimated", device_memory_bytes=speed.memory_bytes),
+        sizes=tuple(
+            estimate(segments[subject.segments.index(kind)], speed, microbatch_sizes)
+            for kind in range(len(subject.kinds))
         ),
-        segments=subject.segments,
-        cuts=subject.cuts,
-        ties=subject.ties,
-        sample_bytes=subject.sample_bytes,
         fixed_bytes=0,
         optimizer=optimizer,
         overheads=OVERHEADS,
@@ -115,8 +103,11 @@ def estimate_described(
             if link is not None
             for reduction in assumed_reductions(link, far)
         ),
-        notes=(f"everything is estimated from the model's shapes{basis}",),
     )
+    profile = draft.profile()
+    assert profile is not None
+    notes = (f"everything is estimated from the model's shapes{basis}",)
+    return msgspec.structs.replace(profile, notes=notes)
 
 
 def assumed_reductions(link: LinkCost, between: bool) -> list[ReduceCost]:

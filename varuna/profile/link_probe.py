@@ -4,16 +4,14 @@ A job of one process starts helper processes on its own machine: `python -m varu
 meet in a store, run the same code as the first process, and end. They do not import the user's script.
 """
 
-from __future__ import annotations
-
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -81,8 +79,7 @@ def measure_link_between(
     others = {other: f"rank {other}" for other in ranks if rank in ranks and other != rank}
     with connect(rank, others, exchange, host=host, device=device) as network:
         for link in network.links.values():
-            leads = rank == ranks[0]
-            end = NetworkEnd(network, link)
+            end, leads = NetworkEnd(network, link), rank == ranks[0]
             return measure_link(end, leads=leads, device=device, sizes=sizes, effort=effort)
     return None
 
@@ -95,7 +92,7 @@ def measure_with_processes(count: int, device: torch.device, sizes: Sequence[int
         processes = [
             stack.enter_context(_helper(store.port, rank, count + 1, device)) for rank in range(1, count + 1)
         ]
-        _wait_for_key(store, "bytes", processes)
+        _wait_for_bytes(store, processes)
         resident = int(store.get("bytes"))
         fixed = resident if free is None else max(0, free - (_free_bytes(device) or 0)) // count
         store.set("sizes", ",".join(map(str, sizes)))
@@ -116,7 +113,8 @@ def main() -> None:
         if device == "cpu":  # here host memory counts, so load what capturing a model loads
             model = _TinyModel()
             Source(model).capture({"x": torch.ones(2, 1)}, training=True)
-        store.set("bytes", str(_resident_bytes()))
+        resident_pages = Path("/proc/self/statm").read_text().split()[1]
+        store.set("bytes", str(int(resident_pages) * os.sysconf("SC_PAGE_SIZE")))
     _measure_all(store, int(rank), int(count), torch.device(device))
 
 
@@ -140,9 +138,7 @@ def _measure_all(
         store.set(f"contact/{rank}", str(own))
         return [store.get(f"contact/{other}").decode() for other in range(2)]
 
-    link = None
-    if rank < 2:
-        link = measure_link_between((0, 1), rank, exchange, device=device, sizes=sizes)
+    link = measure_link_between((0, 1), rank, exchange, device=device, sizes=sizes) if rank < 2 else None
     reductions = []
     if device.type == "cpu":
         for size in group_sizes(count):
@@ -188,11 +184,11 @@ def _helper(port: int, rank: int, count: int, device: torch.device) -> Iterator[
         process.wait()
 
 
-def _wait_for_key(store: Store, key: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for a key of the store; raise RuntimeError as soon as a process has ended."""
+def _wait_for_bytes(store: Store, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until the store has "bytes"; raise RuntimeError as soon as a process has ended."""
     deadline = time.monotonic() + START_LIMIT.total_seconds()
     while time.monotonic() < deadline:
-        if store.check([key]):
+        if store.check(["bytes"]):
             return
         ended = [process.returncode for process in processes if process.poll() is not None]
         if ended:
@@ -208,14 +204,6 @@ def _wait_for_key(store: Store, key: str, processes: Sequence[subprocess.Popen[b
 def _free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a CUDA device; None for other devices."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

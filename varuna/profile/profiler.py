@@ -1,7 +1,5 @@
 """The class `Profiler`: measures once what a model costs on one kind of device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -171,10 +169,12 @@ class Profiler:
         """Measure links and reductions."""
         ranks, file = self._ranks, driver.file
         if file.draft.fixed_bytes is None or file.draft.within is None:
+            processes = 1  # for links; more to reduce over on a CPU
+            if len(ranks.ranks) == 1 and self.device.type == "cpu":
+                processes = max(1, min((self._gpus_per_node or 2) - 1, MOST_PROCESSES))
             with driver.report.item("links within a machine"):
                 found = on_first(
-                    ranks,
-                    lambda: measure_with_processes(self._num_processes(), self.device, self._message_bytes),
+                    ranks, lambda: measure_with_processes(processes, self.device, self._message_bytes)
                 )
                 file.add(fixed_bytes=found.fixed_bytes, within=found.link)
                 if len(ranks.ranks) == 1:
@@ -191,12 +191,6 @@ class Profiler:
         if not file.draft.reductions:
             why = "each rank must have a device of its own (start one process for each device)"
             file.add(file.draft.with_note("reductions", why))
-
-    def _num_processes(self) -> int:
-        """Return the number of processes to start: one for links, more to reduce over on a CPU."""
-        if len(self._ranks.ranks) > 1 or self.device.type != "cpu":
-            return 1
-        return max(1, min((self._gpus_per_node or 2) - 1, MOST_PROCESSES))
 
     def _measure_reductions(self, driver: MeasurementDriver) -> None:
         file = driver.file
@@ -253,9 +247,8 @@ class Profiler:
         self, driver: MeasurementDriver, batches: ProfileBatches, wanted: Sequence[int]
     ) -> None:
         file = driver.file
-        factory = SegmentFactory(
-            self._source, file.draft.subject.segments, device=self.device, initialize=self._initialize
-        )
+        segments = file.draft.subject.segments
+        factory = SegmentFactory(self._source, segments, device=self.device, initialize=self._initialize)
 
         def batch(size: int) -> SizeBatch:
             inputs, found = batches.of(size)

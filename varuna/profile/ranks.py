@@ -1,7 +1,5 @@
 """The ranks that measure together, and where each of them runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,12 +54,6 @@ class RankPlace(NamedTuple):
     cores: int  # number of ranks with this many threads for which the machine has cores
 
 
-def find_places(ranks: Collective, device: torch.device) -> RankPlaces:
-    """Return the places of all ranks; every rank calls it."""
-    cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
-    return RankPlaces(ranks.gather(RankPlace(machine_identity(), str(device), cores)))
-
-
 @dataclass(frozen=True)
 class RankPlaces:
     """Machines and devices of all ranks, by rank."""
@@ -94,10 +86,8 @@ class RankPlaces:
     def workers(self) -> list[int]:
         """Return the ranks that can measure at once without sharing a device or a core."""
         if self.of[0].device != "cpu":
-            first: dict[tuple[str, str], int] = {}
-            for rank, place in enumerate(self.of):
-                first.setdefault((place.machine, place.device), rank)
-            return sorted(first.values())
+            devices = [(place.machine, place.device) for place in self.of]
+            return sorted(map(devices.index, set(devices)))
         return sorted(rank for ranks in self.machines for rank in ranks[: max(1, self.of[ranks[0]].cores)])
 
     def share_a_device(self, ranks: Sequence[int]) -> bool:
@@ -115,3 +105,9 @@ class RankPlaces:
         return [(tuple(near[:size]), False) for size in group_sizes(len(near))] + [
             (tuple(far[:size]), True) for size in group_sizes(len(far))
         ]
+
+
+def find_places(ranks: Collective, device: torch.device) -> RankPlaces:
+    """Return the places of all ranks; every rank calls it."""
+    cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
+    return RankPlaces(ranks.gather(RankPlace(machine_identity(), str(device), cores)))

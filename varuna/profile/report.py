@@ -1,7 +1,5 @@
 """Progress of a profiler: one line for each result, or a progress bar on a terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,14 +1,12 @@
 """Segments in the form in which they are measured, and an empty model for the engine's overhead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from varuna.capture import Captured, Source, SpanProgram, stage_state
+from varuna.capture import Captured, Source, stage_state
 from varuna.capture.cuts.segment_kinds import entry, relayed
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.execute.comm.session import single_rank_session
@@ -97,41 +95,32 @@ class SegmentFactory:
             )
         first = self._first[kind]
         program = captured.carve(first, first + 1)
-        stage = self._stage(kind, captured)
+        if kind not in self._stages:
+            self._stages[kind] = Stage(
+                stage_state(
+                    self._source,
+                    captured,
+                    first,
+                    first + 1,
+                    device=self._device,
+                    initialize=self._initialize,
+                )
+            )
+        stage = self._stages[kind]
         local_inputs = move_inputs(inputs, self._device)
         runnable = with_fused_loss(program.to(self._device))
         segment = StageSegment(stage, runnable, local_inputs, relayed(captured, first), len(captured.results))
         recomputed = entry(program, first)
         if recomputed is not None:
-            segment.enter = _entry_call(recomputed.to(self._device), stage, local_inputs)
+            entry_program = recomputed.to(self._device)
+            state = [stage.state.tensor(name) for name in entry_program.state]
+            received: list[Any] = [None] * len(entry_program.received)  # the program reads none of it
+            segment.enter = lambda: entry_program(state, received, local_inputs, WORK)
         return segment
 
     def drop_all(self) -> None:
         """Free weights and gradients; the next segment of each kind gets new ones."""
         self._stages.clear()
-
-    def _stage(self, kind: int, captured: Captured) -> Stage:
-        if kind not in self._stages:
-            first = self._first[kind]
-            state = stage_state(
-                self._source,
-                captured,
-                first,
-                first + 1,
-                device=self._device,
-                initialize=self._initialize,
-            )
-            self._stages[kind] = Stage(state)
-        return self._stages[kind]
-
-
-def _entry_call(program: SpanProgram, stage: Stage, inputs: Mapping[str, object]) -> Callable[[], object]:
-    state = [stage.state.tensor(name) for name in program.state]
-    received: list[Any] = [None] * len(program.received)  # the program reads none of it
-    return lambda: program(state, received, inputs, WORK)
-
-
-# ---------------------------------------------------------------- an empty model
 
 
 class OneWeightState:

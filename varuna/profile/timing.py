@@ -4,8 +4,6 @@ All kinds run as one chain if they fit: a segment then finds the caches as in tr
 runs separately.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +24,6 @@ from varuna.types import Overheads, SizeCost, TensorSpec
 
 CALL_EFFORT = Effort(seconds=0.05, fewest=50, most=500)
 MOST_HELD = 4
-SEED = 0
-
-RefuseKind = Callable[[int], str | None]
-"""Returns the reason not to run a kind of segment (no memory, no time), or None."""
 
 
 class RankResult(NamedTuple):
@@ -73,10 +67,10 @@ class SegmentBench:
         kinds: Sequence[int],
         *,
         with_overheads: bool,
-        refuse: RefuseKind,
+        refuse: Callable[[int], str | None],
         all_or_nothing: bool,
     ) -> RankResult:
-        """Measure each of these kinds alone.
+        """Measure each of these kinds alone, unless `refuse` returns a reason not to.
 
         A kind that fails is left out. With `all_or_nothing` the first kind that does not fit the memory
         ends the measurement, and other errors are raised.
@@ -93,12 +87,10 @@ class SegmentBench:
                     before = self.factory.before(kind)
                     given = [] if before is None else made[before]
                     if kind in kinds:
-                        chain, wants = (
-                            [LinkedSegment(segment, given=given)],
-                            with_overheads and overheads is None,
-                        )
+                        link = LinkedSegment(segment, given=given)
+                        wants = with_overheads and overheads is None
                         (by_kind[kind],), found = self._measure(
-                            chain, batch.size, held=1, with_overheads=wants
+                            [link], batch.size, held=1, with_overheads=wants
                         )
                         overheads = overheads or found
                     made[kind] = segment.forward([tensor.detach() for tensor in given], keep_graph=False)
@@ -169,7 +161,7 @@ def shortened(error: BaseException) -> str:
 
 def random_tensors(specs: Sequence[TensorSpec], size: int, device: torch.device) -> list[Tensor]:
     """Return tensors like the outputs of a segment that did not run."""
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(0)
     tensors = []
     for spec in specs:
         dtype: torch.dtype = getattr(torch, spec.dtype)
