@@ -119,10 +119,6 @@ class CurrentCall(NamedTuple):
     leaves: dict[str, Any]  # this rank's inputs by flat name
     counts: list[int]  # samples of each rank
 
-    @property
-    def batch_size(self) -> int:
-        return sum(self.counts)
-
 
 @dataclass
 class AgreedCalls:

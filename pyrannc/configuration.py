@@ -72,10 +72,22 @@ DEFAULTS = Configuration()
 def read_configuration(
     environment: Mapping[str, str], home: Path, arguments: Mapping[str, object]
 ) -> Configuration:
+    path, from_file = folder_of(environment, home) / FILE, {}
+    try:
+        from_file = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        pass
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    from_environment = {
+        name.removeprefix("RANNC_").lower(): text
+        for name, text in environment.items()
+        if name.startswith("RANNC_") and name != "RANNC_CONF_DIR"
+    }
     found: dict[str, object] = {}
     for source, settings in (
-        _from_file(environment, home),
-        ("the environment", _from_environment(environment)),
+        (str(path), from_file),
+        ("the environment", from_environment),
         ("the arguments of RaNNCModule", arguments),
     ):
         for key, value in settings.items():
@@ -108,24 +120,6 @@ def folder_of(environment: Mapping[str, str], home: Path) -> Path:
             f"RANNC_CONF_DIR is {named!r}, which is not a folder (expected the folder of {FILE})"
         )
     return Path(named)
-
-
-def _from_file(environment: Mapping[str, str], home: Path) -> tuple[str, Mapping[str, object]]:
-    path = folder_of(environment, home) / FILE
-    try:
-        return str(path), tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        return str(path), {}
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    return {
-        name.removeprefix("RANNC_").lower(): text
-        for name, text in environment.items()
-        if name.startswith("RANNC_") and name != "RANNC_CONF_DIR"
-    }
 
 
 def _checked(key: str, value: object, source: str) -> object:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -25,7 +24,7 @@ from pyrannc.layouts import (
 from pyrannc.model_costs import DeploymentCosts, data_parallel, deployment_costs
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import forecast_plan
-from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan, write_plan
+from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan
 from varuna.plan.search.messages import why_slower
 from varuna.plan.search.search import cut_layout
 from varuna.train.validate import plan_stages
@@ -194,10 +193,6 @@ def _forced_plan(
     )
     forecast, _ = forecast_plan(costs.profile, costs.cluster, plan)
     return PinnedPlan(plan, forecast, (), "as forced")
-
-
-def save(file: str | os.PathLike[str], pinned: PinnedPlan) -> None:
-    write_plan(Path(file), pinned)
 
 
 def load(file: str | os.PathLike[str], task: DeploymentTask) -> PinnedPlan:

@@ -21,7 +21,7 @@ from varuna.capture.model.call_convention import StructuredCall
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cost.estimate import Speed
 from varuna.plan.cut.blocks import partition
-from varuna.plan.plan_file import PinnedPlan, read_plan
+from varuna.plan.plan_file import PinnedPlan, read_plan, write_plan
 from varuna.plan.profile_file import read_profile
 from varuna.types import PrecisionName
 
@@ -82,7 +82,7 @@ def dry_run(
     )
     pinned = deployment.choose(task, configuration, read_known_costs(task, configuration, ""))
     if out is not None:
-        deployment.save(out, pinned)
+        write_plan(Path(out), pinned)
     return pinned
 
 

@@ -197,10 +197,7 @@ def best_uneven_layout(
     depths: Sequence[int],
     even_seconds: float,
 ) -> Proposal | None:
-    """Return the fastest layout whose stages have different numbers of replicas.
-
-    Return None unless it is faster than `even_seconds`, the best with equal numbers.
-    """
+    """Return the fastest layout with different numbers of replicas, if faster than `even_seconds`."""
     request = UnevenRequest(
         task.batch_size,
         depths,

@@ -23,7 +23,10 @@ from varuna.train.layout import cluster_of
 from varuna.types import Cluster, OptimizerCost, Plan, Profile, Proposal, StagePlan
 
 # Typical values of a device type, good enough to compare computing with sending.
-SPEEDS = {"cpu": (3e10, 8e9, 4e-6), "cuda": (4e13, 1e12, 6e-6)}  # flops, bytes, seconds per operation
+SPEEDS = {
+    "cpu": Speed(flops_per_second=3e10, bytes_per_second=8e9, seconds_per_operation=4e-6, memory_bytes=1),
+    "cuda": Speed(flops_per_second=4e13, bytes_per_second=1e12, seconds_per_operation=6e-6, memory_bytes=1),
+}
 LINKS = {"cpu": (6e-5, 2e9), "cuda": (1e-5, 2e10)}  # latency, bytes per second, within a machine
 FAR = (5e-5, 3e9)  # between machines
 UPDATES = {"cpu": 1e-9, "cuda": 2e-11}  # seconds of an optimizer for each weight
@@ -76,13 +79,7 @@ def deployment_costs(
 
 
 def assumed_speed(kind: str, memory: int) -> Speed:
-    flops, moved, seconds_per_operation = SPEEDS.get(kind, SPEEDS["cuda"])
-    return Speed(
-        flops_per_second=flops,
-        bytes_per_second=moved,
-        seconds_per_operation=seconds_per_operation,
-        memory_bytes=memory,
-    )
+    return msgspec.structs.replace(SPEEDS.get(kind, SPEEDS["cuda"]), memory_bytes=memory)
 
 
 def _memory_bytes(task: DeploymentTask, configuration: Configuration) -> int:

@@ -13,7 +13,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from pyrannc import deployment
 from pyrannc.calls import AgreedCalls, CurrentCall
 from pyrannc.configuration import folder_of, read_configuration
 from pyrannc.logs import configure_logging
@@ -28,6 +27,7 @@ from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
+from varuna.plan.plan_file import write_plan
 from varuna.train.rank_errors import report_errors
 from varuna.train.validate import check_model
 from varuna.types import Plan, PrecisionName, StageMap
@@ -118,8 +118,9 @@ class RaNNCModule(nn.Module):
             partitioning = ModelPartitioning(self._model, self._optimizer, self._calls, self._options)
             with self._session.patient(FIRST_CALL_TIMEOUT_FACTOR):
                 planned = partitioning.plan(call, self._session)
-            if planned.stage_map != self._session.stage_map:
-                flat_session, self._session = self._session, self._open_session(planned.stage_map)
+            stage_map = tuple(stage.ranks for stage in planned.pinned.plan.stages)
+            if stage_map != self._session.stage_map:
+                flat_session, self._session = self._session, self._open_session(stage_map)
                 flat_session.close()
         # A block of its own: errors are reported to the ranks of the new session.
         with self._report_errors("forward"):
@@ -237,7 +238,9 @@ class RaNNCModule(nn.Module):
             tensor = select(local[name])
             return None if tensor is None else tensor.detach().clone()
         with self._report_errors("get_param"):
-            return partitioned.broadcast_tensor(name, select)
+            owner = partitioned.owners[name]
+            own = select(partitioned.state.tensor(name)) if owner == self._rank else None
+            return self._session.broadcast(None if own is None else own.detach().cpu().clone(), owner)
 
     @property
     def plan(self) -> Plan:
@@ -247,7 +250,7 @@ class RaNNCModule(nn.Module):
         """Write the layout to a file. Rank 0 writes; other ranks may call it, too."""
         partitioned = self._require_partitioned("save_deployment")
         if self._session.rank == 0:
-            deployment.save(file, partitioned.pinned)
+            write_plan(Path(file), partitioned.pinned)
 
     def undeploy(self) -> None:
         """Close the connections to the other ranks. Not needed at the end of a script."""

@@ -96,10 +96,7 @@ class PartitionedOptimizer:
             self._placeholder = None
 
     def state_dict(self, from_global: bool = True, **_options: Any) -> dict[str, Any]:
-        """Return the state for the whole model on every rank; all ranks call it.
-
-        With `from_global=False`, return this rank's part.
-        """
+        """Return the state of the whole model (`from_global=False`: of this rank); all ranks call it."""
         self._remove_placeholder()
         own = self._plain_state_dict()
         if self._held is None or not from_global:

@@ -29,10 +29,6 @@ class ModelOutput:
         return dtype
 
     @property
-    def differentiable(self) -> bool:
-        return self.spec.needs_grad
-
-    @property
     def is_summed(self) -> bool:
         """True if the values of several micro-batches add up."""
         return self.dim is None and self.dtype.is_floating_point
@@ -46,10 +42,6 @@ class ModelOutput:
         if self.dim is None:
             return tensor
         return tensor.narrow(self.dim, first * self.per_sample, (stop - first) * self.per_sample)
-
-    @property
-    def num_elements(self) -> int:
-        return torch.Size(self.meta(0).shape).numel()
 
     def combine_microbatches(
         self, values: Sequence[Tensor], microbatches: Sequence[MicroBatch], total: int, reduction: Reduction

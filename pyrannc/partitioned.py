@@ -117,12 +117,6 @@ class PartitionedModel:
             values.update(self.session.broadcast(mine if owner == rank else {}, owner))
         return values
 
-    def broadcast_tensor(self, name: str, select: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """Return `select` of one tensor on every rank; all ranks call it."""
-        owner = self.owners[name]
-        own = select(self.state.tensor(name)) if owner == self.session.rank else None
-        return self.session.broadcast(None if own is None else own.detach().cpu().clone(), owner)
-
     def write_trace(self, file: Path) -> None:
         """Write a trace of the last call of all ranks; all ranks call it."""
         session = self.session

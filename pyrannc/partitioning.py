@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from varuna.execute.comm.session import Session
 from varuna.execute.update.shard import shard_optimizer
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
-from varuna.plan.plan_file import PinnedPlan
+from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.train.assemble import assemble
-from varuna.types import Profile, StageMap
+from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
 
@@ -60,10 +61,6 @@ class PlannedModel(NamedTuple):
     seed: int
     number: int  # of the first call
 
-    @property
-    def stage_map(self) -> StageMap:
-        return tuple(stage.ranks for stage in self.pinned.plan.stages)
-
 
 @dataclass
 class ModelPartitioning:
@@ -76,7 +73,7 @@ class ModelPartitioning:
 
     def plan(self, call: CurrentCall, session: Session) -> PlannedModel:
         """Choose a layout by the batch of this call; in `session` there are no stages yet."""
-        if not call.batch_size:
+        if not sum(call.counts):
             raise ValueError("no rank gave a sample (the batch of the first call decides the layout)")
         options = self.options
         source = Source(
@@ -150,7 +147,7 @@ class ModelPartitioning:
         configuration, is_first = self.options.configuration, session.rank == 0
         sample_bytes = self.calls.calls[call.number].sample_bytes
         machines = session.gather(machine_identity())
-        task = DeploymentTask(source, captured, call.batch_size, sample_bytes, machines, self.options.device)
+        task = DeploymentTask(source, captured, sum(call.counts), sample_bytes, machines, self.options.device)
         file = self.options.deployment_file
         if file is None and configuration.load_deployment:
             file = configuration.deployment_file
@@ -160,7 +157,7 @@ class ModelPartitioning:
             measured = self._measure(task, call, session)
             pinned = deployment.choose(task, configuration, measured) if is_first else None
             if pinned is not None and configuration.save_deployment:
-                deployment.save(configuration.deployment_file, pinned)
+                write_plan(Path(configuration.deployment_file), pinned)
         agreed = session.broadcast(pinned, 0)
         assert agreed is not None
         return agreed

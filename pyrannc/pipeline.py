@@ -320,34 +320,27 @@ class Pipeline:
     def _exchange_presence(
         self, batch: BatchInFlight, gradients: Sequence[Tensor | None]
     ) -> tuple[list[bool], list[Tensor | None]]:
-        """Return which outputs have a gradient on any rank.
-
-        Also return the gradients of outputs without batch dimension, summed over the ranks.
-        """
+        """Return which outputs have a gradient on any rank, and the sums of those without batch dimension."""
         outputs = batch.captured.outputs
         unbatched = [number for number, output in enumerate(outputs) if output.dim is None]
         here = [gradient is not None for gradient in gradients]
         # No exchange is needed if each rank computes its own outputs, or if only one output can have any.
-        if not unbatched and (batch.is_local or sum(output.differentiable for output in outputs) == 1):
+        if not unbatched and (batch.is_local or sum(output.spec.needs_grad for output in outputs) == 1):
             return here, [None] * len(outputs)
         weight = batch.weight(self.session.rank)
-        numbers = list(map(float, here))
+        own = [torch.tensor(here, dtype=torch.float64)]
         for number in unbatched:
             gradient = gradients[number]
-            if gradient is None:
-                numbers += [0.0] * outputs[number].num_elements
-            else:
-                numbers += (gradient.double() * weight).reshape(-1).tolist()
-        everyone = torch.tensor(self.session.gather_numbers(numbers), dtype=torch.float64)
-        present = [bool(count) for count in everyone[:, : len(outputs)].sum(0).tolist()]
+            zeros = torch.zeros(outputs[number].meta(0).shape, dtype=torch.float64)
+            own.append(zeros if gradient is None else gradient.double().cpu() * weight)
+        numbers = torch.cat([values.reshape(-1) for values in own]).tolist()
+        summed = torch.tensor(self.session.gather_numbers(numbers), dtype=torch.float64).sum(0)
+        counts, *wholes = summed.split_with_sizes([values.numel() for values in own])
+        present = list(map(bool, counts.tolist()))
         shared: list[Tensor | None] = [None] * len(outputs)
-        place = len(outputs)
-        for number in unbatched:
-            count = outputs[number].num_elements
+        for number, whole in zip(unbatched, wholes, strict=True):
             if present[number]:
-                whole = everyone[:, place : place + count].sum(0)
                 shared[number] = whole.view(outputs[number].meta(0).shape).to(self.device)
-            place += count
         return present, shared
 
     def _collect_output_gradients(
@@ -362,7 +355,7 @@ class Pipeline:
         moving = [
             number
             for number, output in enumerate(outputs)
-            if present[number] and output.dim is not None and output.differentiable
+            if present[number] and output.dim is not None and output.spec.needs_grad
         ]
         transfers = [
             batch.output_gradient_transfer(outputs[number], gradients[number], rank, self.device)
@@ -382,7 +375,7 @@ class Pipeline:
             output, gradient = outputs[number], shared[number]
             if number in whole and output.dim is not None:
                 return samples_of(whole[number], microbatch.spans, output.dim, each=output.per_sample)
-            if gradient is None or not output.differentiable:
+            if gradient is None or not output.spec.needs_grad:
                 return None
             share = microbatch.size / batch.total if self.reduction == "mean" else 1.0
             return (gradient * share).to(output.dtype)
@@ -437,7 +430,7 @@ class PipelineFunction(torch.autograd.Function):
         ctx.batch, ctx.run_backward = batch, run_backward
         ctx.devices = {name: tensor.device for name, tensor in zip(names, inputs, strict=True)}
         pairs = zip(outputs, batch.captured.outputs, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, output in pairs if not output.differentiable))
+        ctx.mark_non_differentiable(*(tensor for tensor, output in pairs if not output.spec.needs_grad))
         return tuple(outputs)
 
     @staticmethod

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import pyrannc
 import pyrannc.partitioning
-from pyrannc import RaNNCModule, deployment
+from pyrannc import RaNNCModule
 from tests.pool import Pool
 from tests.pyrannc.jobs import make
 from tests.pyrannc.models import WIDTH
 from varuna.cli.main import app
-from varuna.plan.plan_file import PinnedPlan, read_plan
+from varuna.plan.plan_file import PinnedPlan, read_plan, write_plan
 
 
 def wrapped(model: nn.Module, **options: Any) -> RaNNCModule:
@@ -117,7 +117,7 @@ def test_measuring_decides_the_plan_and_does_not_change_the_model(
     assert "plain data parallel" in shown and "and needs" in shown
     with pytest.raises(ValueError, match="memory_gb"):
         pyrannc.dry_run(model, [x], ranks=2)
-    deployment.save(tmp_path / "estimated.json", estimated)
+    write_plan(tmp_path / "estimated.json", estimated)
     with pytest.raises(ValueError, match="has no speed"):
         pyrannc.dry_run(model, [x], ranks=2, speed=tmp_path / "estimated.json")
     with pytest.raises(ValueError, match="of another model"):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from varuna.measure.stopwatch import Effort, stopwatch_for, typical_duration
-from varuna.types import Duration, LinkCost, MessageCost
+from varuna.types import LinkCost, MessageCost
 
 MESSAGE_BYTES = tuple(1 << power for power in range(12, 27, 2))
 """4 KiB to 64 MiB."""
@@ -54,8 +54,9 @@ def measure_link(
     messages = []
     for size in sizes:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        one_way = _measure_ping_pong(end, payload, effort, leads)
-        both_ways = _measure_both_ways(end, payload, effort, leads)
+        round_trips = _measure_round_trip(end, payload, effort, leads, at_once=False)
+        one_way = typical_duration([seconds / 2 for seconds in round_trips])
+        both_ways = typical_duration(_measure_round_trip(end, payload, effort, leads, at_once=True))
         # The receiver computes for as long as the leading end measured one way.
         one_way_seconds = _send_number(end, one_way.seconds, leads)
         busy = _measure_while_computing(end, payload, effort, leads, one_way_seconds, compute)
@@ -73,27 +74,21 @@ def measure_link(
     return LinkCost(tuple(messages)) if leads else None
 
 
-def _measure_ping_pong(end: LinkEndpoint, payload: Tensor, effort: Effort, leads: bool) -> Duration:
+def _measure_round_trip(
+    end: LinkEndpoint, payload: Tensor, effort: Effort, leads: bool, *, at_once: bool
+) -> list[float]:
+    """Return the seconds of round trips; `at_once`: both ends send before they receive."""
+
     def run() -> float:
         start = time.perf_counter()
-        if leads:
+        if leads or at_once:
             end.send([payload])
         _take_bytes(end, payload.device)
-        if not leads:
+        if not leads and not at_once:
             end.send([payload])
         return time.perf_counter() - start
 
-    return typical_duration([sample / 2 for sample in _repeat(end, run, effort, leads)])
-
-
-def _measure_both_ways(end: LinkEndpoint, payload: Tensor, effort: Effort, leads: bool) -> Duration:
-    def run() -> float:
-        start = time.perf_counter()
-        end.send([payload])
-        _take_bytes(end, payload.device)
-        return time.perf_counter() - start
-
-    return typical_duration(_repeat(end, run, effort, leads))
+    return _repeat(end, run, effort, leads)
 
 
 def _measure_while_computing(

@@ -38,10 +38,7 @@ def measure_reductions(
     sizes: Sequence[int],
     effort: Effort = REDUCE_EFFORT,
 ) -> list[ReduceCost]:
-    """Measure reductions of these bytes; every rank of the group calls it and returns its own times.
-
-    With `share=None` only all-reduces are measured.
-    """
+    """Measure reductions of these bytes on every rank of the group; `share=None`: only all-reduces."""
 
     def measure(run: Callable[[], None]) -> Duration:
         def run_once() -> float:

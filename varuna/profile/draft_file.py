@@ -13,10 +13,7 @@ from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
 
 
 def open_draft(folder: Path, subject: ProfileSubject, *, extends: bool) -> ProfileDraft:
-    """Return the draft to continue: a finished profile, an unfinished one, or an empty draft.
-
-    Raise ValueError if the folder holds a profile of another model, device or precision.
-    """
+    """Return the draft to continue, or a new one; raise ValueError if the folder is about something else."""
     finished, unfinished = folder / NAME, folder / UNFINISHED
     if extends and finished.exists():
         return reopen_profile(read_profile(finished), subject, str(finished))
@@ -28,10 +25,7 @@ def open_draft(folder: Path, subject: ProfileSubject, *, extends: bool) -> Profi
 
 @dataclass
 class DraftFile:
-    """The current draft, written to a folder after each change: a killed job loses at most one result.
-
-    With `folder=None` nothing is written.
-    """
+    """The current draft; each change is written to the folder, if any: a killed job loses one result."""
 
     draft: ProfileDraft
     folder: Path | None

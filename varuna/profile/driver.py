@@ -211,10 +211,7 @@ class MeasurementDriver:
 
 
 def merge_results(gathered: Sequence[tuple[RankResult | None, float]], *, all_or_nothing: bool) -> SizeResult:
-    """Merge the results of all ranks.
-
-    A kind is left out if no rank measured it; with `all_or_nothing`, if any rank left it out.
-    """
+    """Merge the results of all ranks; `all_or_nothing`: a kind that one rank left out is left out."""
     results = [result for result, _ in gathered if result is not None]
     costs = {
         kind: merge_size_costs([result.costs[kind] for result in results if kind in result.costs])
@@ -239,10 +236,7 @@ class CompleteSizes(SweepPolicy):
     all_or_nothing = True
 
     def refuse_size(self, size: int, draft: ProfileDraft) -> str | None:
-        """Predict the memory from the largest size measured so far.
-
-        On a system that overcommits memory, allocating too much kills the process.
-        """
+        """Predict the memory from the largest measured size: with overcommit, too much kills the process."""
         known, available = draft.measured_sizes(), available_bytes(self.device)
         if available is None or not known:
             return None

@@ -42,10 +42,7 @@ def estimate_profile(
     shared_weights: Sequence[tuple[str, str]] | None = None,
     optimizer: OptimizerCost = ADAM,
 ) -> Profile:
-    """Estimate the profile of a model on a device with a known speed.
-
-    The model may be on the `meta` device.
-    """
+    """Estimate the profile of a model, which may be on `meta`, on a device with a known speed."""
     source = Source(
         model,
         batch_dims=batch_dims,

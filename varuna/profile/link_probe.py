@@ -72,10 +72,7 @@ def measure_link_between(
     host: str = "127.0.0.1",
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
-    """Measure the link between two ranks; the first of them returns the costs, all others None.
-
-    Every rank of the exchange calls it.
-    """
+    """Measure the link between two ranks; all ranks call it, and the first of the two gets the costs."""
     others = {other: f"rank {other}" for other in ranks if rank in ranks and other != rank}
     with connect(rank, others, exchange, host=host, device=device) as network:
         for link in network.links.values():
@@ -143,7 +140,11 @@ def _measure_all(
     if device.type == "cpu":
         for size in group_sizes(count):
             if rank < size:
-                group = _gloo(PrefixStore(f"group/{size}", store), rank, size)
+                # A group without torch.distributed, which the user's process may use differently.
+                group_store = PrefixStore(f"group/{size}", store)
+                group: Any = ProcessGroup(group_store, rank, size)
+                backend: Any = ProcessGroupGloo(group_store, rank, size, START_LIMIT)
+                group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
                 reductions += measure_reductions(
                     lambda tensor: group.allreduce([tensor]).wait(),  # noqa: B023 - called here
                     lambda owned: share_values(owned, group),  # noqa: B023
@@ -158,14 +159,6 @@ def _measure_all(
     if rank == 0:
         store.wait([f"done/{other}" for other in range(count)])
     return link, reductions
-
-
-def _gloo(store: Store, rank: int, size: int) -> Any:
-    """Make a group without torch.distributed, which the user's process may use differently."""
-    group: Any = ProcessGroup(store, rank, size)
-    backend: Any = ProcessGroupGloo(store, rank, size, START_LIMIT)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
-    return group
 
 
 @contextmanager

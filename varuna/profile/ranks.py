@@ -95,10 +95,7 @@ class RankPlaces:
         return self.of[0].device != "cpu" and len(set(devices)) < len(devices)
 
     def groups(self) -> list[tuple[tuple[int, ...], bool]]:
-        """Return the groups to reduce over, and whether each spans machines.
-
-        Groups of growing size lie within one machine, or take one rank of each of several machines.
-        """
+        """Return groups of growing size within one machine, and of one rank of each machine (True)."""
         machines = self.machines
         near = max(machines, key=len)
         far = [ranks[0] for ranks in machines]
