@@ -191,8 +191,10 @@ class RaNNCModule(nn.Module):
         if self._partitioned is None:
             return state
         prefix = str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        held = self._partitioned.state
         with self._report_errors("state_dict"):
-            everyone = self._partitioned.gather_state()
+            own = {name: held.tensor(name).detach().cpu().clone() for name in held.canonical}
+            everyone = self._partitioned.gather_named(own)
         canonical = self._partitioned.source.canonical
         for key in state:
             name = key.removeprefix(prefix)

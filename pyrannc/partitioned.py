@@ -103,11 +103,6 @@ class PartitionedModel:
             )
         return self._captured_calls[number]
 
-    def gather_state(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers on the host; all ranks call it."""
-        names = self.state.canonical
-        return self.gather_named({name: self.state.tensor(name).detach().cpu().clone() for name in names})
-
     def gather_named(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values of all ranks by name, each from the name's owner; all ranks call it."""
         rank = self.session.rank

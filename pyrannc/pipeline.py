@@ -47,12 +47,10 @@ class CapturedCall:
 
     @property
     def gradient_inputs(self) -> list[TensorInput]:
-        """Inputs that need a gradient."""
         signature = self.call.signature
         return [tensor for tensor in signature.tensors if tensor.has_gradient and signature.grad_enabled]
 
     def readers(self, name: str) -> list[int]:
-        """Return the ranks whose stage reads an input."""
         return [rank for rank, names in enumerate(self.needs) if name in names]
 
 

@@ -71,7 +71,6 @@ def describe(
     device: torch.device,
     devices_per_machine: int,
 ) -> ProfileSubject:
-    """Return the facts of a captured model on a device."""
     kinds = find_kinds(source, captured)
     return ProfileSubject(
         fingerprint=captured.graph.fingerprint,

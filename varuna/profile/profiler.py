@@ -166,7 +166,6 @@ class Profiler:
         return prepared[0]
 
     def _measure_processes(self, driver: MeasurementDriver) -> None:
-        """Measure links and reductions."""
         ranks, file = self._ranks, driver.file
         if file.draft.fixed_bytes is None or file.draft.within is None:
             processes = 1  # for links; more to reduce over on a CPU

@@ -146,10 +146,7 @@ class SegmentBench:
 
 
 def held_at_once(segments: int, kinds: int) -> int:
-    """Return the number of micro-batches in flight with which a chain holds as much as a first stage.
-
-    In training, a first stage holds about one micro-batch for each segment of the model.
-    """
+    # In training, a first stage holds about one micro-batch for each segment of the model.
     return max(1, min(MOST_HELD, round(segments / kinds)))
 
 
