@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import pyrannc
+import pyrannc.calls
 import pyrannc.partitioning
 from pyrannc import RaNNCModule
 from tests.pool import Pool
@@ -229,21 +230,13 @@ def refusal(what: str) -> str:
         wrapper = wrapped(model, **options)
         if what == "one rank" and rank == 1:
             x = x.int().float() * float("nan")
-            raise_in(wrapper)
+            own_error = ZeroDivisionError("something of this rank's own")  # in the midst of a call
+            stack.enter_context(patch.object(pyrannc.calls.AgreedCall, "capture", side_effect=own_error))
         if what == "new session" and rank == 1:
             error = ZeroDivisionError("no memory for this stage")
             stack.enter_context(patch.object(pyrannc.partitioning, "adopted_state", side_effect=error))
         wrapper(x)
     return str(refused.value) + "".join(getattr(refused.value, "__notes__", ()))
-
-
-def raise_in(wrapper: RaNNCModule) -> None:
-    """An error that only one rank meets, in the midst of a call."""
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("something of this rank's own")
-
-    wrapper._calls.capture = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def measure_link(
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
     """Measure messages of these bytes; return the costs at the leading end, None at the other."""
-    matrix = torch.full((64, 64), 0.01)
-    compute = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))  # takes a few microseconds
+    compute = _small_computation()
     messages = []
     for size in sizes:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -162,3 +161,9 @@ def _take_bytes(end: LinkEndpoint, device: torch.device) -> None:
     """Take a message and wait for its bytes: a device may copy them after the message was announced."""
     _take(end)
     stopwatch_for(device).synchronize()
+
+
+def _small_computation() -> Callable[[], object]:
+    """Return a function that computes for a few microseconds."""
+    matrix = torch.full((64, 64), 0.01)
+    return partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
