@@ -52,14 +52,7 @@ KILL_SECONDS = 2.0
 """A killed process that lives longer is stuck in the kernel and is left there."""
 LOG_SECONDS = 30.0
 """Time between two log messages while a script waits for its last save."""
-HELD_SIGNALS = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-}
+HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that may reach the whole process group; only the trainer handles them."""
 
 IN_MEMORY = "memory"
@@ -295,7 +288,13 @@ class SnapshotMemory:
         if stop > self._size:
             self._grow((stop // GROWTH_BYTES + 2) * GROWTH_BYTES)
         if task.layout.header != self._header:  # it has the dtype, shape and span of each tensor
-            self._make_tensors(task)
+            # Create the views once for many saves: creating them takes longer than filling small ones.
+            spans = {key: self._bytes[slice(*span)] for key, span in task.layout.spans.items()}
+            self._tensors = {
+                spec.key: spans[spec.key].view(getattr(torch, spec.dtype)).view(spec.shape)
+                for spec in task.specs
+            }
+            self._header = task.layout.header
         self._copy(tensors)
         self._bytes[first:stop] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return StartSave(first, stop)
@@ -326,15 +325,6 @@ class SnapshotMemory:
         self._pinned = None
         self._header, self._tensors = b"", {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def _make_tensors(self, task: SaveTask) -> None:
-        """Create the views once for many saves: creating them takes longer than filling small ones."""
-        spans = task.layout.spans
-        self._tensors = {
-            spec.key: self._bytes[slice(*spans[spec.key])].view(getattr(torch, spec.dtype)).view(spec.shape)
-            for spec in task.specs
-        }
-        self._header = task.layout.header
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         devices = {tensors[key].device for key in self._tensors if tensors[key].is_cuda}

@@ -1,7 +1,7 @@
 """Find checkpoints and read the requested tensors, each checked against its hash."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from varuna.errors import CheckpointError
 BATCH_BYTES = 16 << 20
 """Bytes to read in one batch: many small tensors together, a large one alone."""
 
-log = logging.getLogger("varuna")
+Item = TypeVar("Item")
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):
@@ -115,22 +115,26 @@ class Checkpoint:
                 else:
                     yield key, f"{key!r} in {file} is damaged: its bytes do not match their hash"
 
-    def batches(self, keys: Iterable[str]) -> Iterator[list[str]]:
-        """Yield the keys in batches of about BATCH_BYTES."""
-        batch: list[str] = []
-        num_bytes = 0
-        for key in keys:
-            entry = self.manifest.tensors[key]
-            if batch and num_bytes + entry.stop - entry.first > BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(key)
-            num_bytes += entry.stop - entry.first
-        if batch:
-            yield batch
+    def batches(self, keys: Iterable[str]) -> list[list[str]]:
+        """Return the keys in batches of about BATCH_BYTES."""
+        tensors = self.manifest.tensors
+        return split(keys, BATCH_BYTES, size=lambda key: tensors[key].stop - tensors[key].first)
 
     def error(self, problem: str) -> CheckpointError:
         return _load_error(self.store, self.manifest.facts.step, problem)
+
+
+def split(items: Iterable[Item], max_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
+    """Fill batches in order; an item larger than `max_bytes` gets its own batch."""
+    batches: list[list[Item]] = []
+    left = 0
+    for item in items:
+        if not batches or size(item) > left:
+            batches.append([])
+            left = max_bytes
+        batches[-1].append(item)
+        left -= size(item)
+    return batches
 
 
 def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = True) -> Checkpoint:
@@ -149,8 +153,10 @@ def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = Tr
         return Checkpoint(store, found.manifest)
     if check_complete:
         raise _load_error(store, step, found.problem)
-    if found.manifest is not None:
-        return Checkpoint(store, _without(found.manifest, found.missing))
+    if (whole := found.manifest) is not None:
+        files = {name: file for name, file in whole.files.items() if name not in found.missing}
+        tensors = {key: entry for key, entry in whole.tensors.items() if entry.file in files}
+        return Checkpoint(store, msgspec.structs.replace(whole, files=files, tensors=tensors))
     if not found.interrupted:
         raise _load_error(store, step, found.problem)
     return Checkpoint(store, _salvage(store, step))
@@ -178,14 +184,6 @@ def verify(
                 problems[data] = None
             on_bytes(tensors[key].stop - tensors[key].first)
     return list(problems)
-
-
-def _without(manifest: Manifest, missing: tuple[str, ...]) -> Manifest:
-    return msgspec.structs.replace(
-        manifest,
-        files={name: file for name, file in manifest.files.items() if name not in missing},
-        tensors={key: entry for key, entry in manifest.tensors.items() if entry.file not in missing},
-    )
 
 
 def _salvage(store: Store, step: int) -> Manifest:

@@ -6,6 +6,7 @@ replaces the manifest atomically, so the old checkpoint stays valid until the ne
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
 import xxhash
 
 from varuna.checkpoint.format.manifest import (
@@ -16,8 +17,6 @@ from varuna.checkpoint.format.manifest import (
     Manifest,
     PartManifest,
     TensorEntry,
-    encode_manifest,
-    encode_part,
     folder_of,
     hash_of,
     merge,
@@ -79,7 +78,7 @@ def write_part(
         },
         dict(trees),
     )
-    store.replace(f"{folder_of(facts.step)}/{name}.json", encode_part(part))
+    store.replace(f"{folder_of(facts.step)}/{name}.json", msgspec.json.encode(part))
     return part
 
 
@@ -89,7 +88,7 @@ def commit(store: Store, parts: Sequence[PartManifest]) -> Manifest:
     If this fails, the manifest may still be in the store, so the parts must stay.
     """
     manifest = merge(parts)
-    store.replace(f"{folder_of(manifest.facts.step)}/{MANIFEST}", encode_manifest(manifest))
+    store.replace(f"{folder_of(manifest.facts.step)}/{MANIFEST}", msgspec.json.encode(manifest))
     return manifest
 
 

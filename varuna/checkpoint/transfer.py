@@ -11,20 +11,20 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.format.manifest import PLAIN_NAME, Facts, Manifest, PartManifest, TensorEntry
+from varuna.checkpoint.format.manifest import PLAIN_NAME, Facts, Manifest, PartManifest
 from varuna.checkpoint.format.part import FileTensor, lay_out, read_header
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tensor_from
 from varuna.checkpoint.format.tree import tensors_in, unpack
-from varuna.checkpoint.load import Checkpoint, status_of
+from varuna.checkpoint.load import Checkpoint, split, status_of
 from varuna.checkpoint.save import commit, remove_other_attempts, remove_part, write_part
 from varuna.checkpoint.store.store import Owner, Store
 from varuna.codec import decode, encode
@@ -40,7 +40,6 @@ NESTED = ("state_dict", "model", "model_state_dict")
 """Keys under which training scripts store the model in a larger dict."""
 MODEL = "model/"
 
-Item = TypeVar("Item")
 ExportForm = Literal["state_dict", "safetensors", "folder"]
 OnBytes = Callable[[int], object]
 """Receives the number of bytes after each tensor."""
@@ -54,14 +53,6 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- export
-
-
-class ExportTensor(msgspec.Struct, frozen=True):
-    """A tensor to export: its key and entry in the checkpoint, and its spec in the new file."""
-
-    key: str
-    entry: TensorEntry
-    spec: FileTensor
 
 
 def form_of(path: Path) -> ExportForm:
@@ -140,15 +131,14 @@ def is_shard(name: str, of: str) -> bool:
     return match is not None and match[1] + match[4] == of
 
 
-def to_export(checkpoint: Checkpoint, names: Mapping[str, str], dtype: str | None) -> list[ExportTensor]:
-    """Return the tensors with these keys, renamed, in the order of the store's files."""
+def to_export(checkpoint: Checkpoint, names: Mapping[str, str], dtype: str | None) -> dict[str, FileTensor]:
+    """Return, by key, the specs of these tensors in the new file, in the order of the store's files."""
     tensors = checkpoint.manifest.tensors
     ordered = sorted(names, key=lambda key: (tensors[key].file, tensors[key].first))
-    return [
-        ExportTensor(key, entry, FileTensor(names[key], exported_dtype(entry.dtype, dtype), entry.shape))
+    return {
+        key: FileTensor(names[key], exported_dtype(tensors[key].dtype, dtype), tensors[key].shape)
         for key in ordered
-        for entry in [tensors[key]]
-    ]
+    }
 
 
 def exported_dtype(own: str, wanted: str | None) -> str:
@@ -157,28 +147,27 @@ def exported_dtype(own: str, wanted: str | None) -> str:
 
 
 def write_tensors(
-    path: Path, checkpoint: Checkpoint, tensors: Sequence[ExportTensor], on_bytes: OnBytes
+    path: Path, checkpoint: Checkpoint, tensors: Mapping[str, FileTensor], on_bytes: OnBytes
 ) -> None:
     """Write one safetensors file."""
-    layout = lay_out([tensor.spec for tensor in tensors], metadata={"format": "pt"})
-    by_name = {tensor.spec.key: tensor for tensor in tensors}
+    layout = lay_out(tensors.values(), metadata={"format": "pt"})
+    by_name = {spec.key: (key, spec) for key, spec in tensors.items()}
     with path.open("xb") as file:
         file.write(layout.header)
-        for data in read_all(checkpoint, [by_name[name] for name in layout.spans], on_bytes):
+        for data in read_all(checkpoint, dict(by_name[name] for name in layout.spans), on_bytes):
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_all(
-    checkpoint: Checkpoint, tensors: Sequence[ExportTensor], on_bytes: OnBytes
+    checkpoint: Checkpoint, tensors: Mapping[str, FileTensor], on_bytes: OnBytes
 ) -> Iterator[memoryview]:
     """Yield the bytes of each tensor, checked and converted; valid until the next one."""
-    by_key = {tensor.key: tensor for tensor in tensors}
-    for batch in checkpoint.batches(by_key):
+    for batch in checkpoint.batches(tensors):
         data = checkpoint.read(batch)
         for key in batch:
-            entry, spec = by_key[key].entry, by_key[key].spec
+            entry, spec = checkpoint.manifest.tensors[key], tensors[key]
             if spec.dtype == entry.dtype:
                 yield data.pop(key)
             else:
@@ -201,33 +190,24 @@ def convert(tensor: Tensor, spec: FileTensor) -> Tensor:
 
 
 def write_folder(
-    folder: Path, checkpoint: Checkpoint, tensors: Sequence[ExportTensor], max_bytes: int, on_bytes: OnBytes
+    folder: Path,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, FileTensor],
+    max_bytes: int,
+    on_bytes: OnBytes,
 ) -> None:
     """Write what `from_pretrained` reads: one file, or several files and an index."""
-    shards = split(tensors, max_bytes, size=lambda tensor: tensor.spec.num_bytes)
+    shards = split(tensors.items(), max_bytes, size=lambda item: item[1].num_bytes)
     if len(shards) == 1:
-        write_tensors(folder / WHOLE, checkpoint, shards[0], on_bytes)
+        write_tensors(folder / WHOLE, checkpoint, tensors, on_bytes)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensors(folder / name, checkpoint, shard, on_bytes)
-        places |= {tensor.spec.key: name for tensor in shard}
-    total = sum(tensor.spec.num_bytes for tensor in tensors)
+        write_tensors(folder / name, checkpoint, dict(shard), on_bytes)
+        places |= {spec.key: name for _, spec in shard}
+    total = sum(spec.num_bytes for spec in tensors.values())
     (folder / INDEX).write_text(encode(ShardIndex(dict(sorted(places.items())), {"total_size": total})))
-
-
-def split(items: Iterable[Item], max_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
-    """Fill shards in order; an item larger than `max_bytes` gets its own shard."""
-    shards: list[list[Item]] = []
-    left = 0
-    for item in items:
-        if not shards or size(item) > left:
-            shards.append([])
-            left = max_bytes
-        shards[-1].append(item)
-        left -= size(item)
-    return shards
 
 
 def write_state_dict(
@@ -244,15 +224,11 @@ def write_state_dict(
     torch.save needs all tensors at once, so they go through a mapped file instead of memory.
     """
     manifest = checkpoint.manifest
-    model = to_export(checkpoint, {key: key for key in keys}, dtype)
-    optimizer = optimizer_keys(manifest) if with_optimizer else []
+    exported = to_export(checkpoint, {key: key for key in keys}, dtype)
+    if with_optimizer:
+        exported |= to_export(checkpoint, {key: key for key in optimizer_keys(manifest)}, None)
     mapped = path.with_name("mapped.safetensors")
-    write_tensors(
-        mapped,
-        checkpoint,
-        [*model, *to_export(checkpoint, {key: key for key in optimizer}, None)],
-        on_bytes,
-    )
+    write_tensors(mapped, checkpoint, exported, on_bytes)
     tensors = map_tensors(mapped)
     mapped.unlink()
     state: dict[str, Any] = {key.removeprefix(MODEL): tensors[key] for key in keys}

@@ -43,9 +43,6 @@ IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # number of a system call without a
 IOPRIO_WHO_PROCESS, IOPRIO_IDLE = 1, 3 << 13
 
 
-# ---------------------------------------------------------------- messages
-
-
 class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
     """A part to save, without its tensors."""
 
@@ -109,9 +106,6 @@ class SaveCancelled(Exception):
     """The trainer has cancelled this save."""
 
 
-# ---------------------------------------------------------------- the process
-
-
 def main() -> None:
     trainer, memory = (int(argument) for argument in sys.argv[1:])
     die_with_parent(trainer)  # a forked child of the trainer may keep the socket open
@@ -170,9 +164,6 @@ class TrainerConnection:
             self._cancelled.wait(min(left, REPORT_SECONDS))
 
 
-# ---------------------------------------------------------------- one save
-
-
 def run_save(
     message: StartSave, memory: int, connection: TrainerConnection
 ) -> PartWritten | CheckpointCommitted | SaveFailed:
@@ -191,7 +182,11 @@ def run_save(
 def save(
     task: SaveTask, memory: memoryview, connection: TrainerConnection
 ) -> PartWritten | CheckpointCommitted:
-    order = task.order
+    order, layout = task.order, task.layout
+
+    def on_progress(position: int) -> None:
+        connection.report(f"writing, sent {position / 1e6:.0f} of {layout.size / 1e6:.0f} MB")
+
     plain_store = open_store(order.url)
     store = retrying(
         plain_store,
@@ -201,7 +196,17 @@ def save(
         sleep=lambda seconds: connection.pause(seconds, "waiting to retry a failed store operation"),
     )
     try:
-        part = write(task, memory, store, connection)
+        connection.report("opening the store", at_once=True)
+        part = write_part(
+            store,
+            order.facts,
+            order.writer,
+            task.specs,
+            layout,
+            lambda key: memory[slice(*layout.spans[key])],
+            order.trees,
+            on_progress=on_progress,
+        )
         if not order.commits:
             return PartWritten(part)
         parts = [part, *wait_for_parts(order, store, connection)]
@@ -215,29 +220,6 @@ def save(
     manifest = commit(store, parts)
     remove_old_checkpoints(manifest, order.keep_last, store, connection)
     return CheckpointCommitted(manifest)
-
-
-def write(task: SaveTask, memory: memoryview, store: Store, connection: TrainerConnection) -> PartManifest:
-    order, layout = task.order, task.layout
-
-    def bytes_of(key: str) -> memoryview:
-        first, stop = layout.spans[key]
-        return memory[first:stop]
-
-    def on_progress(position: int) -> None:
-        connection.report(f"writing, sent {position / 1e6:.0f} of {layout.size / 1e6:.0f} MB")
-
-    connection.report("opening the store", at_once=True)
-    return write_part(
-        store,
-        order.facts,
-        order.writer,
-        task.specs,
-        layout,
-        bytes_of,
-        order.trees,
-        on_progress=on_progress,
-    )
 
 
 def wait_for_parts(order: SaveOrder, store: Store, connection: TrainerConnection) -> list[PartManifest]:

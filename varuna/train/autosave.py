@@ -43,11 +43,6 @@ class AutosaveTimer:
     def due(self) -> bool:
         return self._clock() >= self._due_at and (self._running is None or self._running.done())
 
-    @property
-    def due_store(self) -> str | None:
-        """The store to autosave to now, or None."""
-        return self.store if self.due else None
-
     def saved(self, done: "Future[Any]", seconds: float, *, autosave: bool) -> None:
         """Schedule the next autosave after any save. The cost of autosaves counts more than of others."""
         self._running = done

@@ -38,8 +38,7 @@ def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | N
         found = decode(_path(fingerprint, stages).read_text(), CachedSpans)
     except (OSError, ValueError):
         return None
-    whole = found.fingerprint == fingerprint and len(found.spans) == stages
-    return found.spans if whole else None
+    return found.spans if found.fingerprint == fingerprint and len(found.spans) == stages else None
 
 
 def write_spans(fingerprint: str, spans: Sequence[tuple[int, int]]) -> None:

@@ -112,14 +112,8 @@ class Agreement:
         self.index = ranks.index(session.rank)
         self.first = ranks.index(session.stage_map[0][0])
         """The index of the first replica of the first stage, which writes manifests."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == self.first
-
-    @property
-    def description(self) -> str:
-        return self._describe(self._session.rank)
+        self.is_first = self.index == self.first
+        self.description = self._describe(session.rank)
 
     def run(self, act: Callable[[], Value], failure: str) -> list[Value]:
         """Return the results of all ranks. If any rank fails, all raise the same error with its reason."""
@@ -183,8 +177,6 @@ class Checkpoints:
             return True
         return 2 * self.training.num_bytes * ranks_on_machine < available_bytes
 
-    # ------------------------------------------------------------ saving
-
     def save(
         self,
         global_store: PathLike,
@@ -234,40 +226,33 @@ class Checkpoints:
         return done
 
     def _save_now(self, save: PendingSave, failure: str) -> None:
-        writes = self._writer in save.writers
+        store, facts, content, writers, keep_last = save
+        writes = self._writer in writers
 
         def write() -> PartManifest | None:
             if not writes:
                 return None
-            plain = {key: as_plain(key, tensor) for key, tensor in save.content.tensors.items()}
+            plain = {key: as_plain(key, tensor) for key, tensor in content.tensors.items()}
             specs = [spec_of(key, tensor) for key, tensor in plain.items()]
             layout = lay_out(specs, metadata={"format": "pt"})
             return write_part(
-                save.store,
-                save.facts,
-                self._writer,
-                specs,
-                layout,
-                lambda key: memory_of(plain[key]),
-                save.content.trees,
+                store, facts, self._writer, specs, layout, lambda key: memory_of(plain[key]), content.trees
             )
 
         def finish() -> None:
-            self._claim(save.store)  # the job may have continued without this run
-            manifest = commit(save.store, [part for part in parts if part is not None])
+            self._claim(store)  # the job may have continued without this run
+            manifest = commit(store, [part for part in parts if part is not None])
             try:
-                remove_old(save.store, manifest, keep_last=save.keep_last)
+                remove_old(store, manifest, keep_last=keep_last)
             except OSError as error:  # the new checkpoint is complete
-                log.warning(
-                    "checkpoint %d is saved, but old ones were not removed: %s", save.facts.step, error
-                )
+                log.warning("checkpoint %d is saved, but old ones were not removed: %s", facts.step, error)
 
         try:
             parts = self._ranks.run(write, failure)
         except CheckpointError:
             if writes:
                 with suppress(OSError):
-                    remove_part(save.store, save.facts, self._writer)
+                    remove_part(store, facts, self._writer)
             raise
         self._ranks.run_on_first(finish, failure)  # after a failure the manifest may exist: the parts stay
 
@@ -335,10 +320,7 @@ class Checkpoints:
     def _summary(self, store: Store, step: int, autosave: bool) -> RankSummary:
         if self._ranks.is_first:
             self._claim(store)
-        return self.training.summary(self._facts(step, autosave))
-
-    def _facts(self, step: int, autosave: bool) -> Facts:
-        return Facts(
+        facts = Facts(
             step=step,
             iteration=self.training.trainer.iteration,
             attempt=uuid.uuid4().hex[:8],
@@ -351,6 +333,7 @@ class Checkpoints:
             versions={"varuna": varuna.__version__, "torch": str(torch.__version__)},
             by_itself=autosave,
         )
+        return self.training.summary(facts)
 
     def _job_name(self) -> str:
         """Return the name from the loaded checkpoint, else from the launcher, else a new one."""
@@ -376,8 +359,6 @@ class Checkpoints:
             for stage, replica in self._ranks.places
             if all_replicas or not replica
         ]
-
-    # ------------------------------------------------------------ loading
 
     def load(
         self,

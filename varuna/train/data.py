@@ -5,6 +5,8 @@ continues with another number of replicas still sees every sample once per epoch
 """
 
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -89,20 +91,17 @@ class SampleOrder:
         return self._order
 
 
+@dataclass
 class ReplicaBatches:
     """A `batch_sampler` for a DataLoader: one replica's indices, step by step."""
 
-    def __init__(
-        self, order: SampleOrder, replica: int, num_replicas: int, first_step: int, num_steps: int | None
-    ) -> None:
-        self.order = order
-        self.replica = replica
-        self.num_replicas = num_replicas
-        self.first_step = first_step
-        self.num_steps = num_steps
+    order: SampleOrder
+    replica: int
+    num_replicas: int
+    first_step: int
+    num_steps: int | None
 
     def __iter__(self) -> Iterator[Any]:
-        step = self.first_step
-        while self.num_steps is None or step < self.first_step + self.num_steps:
+        steps = count(self.first_step)
+        for step in steps if self.num_steps is None else islice(steps, self.num_steps):
             yield list(self.order.replica(step=step, replica=self.replica, num_replicas=self.num_replicas))
-            step += 1

@@ -11,19 +11,20 @@ import msgspec
 from varuna.codec import decode
 from varuna.environment import variable_name
 from varuna.errors import PlanError
+from varuna.execute.device.facts import device_name
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.search import HEADROOM, cut_layout
+from varuna.train.options import WrapOptions
+from varuna.train.programs import CapturedModel
 from varuna.types import (
     Cluster,
     Forecast,
     Machine,
     Plan,
-    PrecisionName,
     Profile,
     Proposal,
     ScheduleName,
-    StageMap,
     Timeline,
     format_stage_map,
 )
@@ -31,27 +32,6 @@ from varuna.types import (
 log = logging.getLogger("varuna")
 
 Setting = TypeVar("Setting")
-
-
-class WrappedModel(NamedTuple):
-    """The facts about a model that a plan or profile must match."""
-
-    fingerprint: str
-    precision: PrecisionName
-    device: str  # the name that a profile uses
-    stage_map: StageMap
-    machines: Sequence[str]  # of each rank
-    shard_optimizer: bool
-
-
-class ScriptLayout(NamedTuple):
-    """The layout arguments of the script; None: not given."""
-
-    batch_size: int
-    microbatch_size: int
-    schedule: ScheduleName | None
-    recompute: bool | Sequence[bool] | None
-    spans: Sequence[tuple[int, int]] | None
 
 
 class ChosenLayout(NamedTuple):
@@ -67,35 +47,32 @@ class Prediction(NamedTuple):
     timeline: Callable[[], Timeline] | None  # of the first replica; None without a profile
 
 
-# ---------------------------------------------------------------- a plan
-
-
-def parse_plan(text: str | None, wrapped: WrappedModel) -> Proposal | None:
+def parse_plan(text: str | None, sampled: CapturedModel, options: WrapOptions) -> Proposal | None:
     """Parse the launcher's plan, if there is one. Refuses a plan for another model or map."""
     if text is None:
         return None
     proposal = decode(text, Proposal, variable_name("plan"))
-    plan = proposal.plan
-    if plan.fingerprint not in ("", wrapped.fingerprint):
+    plan, fingerprint = proposal.plan, sampled.captured.graph.fingerprint
+    if plan.fingerprint not in ("", fingerprint):
         raise PlanError(
-            f"the plan is for the model {plan.fingerprint}, but this one is {wrapped.fingerprint} "
+            f"the plan is for the model {plan.fingerprint}, but this one is {fingerprint} "
             "(profile and plan this model again, or start without --plan and --profile-folder)"
         )
-    if plan.precision != wrapped.precision:
+    if plan.precision != options.precision:
         raise PlanError(
-            f"the plan is for {plan.precision}, but the model is wrapped in {wrapped.precision} "
-            f"(profile it in {wrapped.precision}, or wrap it with precision={plan.precision!r})"
+            f"the plan is for {plan.precision}, but the model is wrapped in {options.precision} "
+            f"(profile it in {options.precision}, or wrap it with precision={plan.precision!r})"
         )
-    if tuple(stage.ranks for stage in plan.stages) != wrapped.stage_map:
+    if tuple(stage.ranks for stage in plan.stages) != options.stage_map:
         raise PlanError(
             f"the plan places ranks as {format_stage_map(stage.ranks for stage in plan.stages)!r}, but the "
-            f"model is wrapped with the map {format_stage_map(wrapped.stage_map)!r} (pass the launcher's own "
+            f"model is wrapped with the map {format_stage_map(options.stage_map)!r} (pass the launcher's own "
             f"map, {variable_name('stage_to_rank_map')}, or start without --plan and --profile-folder)"
         )
     return proposal
 
 
-def choose_layout(request: ScriptLayout, planned: Plan | None) -> ChosenLayout:
+def choose_layout(request: WrapOptions, planned: Plan | None) -> ChosenLayout:
     """Use the script's arguments; take the others from the plan, if there is one."""
     if planned is None:
         recompute = False if request.recompute is None else request.recompute
@@ -122,11 +99,8 @@ def _prefer(name: str, given: Setting | None, planned: Setting) -> Setting:
     return given
 
 
-# ---------------------------------------------------------------- a profile
-
-
 def find_profile(
-    folder: str | os.PathLike[str] | None, wrapped: WrappedModel, *, required: bool
+    folder: str | os.PathLike[str] | None, sampled: CapturedModel, options: WrapOptions, *, required: bool
 ) -> Profile | None:
     """Read the profile and check that it fits this model and device. It may be missing unless `required`."""
     if not folder:
@@ -138,18 +112,19 @@ def find_profile(
             raise
         log.info("the profile %s cannot be read here; using the prediction of the plan", folder)
         return None
+    device = device_name(options.device)
     for what, measured, here, advice in (
-        ("model", profile.fingerprint, wrapped.fingerprint, "profile this model"),
-        ("precision", profile.precision, wrapped.precision, "profile it in that precision"),
-        ("device", _kind(profile.device), _kind(wrapped.device), "profile on that device"),
+        ("model", profile.fingerprint, sampled.captured.graph.fingerprint, "profile this model"),
+        ("precision", profile.precision, options.precision, "profile it in that precision"),
+        ("device", _kind(profile.device), _kind(device), "profile on that device"),
     ):
         if measured != here:
             raise PlanError(
                 f"the profile {os.fspath(folder)} is for another {what}: {measured}, but here it is {here} "
                 f"({advice}, or start without the profile)"
             )
-    if profile.device != wrapped.device:
-        log.warning("the profile was measured on %s, this is %s", profile.device, wrapped.device)
+    if profile.device != device:
+        log.warning("the profile was measured on %s, this is %s", profile.device, device)
     return profile
 
 
@@ -164,39 +139,40 @@ def cluster_of(machines: Sequence[str], memory_bytes: int) -> Cluster:
     return Cluster(tuple(Machine(f"machine{i}", devices, memory_bytes) for i, devices in enumerate(runs)))
 
 
-def plan_stages_by_time(profile: Profile, wrapped: WrappedModel, request: ScriptLayout) -> Plan | None:
+def plan_stages_by_time(profile: Profile, sampled: CapturedModel, options: WrapOptions) -> Plan | None:
     """Choose the stages with the shortest predicted step that fit in memory; None if spans are given."""
-    if request.spans is not None:
+    if options.spans is not None:
         return None
-    given = request.recompute
+    given = options.recompute
     flags = set() if given is None else {given} if isinstance(given, bool) else set(given)
     return cut_layout(
         profile,
-        cluster_of(wrapped.machines, profile.device_memory_bytes),
-        wrapped.stage_map,
-        batch_size=request.batch_size,
-        microbatch_size=request.microbatch_size,
-        schedule=request.schedule or "varuna",
+        cluster_of(sampled.machines, profile.device_memory_bytes),
+        options.stage_map,
+        batch_size=options.batch_size,
+        microbatch_size=options.microbatch_size,
+        schedule=options.schedule or "varuna",
         recompute=flags.pop() if len(flags) == 1 else None,
-        shard_optimizer=wrapped.shard_optimizer,
+        shard_optimizer=options.shard_optimizer,
         headroom=HEADROOM,
     ).plan
 
 
-# ---------------------------------------------------------------- a prediction
-
-
 def predict(
-    plan: Plan, profile: Profile | None, given: Proposal | None, wrapped: WrappedModel
+    plan: Plan,
+    profile: Profile | None,
+    given: Proposal | None,
+    sampled: CapturedModel,
+    options: WrapOptions,
 ) -> Prediction | None:
     """Predict the step from the profile; else use the prediction of the given plan, if it is unchanged."""
     if profile is not None:
         try:
             forecast, simulation = forecast_plan(
                 profile,
-                cluster_of(wrapped.machines, profile.device_memory_bytes),
+                cluster_of(sampled.machines, profile.device_memory_bytes),
                 plan,
-                shard_optimizer=wrapped.shard_optimizer,
+                shard_optimizer=options.shard_optimizer,
             )
         except PlanError as error:  # such as a size that is not in the profile: training works without
             log.info("no prediction: %s", error)

@@ -5,9 +5,7 @@ All ranks exchange their times at the same steps, so each report covers the whol
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from varuna.codec import encode
 from varuna.execute.comm.session import Session
@@ -32,20 +30,6 @@ MAX_GATHERED = 2_000_000
 MAX_LINES = 8
 
 
-class RankReport(NamedTuple):
-    """The measurements of one rank."""
-
-    pace: RankPace | None  # None: no step is measured yet
-    forecast: Forecast | None  # only the first rank's is used
-    draws: bool
-
-
-def paces_of_all(reports: Sequence[RankReport]) -> list[RankPace] | None:
-    """Return the paces of all ranks, or None if a rank has not measured a step yet."""
-    found = [report.pace for report in reports if report.pace is not None]
-    return found if len(found) == len(reports) else None
-
-
 class Reporter:
     """Measures this rank's steps; the first rank also has the prediction and writes the reports."""
 
@@ -53,9 +37,9 @@ class Reporter:
         self,
         session: Session,
         machines: list[str],  # of each rank
+        prediction: Prediction | None,
         *,
         reports: bool,  # there is a prediction to compare with; the same on all ranks
-        prediction: Prediction | None,
         folder: str | None,
     ) -> None:
         self.pace = Pace()
@@ -67,35 +51,37 @@ class Reporter:
 
     def report(self) -> StepReport:
         """Return the report. All ranks call this."""
-        reports = self._gather()
-        paces = paces_of_all(reports)
+        paces, forecast, _ = self._gather()
         if paces is None:
             raise RuntimeError(
                 f"no step has been measured yet, after {self.pace.num_steps} steps (train more steps before "
                 "calling report: the first few, and those followed by other work, do not count)"
             )
-        return summarise(self.pace.num_steps, paces, reports[0].forecast)
+        return summarise(self.pace.num_steps, paces, forecast)
 
     def report_if_due(self) -> None:
         if self.pace.num_steps != self._next:
             return
         self._next *= 10
-        reports = self._gather()
-        paces = paces_of_all(reports)
+        paces, _, draws = self._gather()
         if paces is None:
             return
-        measured = self._measured(paces) if reports[0].draws else None
+        measured = self._measured(paces) if draws else None
         if self._prediction is not None:
             report = summarise(self.pace.num_steps, paces, self._prediction.forecast)
             log_report(report, launched=self._folder is not None)
             if self._folder is not None:
                 self._write(report, measured, Path(self._folder))
 
-    def _gather(self) -> list[RankReport]:
+    def _gather(self) -> tuple[list[RankPace] | None, Forecast | None, bool]:
+        """Return the paces of all ranks (None if one has not measured a step yet); and from the first rank,
+        the forecast and whether it draws the steps."""
         self.pace.interrupt()
         forecast = None if self._prediction is None else self._prediction.forecast
         pace = self.pace.found(self._session.stage)
-        return self._session.gather(RankReport(pace, forecast, self._folder is not None))
+        gathered = self._session.gather((pace, forecast, self._folder is not None))
+        paces = [pace for pace, _, _ in gathered if pace is not None]
+        return paces if len(paces) == len(gathered) else None, *gathered[0][1:]
 
     def _measured(self, paces: list[RankPace]) -> Timeline | None:
         """Return the timeline of a typical step of the first replica."""
@@ -110,14 +96,12 @@ class Reporter:
 
     def _write(self, report: StepReport, measured: Timeline | None, folder: Path) -> None:
         assert self._prediction is not None
-        panels = {}
-        if self._prediction.timeline is not None:
-            panels["predicted"] = self._prediction.timeline()
-        if measured is not None:
-            panels["measured"] = measured
         try:
             write_atomic(folder / "report.json", encode(report))
             if measured is not None:
+                predicted = self._prediction.timeline
+                panels = {} if predicted is None else {"predicted": predicted()}
+                panels["measured"] = measured
                 title = f"Step {report.step}, first replica"
                 write_atomic(folder / "timeline.svg", to_svg(panels, title))
                 write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels))

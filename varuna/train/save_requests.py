@@ -23,7 +23,6 @@ from varuna.morph.run.worker import early_signal
 from varuna.train.autosave import AutosaveTimer
 
 STORE_VARIABLE = variable_name("checkpoint_store")
-USR1: int | None = getattr(signal, "SIGUSR1", None)  # not on every platform
 
 NO_STORE = (
     "SIGUSR1: nothing was saved, because the job has no checkpoint store yet; training continues "
@@ -37,9 +36,6 @@ HANDLERS_DIFFER = (
 
 # Before Python 3.12 signal.getsignal adds 2 µs.
 _getsignal: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
-
-
-# ---------------------------------------------------------------- decisions
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,6 @@ def _first(stores: Iterable[str | None]) -> str | None:
     return next((store for store in stores if store is not None), None)
 
 
-# ---------------------------------------------------------------- requests of this rank
-
-
 class SaveRequests:
     """The requests of this rank that are not done yet."""
 
@@ -105,7 +98,7 @@ class SaveRequests:
         self._queue.append(None if store is None else os.fspath(store))
 
     def is_pending(self) -> bool:
-        return bool(self._queue) or self.autosave.due_store is not None
+        return bool(self._queue) or (self.autosave.store is not None and self.autosave.due)
 
     @property
     def in_handler(self) -> bool:
@@ -120,14 +113,14 @@ class SaveRequests:
             has_handler=usr1.script_has_handler,
             store=_first(queue),
             default_store=default_store,
-            autosave_store=self.autosave.due_store,
+            autosave_store=self.autosave.store if self.autosave.due else None,
             fits_in_memory=fits_in_memory,
         )
 
     def call_handler(self) -> None:
         self._handler_thread = threading.get_ident()
         try:
-            usr1.script_handler(USR1, sys._getframe())
+            usr1.script_handler(signal.SIGUSR1, sys._getframe())
         finally:
             self._handler_thread = None
         # Drop signals that came during the call, also if the handler has passed its signal on to ours.
@@ -136,9 +129,6 @@ class SaveRequests:
     def _take(self) -> list[str | None]:
         # One by one: a signal in between is either among them or stays for the next boundary.
         return [self._queue.popleft() for _ in range(len(self._queue))]
-
-
-# ---------------------------------------------------------------- the signal of this process
 
 
 class Usr1Signal:
@@ -165,15 +155,13 @@ class Usr1Signal:
 
     def hold(self) -> None:
         """Install our handler again if the script has set one: the script's runs at a step boundary."""
-        if USR1 is None:
-            return
-        current = _getsignal(USR1)
+        current = _getsignal(signal.SIGUSR1)
         if current is self._ours or current is None:  # None: a handler of C code
             return
         self.script_handler = current
         if _in_main_thread():  # Python allows no other thread to set handlers
-            signal.signal(USR1, self._ours)
-            signal.siginterrupt(USR1, False)  # do not interrupt system calls
+            signal.signal(signal.SIGUSR1, self._ours)
+            signal.siginterrupt(signal.SIGUSR1, False)  # do not interrupt system calls
 
     def release(self, requests: SaveRequests) -> None:
         """Stop sending signals to `requests`; after the last model, restore the script's handler."""
@@ -182,8 +170,8 @@ class Usr1Signal:
         self._listeners.remove(requests)
         if not self._listeners:
             atexit.unregister(self._ignore)
-            if USR1 is not None and _getsignal(USR1) is self._ours and _in_main_thread():
-                signal.signal(USR1, self.script_handler)
+            if _getsignal(signal.SIGUSR1) is self._ours and _in_main_thread():
+                signal.signal(signal.SIGUSR1, self.script_handler)
                 self.script_handler = signal.SIG_DFL
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -194,8 +182,8 @@ class Usr1Signal:
 
     def _ignore(self) -> None:
         """Ignore the signal at exit: Python drops its handlers then, and the default would kill."""
-        if USR1 is not None and _getsignal(USR1) is self._ours:
-            signal.signal(USR1, signal.SIG_IGN)
+        if _getsignal(signal.SIGUSR1) is self._ours:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _in_main_thread() -> bool:

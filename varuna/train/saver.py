@@ -28,7 +28,6 @@ class Saver:
         self,
         checkpoints: Checkpoints,
         requests: SaveRequests,
-        *,
         trainer: Trainer,
         progress: ProgressWriter,
     ) -> None:
@@ -38,8 +37,6 @@ class Saver:
         self._trainer = trainer
         self._progress = progress
         self._promised: list[Future[str]] = []  # futures of requested checkpoints
-
-    # ------------------------------------------------------------ the script's calls
 
     def save(self, global_store: PathLike, *, autosave: bool = False, **options: Any) -> "Future[str]":
         started, iteration = time.monotonic(), self._trainer.iteration
@@ -87,8 +84,6 @@ class Saver:
         self.checkpoints.resources.close()
         self._session.close()
         usr1.release(self.requests)
-
-    # ------------------------------------------------------------ requests, at a step boundary
 
     def run_requests(self) -> None:
         """Run the requests of all ranks. All ranks call this. Raises SystemExit if the job must end."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.format.manifest import Facts, Json, Manifest, hash_of
-from varuna.checkpoint.format.optimizer import number_groups, pack_groups, pack_state, unpack_optimizer
+from varuna.checkpoint.format.optimizer import number_groups, pack_groups, unpack_optimizer
 from varuna.checkpoint.format.part import FileTensor
 from varuna.checkpoint.format.tensors import fill, spec_of, tensor_from
 from varuna.checkpoint.format.tree import pack, unpack
@@ -91,8 +91,6 @@ class TrainingState:
             tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    # ------------------------------------------------------------ saving
-
     def summary(self, facts: Facts) -> RankSummary:
         tensors: dict[str, Tensor] = {}
         hashes = {
@@ -121,8 +119,9 @@ class TrainingState:
         groups, numbers = number_groups([summary.groups for summary in summaries])
         content = PartContent({}, {})
         units = list(self._model_units(gradients))
-        for name, parameter, group in self._optimized():
-            unit = self._optimizer_unit(name, parameter, numbers[index][group])
+        for name, state, group in self._optimized():
+            unit, key = PartContent({}, {}), f"optimizer/{name}"
+            unit.trees[key] = {"group": numbers[index][group], "state": pack(state, key, unit.tensors)}
             if self.shards_optimizer:
                 content.add(unit)
             else:
@@ -148,34 +147,27 @@ class TrainingState:
             if gradients and tensor.grad is not None:
                 yield PartContent({f"gradient/{name}": tensor.grad}, {})
 
-    def _optimizer_unit(self, name: str, parameter: Tensor, group: int) -> PartContent:
-        assert self.optimizer is not None
-        unit = PartContent({}, {})
-        unit.trees[f"optimizer/{name}"] = pack_state(
-            self.optimizer, parameter, name, group=group, tensors=unit.tensors
-        )
-        return unit
-
     def _names_saved_here(self) -> list[str]:
         stage = self.trainer.session.stage
         return [name for name in self.stage.canonical if self._first_stage[name] == stage]
 
-    def _optimized(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (name, parameter, group) of the parameters in this rank's optimizer that this stage saves."""
+    def _optimized(self) -> Iterator[tuple[str, dict[str, Any], int]]:
+        """Yield (name, state, group) of the parameters in this rank's optimizer that this stage saves."""
         if self.optimizer is None:
             return
         names = {self.stage.tensor(name): name for name in self._names_saved_here()}
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter in names:
-                    yield names[parameter], parameter, index
-
-    # ------------------------------------------------------------ loading
+                    yield names[parameter], dict(self.optimizer.state.get(parameter, {})), index
 
     @torch.no_grad()
     def restore(self, manifest: Manifest, chosen: LoadSelection, views: Mapping[str, memoryview]) -> None:
         """Load the chosen tensors and trees, whose bytes are in `views`."""
-        current = self._optimizer_tensors(chosen)
+        current: dict[str, Tensor] = {}  # the optimizer's tensors under their checkpoint keys
+        if self.optimizer is not None:
+            for parameter, key in chosen.optimizer_keys.items():
+                pack(dict(self.optimizer.state.get(parameter, {})), key, current)
 
         def tensor(key: str) -> Tensor:
             entry = manifest.tensors[key]
@@ -207,14 +199,6 @@ class TrainingState:
                 thing.load_state_dict(self._unclaimed.pop(name))
             elif manifest.facts.plan is not None:
                 log.warning("checkpoint %s has no %r: its state is unchanged", manifest.facts.step, name)
-
-    def _optimizer_tensors(self, chosen: LoadSelection) -> dict[str, Tensor]:
-        """Return the optimizer's current tensors under their checkpoint keys."""
-        found: dict[str, Tensor] = {}
-        if self.optimizer is not None:
-            for parameter, key in chosen.optimizer_keys.items():
-                pack(dict(self.optimizer.state.get(parameter, {})), key, found)
-        return found
 
 
 def check_summaries(summaries: Sequence[RankSummary]) -> None:

@@ -5,17 +5,27 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from varuna.capture import Captured, StageState, check_capture
-from varuna.errors import CaptureError, list_some
+from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
 from varuna.plan import balance, balance_over
 from varuna.train.cache import read_spans, write_spans
-from varuna.types import Plan, StageMap, StagePlan, format_stage_map, spread_evenly
+from varuna.types import (
+    ChannelName,
+    Plan,
+    PrecisionName,
+    ScheduleName,
+    StageMap,
+    StagePlan,
+    format_stage_map,
+    spread_evenly,
+)
 
 log = logging.getLogger("varuna")
 
@@ -23,13 +33,26 @@ CHECKED_PARAMETERS = 200_000_000
 """Largest number of parameters for which the captured model is compared with the original."""
 
 
-def check_sizes(batch_size: int, chunk_size: int) -> None:
+def check_arguments(
+    model: object,
+    batch_size: int,
+    chunk_size: int,
+    schedule: ScheduleName | None,
+    precision: PrecisionName | None,
+    channel: ChannelName | None,
+) -> None:
+    """Check the arguments of `Varuna` that need no other rank."""
+    check_model(model)
     for name, value, meaning in (
         ("batch_size", batch_size, "samples per step of the whole job"),
         ("chunk_size", chunk_size, "samples per micro-batch"),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
+    check_name("schedule", schedule or "varuna", get_args(ScheduleName))
+    check_name("precision", precision or "fp32", get_args(PrecisionName))
+    if channel is not None:
+        check_name("channel", channel, get_args(ChannelName))
 
 
 WRAPPERS = "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "RaNNCModule", "Varuna"

@@ -24,11 +24,20 @@ from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
 from varuna.train.autosave import AutosaveTimer, parse_rhythm
+from varuna.train.options import WrapOptions
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
+from varuna.train.report import Reporter
 from varuna.train.save_requests import SaveRequests, usr1
 from varuna.train.saver import Saver
 from varuna.train.training_state import Stateful
-from varuna.train.validate import check_optimizer, check_share, join_job
+from varuna.train.validate import (
+    call_for_sample,
+    check_arguments,
+    check_once,
+    check_optimizer,
+    check_share,
+    join_job,
+)
 from varuna.types import (
     ChannelName,
     Op,
@@ -113,12 +122,15 @@ class Varuna(nn.Module):
         link_delay: Callable[[int], float] | None = None,
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
-        super().__init__()
-        options = build.WrapOptions(
-            stage_map=parse_stage_map(stage_to_rank_map),
+        stage_map = parse_stage_map(stage_to_rank_map)
+        check_arguments(model, batch_size, chunk_size, schedule, precision, channel)
+        rank = join_job(stage_map)
+        options = WrapOptions(
+            stage_map=stage_map,
             batch_size=batch_size,
             microbatch_size=chunk_size,
             precision=precision or ("fp16" if fp16 else "fp32"),
+            device=find_device(device, local_rank, rank),
             shared_weights=shared_weights,
             from_cache=from_cache,
             schedule=schedule,
@@ -138,57 +150,48 @@ class Varuna(nn.Module):
             link_delay=link_delay,
             compute_delay=compute_delay,
         )
-        build.validate(model, options)
-        rank = join_job(options.stage_map)
-        self._build(model, dummy_inputs, options, rank, find_device(device, local_rank, rank))
+        self._build(model, dummy_inputs, options, rank)
 
     def _build(
         self,
         model: nn.Module,
         dummy_inputs: Mapping[str, object] | Callable[..., Mapping[str, object]],
-        options: build.WrapOptions,
+        options: WrapOptions,
         rank: int,
-        device: torch.device,
     ) -> None:
+        super().__init__()
         environment = VarunaEnvironment.read(os.environ)
-        self.device = device
+        self.device = options.device
         self.grad_norm: float | None = None
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
         self._progress = open_progress()
         if options.compile:
-            start_compiler(device)
+            start_compiler(options.device)
         rhythm = parse_rhythm(environment.saves) if rank == options.stage_map[0][0] else None
         self._requests = SaveRequests(AutosaveTimer(rhythm, environment.checkpoint_store))
         usr1.listen(self._requests)  # before the slow steps below, so that no signal is lost
         weakref.finalize(self, usr1.release, self._requests).atexit = False
-        self._session = session = build.join(options, rank, device)
+        self._session = session = build.join(options, rank)
         weakref.finalize(self, session.close)  # at the latest at the end of the script
         with self._report_errors("wrapping the model"):
-            sampled = build.capture(model, dummy_inputs, options, session, device)
-            self.plan, prediction = build.choose_plan(sampled, options, session, device, environment)
-            self._state = build.build_stage(sampled, self.plan, session.stage, options, device)
+            inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
+            sampled = build.capture(model, inputs, options, session)
+            self.plan, prediction = build.choose_plan(sampled, options, session, environment)
+            if session.rank == session.ranks[0]:
+                check_once(model, sampled.captured, inputs, self.plan, from_cache=options.from_cache)
+            self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
+                model, sampled, self.plan, session, options, self._requests.is_pending
+            )
             self._weights = list(self._state.parameters())
-            self._programs = build.build_programs(
-                sampled, self.plan, session.stage, self._state, options, device
-            )
-            self._trainer = build.build_trainer(
-                sampled,
-                self.plan,
-                session,
-                self._state,
-                self._programs,
-                options,
-                device=device,
-                has_request=self._requests.is_pending,
-            )
-            self._checkpoints = build.build_checkpoints(sampled, self._trainer, self._state, options)
             weakref.finalize(self, self._checkpoints.resources.close)
-            self._saver = Saver(
-                self._checkpoints, self._requests, trainer=self._trainer, progress=self._progress
+            self._saver = Saver(self._checkpoints, self._requests, self._trainer, self._progress)
+            # The gather also keeps all ranks together until each has built its stage.
+            predicted = session.gather(prediction is not None)[0]
+            self._reporter = Reporter(
+                session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir
             )
-            self._reporter = build.build_reporter(session, sampled.machines, prediction, environment.log_dir)
         # torch refuses an optimizer without parameters, and a stage may have none.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
 

@@ -122,10 +122,6 @@ def seal(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, checksum=hash_of(msgspec.json.encode(blank)))
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    return msgspec.json.encode(manifest)
-
-
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """Decode a manifest. Refuses a damaged or newer one, and paths outside of its folder.
 
@@ -145,10 +141,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is damaged: its content does not match its checksum")
     check_places(manifest.files, manifest.tensors, where)
     return manifest
-
-
-def encode_part(part: PartManifest) -> bytes:
-    return msgspec.json.encode(part)
 
 
 def decode_part(data: bytes, where: str) -> PartManifest:

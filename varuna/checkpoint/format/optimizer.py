@@ -43,18 +43,6 @@ def number_groups(groups_of_ranks: Sequence[Sequence[bytes]]) -> tuple[list[Json
     return [msgspec.json.decode(group) for _, group in numbers], of_rank
 
 
-def pack_state(
-    optimizer: torch.optim.Optimizer,
-    parameter: Tensor,
-    name: str,
-    *,
-    group: int,
-    tensors: dict[str, Tensor],
-) -> Json:
-    state = optimizer.state.get(parameter, {})
-    return {"group": group, "state": pack(dict(state), f"optimizer/{name}", tensors)}
-
-
 def foreign_options(optimizer: torch.optim.Optimizer, groups: Sequence[Json]) -> list[str]:
     """Return the saved hyper-parameters that another optimizer class has; [] if the class is the same.
 
@@ -76,11 +64,23 @@ def match_groups(
     name_of: Mapping[Tensor, str],
 ) -> list[dict[str, object]]:
     """Return, for each group of the optimizer, the hyper-parameters its parameters were trained with."""
-    known = [unpack(group, _no_tensor) for group in groups]
-    return [
-        _hyper_parameters(index, group["params"], trees, known, len(optimizer.param_groups), name_of)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    known: list[dict[str, object]] = [unpack(group, _no_tensor) for group in groups]
+    matched = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = [parameter for parameter in group["params"] if parameter in trees]
+        if not members:  # this rank has none of its parameters: choose by index
+            matched.append(known[index] if len(known) == len(optimizer.param_groups) else {})
+            continue
+        first = members[0]
+        matched.append(known[trees[first]["group"]])
+        for parameter in members:
+            if known[trees[parameter]["group"]] != matched[-1]:
+                raise CheckpointError(
+                    f"the optimizer's group {index} holds {name_of[first]} and {name_of[parameter]}, which "
+                    "were trained in two groups with different hyper-parameters (use the same parameter "
+                    "groups as the job that saved)"
+                )
+    return matched
 
 
 def unpack_optimizer(
@@ -109,33 +109,6 @@ def unpack_optimizer(
 
 def _no_tensor(key: str) -> Tensor:
     raise AssertionError(f"{key}: hyper-parameters are saved as numbers")
-
-
-def _hyper_parameters(
-    index: int,
-    members: Sequence[Tensor],
-    trees: Mapping[Tensor, Json],
-    known: Sequence[dict[str, object]],
-    num_groups: int,
-    name_of: Mapping[Tensor, str],
-) -> dict[str, object]:
-    """Return the group's saved hyper-parameters; chosen by index if this rank has none of its parameters."""
-    first: Tensor | None = None
-    for parameter in members:
-        if parameter not in trees:
-            continue
-        if first is None:
-            first = parameter
-        elif known[trees[parameter]["group"]] != known[trees[first]["group"]]:
-            raise CheckpointError(
-                f"the optimizer's group {index} holds {name_of[first]} and {name_of[parameter]}, which were "
-                "trained in two groups with different hyper-parameters (use the same parameter groups as the "
-                "job that saved)"
-            )
-    if first is not None:
-        index = int(trees[first]["group"])
-        return known[index]
-    return known[index] if len(known) == num_groups else {}
 
 
 def _like(current: object, saved: object) -> object:

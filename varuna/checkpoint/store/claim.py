@@ -65,7 +65,7 @@ class RecordClaim:
         self._owner = owner
         self._now = now
 
-    def take(self) -> None:
+    def take(self) -> "RecordClaim":
         while True:
             record = self._read()
             if blocks_claim(record, self._owner, self._now()):
@@ -77,7 +77,8 @@ class RecordClaim:
                 )
                 raise taken_error(record, self._owner, place=self._store.url, advice=advice)
             with suppress(ClaimConflict):
-                return self._renew()
+                self._renew()
+                return self
 
     def check(self) -> None:
         while True:
@@ -112,12 +113,6 @@ class RecordClaim:
 
     def _write_record(self, data: bytes) -> None:
         self._store.replace(RECORD, data)
-
-
-def claim_record(store: Store, owner: Owner, now: Callable[[], float]) -> Claim:
-    claim = RecordClaim(store, owner, now)
-    claim.take()
-    return claim
 
 
 def disowned(data: bytes) -> bytes | None:
@@ -275,5 +270,5 @@ def claim_folder(store: Store, folder: str, owner: Owner) -> Claim:
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        return claim_record(store, owner, time.time)
+        return RecordClaim(store, owner, time.time).take()
     return claim

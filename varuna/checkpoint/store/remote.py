@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from varuna.checkpoint.store.claim import claim_record, disown_record
+from varuna.checkpoint.store.claim import RecordClaim, disown_record
 from varuna.checkpoint.store.spans import check_spans, cut_span, requests_for
 from varuna.checkpoint.store.store import MANIFEST, OWN_PREFIX, Buffer, Claim, Entry, Owner, checked
 
@@ -156,7 +156,7 @@ class RemoteStore:
                 self._fs.rm(place, recursive=True)  # empty folders
 
     def claim(self, owner: Owner) -> Claim:
-        return claim_record(self, owner, self._now)
+        return RecordClaim(self, owner, self._now).take()
 
     def disown(self) -> None:
         disown_record(self)

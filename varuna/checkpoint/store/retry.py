@@ -3,6 +3,7 @@
 import errno
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from varuna.checkpoint.store.store import Buffer, Claim, Entry, Owner, Store
@@ -10,30 +11,11 @@ from varuna.checkpoint.store.store import Buffer, Claim, Entry, Owner, Store
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 
-PERMANENT = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    }
-)
+PERMANENT = PermissionError | FileNotFoundError | FileExistsError | IsADirectoryError | NotADirectoryError
+PERMANENT_CODES = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP
 """A retry would meet these errors again. All other OSErrors are retried."""
 
 Result = TypeVar("Result")
-
-
-def is_transient(error: OSError) -> bool:
-    permanent = PermissionError | FileNotFoundError | FileExistsError | IsADirectoryError | NotADirectoryError
-    return error.errno not in PERMANENT and not isinstance(error, permanent)
 
 
 def pause_seconds(failures: int, *, seconds_left: float, jitter: float) -> float:
@@ -42,23 +24,15 @@ def pause_seconds(failures: int, *, seconds_left: float, jitter: float) -> float
     return min(longest * (1 - jitter / 2), seconds_left)
 
 
+@dataclass
 class RetryPolicy:
     """Total retry time, pauses, and the function that receives a message before each pause."""
 
-    def __init__(
-        self,
-        *,
-        seconds: float,
-        on_wait: Callable[[str], None],
-        seed: int,
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._seconds = seconds
-        self._on_wait = on_wait
-        self._random = random.Random(seed)
-        self._clock = clock
-        self._sleep = sleep
+    seconds: float
+    on_wait: Callable[[str], None]
+    jitter: random.Random
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
 
     def run(self, description: str, operation: Callable[[], Result]) -> Result:
         failures = 0
@@ -67,21 +41,21 @@ class RetryPolicy:
             try:
                 return operation()
             except OSError as error:
-                if not is_transient(error):
+                if isinstance(error, PERMANENT) or error.errno in PERMANENT_CODES:
                     raise
-                now = self._clock()
+                now = self.clock()
                 failures += 1
                 if failures == 1:
                     first_failure = now
-                left = first_failure + self._seconds - now
+                left = first_failure + self.seconds - now
                 if left <= 0:
                     raise final_error(error, failures, seconds=now - first_failure) from error
-                pause = pause_seconds(failures, seconds_left=left, jitter=self._random.random())
-                self._on_wait(
+                pause = pause_seconds(failures, seconds_left=left, jitter=self.jitter.random())
+                self.on_wait(
                     f"{description} failed ({error}): attempt {failures + 1} starts in {pause:.1f} s, "
                     f"retries end in {left:.0f} s"
                 )
-            self._sleep(pause)
+            self.sleep(pause)
 
 
 def final_error(error: OSError, failures: int, *, seconds: float) -> OSError:

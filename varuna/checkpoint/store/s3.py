@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,12 +98,9 @@ class S3Store:
     def read_spans(self, path: str, spans: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
         check_spans(spans, size=self.size(path), place=self._place(path))
         ranges = requests_for(spans, longest=self._block_bytes)
-
-        def fetch(span: tuple[int, int]) -> Any:
-            return obstore.get_range(self._bucket, path, start=span[0], end=span[1])
-
         with self._errors(path), ThreadPoolExecutor(PARALLEL_READS) as pool:
-            pieces = list(pool.map(fetch, ranges))
+            fetch = partial(obstore.get_range, self._bucket, path)
+            pieces: Any = list(pool.map(lambda piece: fetch(start=piece[0], end=piece[1]), ranges))
         return [cut_span(span, ranges, pieces) for span in spans]
 
     def write(self, path: str, chunks: Callable[[], Iterable[Buffer]]) -> None:
@@ -136,9 +134,7 @@ class S3Store:
             obstore.delete(self._bucket, [file for file in files if file not in manifests] or [path])
 
     def claim(self, owner: Owner) -> Claim:
-        claim = S3Claim(self, owner, self._now)
-        claim.take()
-        return claim
+        return S3Claim(self, owner, self._now).take()
 
     def disown(self) -> None:
         disown_record(self)
@@ -196,14 +192,11 @@ def as_os_error(error: Exception, place: str) -> OSError:
     text = str(error)
     if isinstance(error, OSError) and error.errno:  # from the source of the data
         return error
-    if "NoSuchUpload" in text:  # the server lost the blocks: a new upload can succeed
-        code = errno.EIO
-    elif isinstance(error, FileNotFoundError):
+    code = errno.EIO  # also for NoSuchUpload: the server lost the blocks, and a new upload can succeed
+    if isinstance(error, FileNotFoundError) and "NoSuchUpload" not in text:
         code = errno.ENOENT
     elif isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         code = errno.EACCES
-    else:
-        code = errno.EIO
     message = re.search(r"<Message>(.*?)</Message>", text)
     reason = message[1] if message else text.partition("\n")[0]
     if "error sending request" in reason:

@@ -11,6 +11,7 @@ removes the manifest of a folder before the other files.
 """
 
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -128,9 +129,7 @@ def retrying(
     """
     from varuna.checkpoint.store.retry import RetryingStore, RetryPolicy
 
-    return RetryingStore(
-        store, RetryPolicy(seconds=seconds, on_wait=on_wait, seed=seed, clock=clock, sleep=sleep)
-    )
+    return RetryingStore(store, RetryPolicy(seconds, on_wait, random.Random(seed), clock, sleep))
 
 
 def local_folder(url: str) -> str | None:
