@@ -270,8 +270,12 @@ class SnapshotMemory:
     """Shared memory that the trainer fills and the writer process reads; reused by later saves."""
 
     def __init__(self, tempdir: str | os.PathLike[str] | None) -> None:
-        self.fd = os.memfd_create("varuna-checkpoint") if tempdir is None else unnamed_file(tempdir)
-        self._place = IN_MEMORY if tempdir is None else os.fspath(tempdir)
+        if tempdir is None:
+            self.fd, self._place = os.memfd_create("varuna-checkpoint"), IN_MEMORY
+        else:
+            os.makedirs(tempdir, exist_ok=True)
+            with tempfile.TemporaryFile(dir=tempdir) as file:  # without a name
+                self.fd, self._place = os.dup(file.fileno()), os.fspath(tempdir)
         self._size = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the whole memory
         self._header = b""
@@ -343,9 +347,3 @@ class SnapshotMemory:
         with suppress(RuntimeError):  # CUDA reports the failure again at the next launch
             torch.zeros(1, device="cuda")
         return False
-
-
-def unnamed_file(folder: str | os.PathLike[str]) -> int:
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.dup(file.fileno())

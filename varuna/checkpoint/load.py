@@ -91,7 +91,7 @@ class Checkpoint:
         found: dict[str, memoryview] = {}
         for key, data in self.read_each(keys):
             if isinstance(data, str):
-                raise self.error(data)
+                raise _load_error(self.store, self.manifest.facts.step, data)
             found[key] = data
         return found
 
@@ -120,9 +120,6 @@ class Checkpoint:
         tensors = self.manifest.tensors
         return split(keys, BATCH_BYTES, size=lambda key: tensors[key].stop - tensors[key].first)
 
-    def error(self, problem: str) -> CheckpointError:
-        return _load_error(self.store, self.manifest.facts.step, problem)
-
 
 def split(items: Iterable[Item], max_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
     """Fill batches in order; an item larger than `max_bytes` gets its own batch."""
@@ -148,17 +145,12 @@ def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = Tr
         if step is None:
             raise CheckpointError(f"{store.url} has no complete checkpoint")
     found = status_of(store, step)
-    if not found.problem:
-        assert found.manifest is not None
-        return Checkpoint(store, found.manifest)
-    if check_complete:
+    if found.problem and (check_complete or not (found.manifest or found.interrupted)):
         raise _load_error(store, step, found.problem)
     if (whole := found.manifest) is not None:
         files = {name: file for name, file in whole.files.items() if name not in found.missing}
         tensors = {key: entry for key, entry in whole.tensors.items() if entry.file in files}
         return Checkpoint(store, msgspec.structs.replace(whole, files=files, tensors=tensors))
-    if not found.interrupted:
-        raise _load_error(store, step, found.problem)
     return Checkpoint(store, _salvage(store, step))
 
 

@@ -55,12 +55,6 @@ class ShardIndex(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- export
 
 
-def form_of(path: Path) -> ExportForm:
-    if path.suffix in PICKLED:
-        return "state_dict"
-    return "safetensors" if path.suffix == ".safetensors" else "folder"
-
-
 def export(
     checkpoint: Checkpoint,
     out: Path,
@@ -76,7 +70,8 @@ def export(
 
     .pt, .pth, .bin: a state_dict by torch.save; .safetensors: one file; else a Hugging Face folder.
     """
-    form = form_of(out)
+    form: ExportForm = "safetensors" if out.suffix == ".safetensors" else "folder"
+    form = "state_dict" if out.suffix in PICKLED else form
     if config is not None and form != "folder":
         raise ValueError(f"a config needs a folder as output, and {out} is a file (name a folder)")
     if with_optimizer and form != "state_dict":
@@ -121,14 +116,10 @@ def files_to_replace(out: Path, form: ExportForm, *, with_config: bool) -> list[
         if out.exists():
             raise NotADirectoryError(f"{out} is a file, but the export needs a folder (choose another name)")
         return []
-    names = [INDEX, WHOLE, *sorted(name for name in os.listdir(out) if is_shard(name, WHOLE))]
+    shards = filter(None, map(SHARD.fullmatch, sorted(os.listdir(out))))
+    names = [INDEX, WHOLE, *(shard[0] for shard in shards if shard[1] + shard[4] == WHOLE)]
     names += [CONFIG] if with_config else []
     return [out / name for name in names if (out / name).exists()]
-
-
-def is_shard(name: str, of: str) -> bool:
-    match = SHARD.fullmatch(name)
-    return match is not None and match[1] + match[4] == of
 
 
 def to_export(checkpoint: Checkpoint, names: Mapping[str, str], dtype: str | None) -> dict[str, FileTensor]:

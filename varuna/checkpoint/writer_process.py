@@ -109,20 +109,15 @@ class SaveCancelled(Exception):
 def main() -> None:
     trainer, memory = (int(argument) for argument in sys.argv[1:])
     die_with_parent(trainer)  # a forked child of the trainer may keep the socket open
-    lower_priority()
+    # Use only spare CPU and disk time. Threads that start later inherit this.
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    if call := IOPRIO_SET.get(platform.machine()):
+        ctypes.CDLL(None).syscall(call, IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
     connection = TrainerConnection(socket.socket(fileno=sys.stdin.fileno()))
     saves: SimpleQueue[StartSave] = SimpleQueue()
     threading.Thread(target=connection.receive, args=(saves.put,), daemon=True).start()
     while True:
         connection.send(run_save(saves.get(), memory, connection))
-
-
-def lower_priority() -> None:
-    """Use only spare CPU and disk time. Threads that start later inherit this."""
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
-    if platform.machine() in IOPRIO_SET:
-        call = IOPRIO_SET[platform.machine()]
-        ctypes.CDLL(None).syscall(call, IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
 
 
 class TrainerConnection:

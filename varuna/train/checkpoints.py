@@ -19,7 +19,7 @@ import torch
 
 import varuna
 from varuna.checkpoint.background import BackgroundSaver
-from varuna.checkpoint.format.manifest import Facts, Manifest, PartManifest, folder_of
+from varuna.checkpoint.format.manifest import Facts, PartManifest, folder_of
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
 from varuna.checkpoint.load import Checkpoint, newest_complete, open_checkpoint
@@ -395,8 +395,17 @@ class Checkpoints:
             self._ranks.run(
                 lambda: self.training.restore(manifest, chosen, views), "a checkpoint was only partly loaded"
             )
-        self._continue_job(manifest)
         self.store = store.url
+        if (plan := manifest.facts.plan) is not None:
+            self._job = self._job or manifest.facts.job
+            if plan.batch_size != self._plan.batch_size:
+                log.warning(
+                    "the checkpoint's job had %d samples per step, this job has %d: step %d is now another "
+                    "position in the data",
+                    plan.batch_size,
+                    self._plan.batch_size,
+                    manifest.facts.iteration,
+                )
         log.info("loaded checkpoint %s of %s", manifest.facts.step, store.url)
         return manifest.facts.step
 
@@ -405,20 +414,6 @@ class Checkpoints:
         return self._ranks.run_on_first(
             lambda: newest_checkpoint(global_store), "the newest checkpoint was not found"
         )
-
-    def _continue_job(self, manifest: Manifest) -> None:
-        plan = manifest.facts.plan
-        if plan is None:
-            return
-        self._job = self._job or manifest.facts.job
-        if plan.batch_size != self._plan.batch_size:
-            log.warning(
-                "the checkpoint's job had %d samples per step, this job has %d: step %d is now another "
-                "position in the data",
-                plan.batch_size,
-                self._plan.batch_size,
-                manifest.facts.iteration,
-            )
 
 
 def claim_after_earlier_run(store: Store, owner: Owner) -> Claim:

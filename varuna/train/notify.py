@@ -29,7 +29,13 @@ def notify_manager_preempt(
         seconds = max(0.0, not_before - time.time())
     agent = VarunaEnvironment.read(os.environ).agent_socket
     if agent:
-        _notify_agent(agent, PreemptionReport(seconds, reason, machine))
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.connect("\0" + agent)
+            connection.sendall(write_message(PreemptionReport(seconds, reason, machine)) + b"\n")
+            received = connection.makefile().readline().strip()
+        if received != "ok":
+            raise ConnectionError(f"the agent did not accept the notice: {received or 'no answer'}")
         return
     if not machine:
         raise ValueError("machine is missing (outside of a job's workers, pass machine='10.0.0.7')")
@@ -38,13 +44,3 @@ def notify_manager_preempt(
     answer = request_manager(code_dir, "preempt", machine=machine, seconds=seconds, why=reason)
     if not answer.ok:
         raise ValueError(answer.text)
-
-
-def _notify_agent(name: str, notice: PreemptionReport) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_SECONDS)
-        connection.connect("\0" + name)
-        connection.sendall(write_message(notice) + b"\n")
-        answer = connection.makefile().readline().strip()
-    if answer != "ok":
-        raise ConnectionError(f"the agent did not accept the notice: {answer or 'no answer'}")

@@ -74,8 +74,7 @@ class Reporter:
                 self._write(report, measured, Path(self._folder))
 
     def _gather(self) -> tuple[list[RankPace] | None, Forecast | None, bool]:
-        """Return the paces of all ranks (None if one has not measured a step yet); and from the first rank,
-        the forecast and whether it draws the steps."""
+        """Return all paces (None if a rank has none yet), the first rank's forecast, and whether it draws."""
         self.pace.interrupt()
         forecast = None if self._prediction is None else self._prediction.forecast
         pace = self.pace.found(self._session.stage)

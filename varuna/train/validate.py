@@ -246,10 +246,6 @@ def check_once(
 
 def all_names(model: nn.Module) -> frozenset[str]:
     """Return all names of parameters and buffers, with aliases of shared ones."""
-    return frozenset(model.state_dict()) | {
-        name
-        for name, _ in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    }
+    parameters, buffers = model.named_parameters, model.named_buffers
+    named = *parameters(remove_duplicate=False), *buffers(remove_duplicate=False)
+    return frozenset(model.state_dict()).union(name for name, _ in named)

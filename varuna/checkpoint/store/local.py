@@ -63,9 +63,11 @@ class LocalStore:
             whole = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""  # cannot map 0 bytes
         finally:
             os.close(fd)
-        if isinstance(whole, mmap.mmap):
-            for first, stop in spans:
-                read_ahead(whole, first, stop)
+        for first, stop in spans:
+            start = first - first % mmap.PAGESIZE
+            if stop > first and isinstance(whole, mmap.mmap):
+                with suppress(OSError):  # requests all pages of a span at once; advice only
+                    whole.madvise(mmap.MADV_WILLNEED, start, stop - start)
         view = memoryview(whole)
         return [view[first:stop] for first, stop in spans]
 
@@ -117,14 +119,6 @@ def size_of_file(facts: os.stat_result, place: str) -> int:
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
     return facts.st_size
-
-
-def read_ahead(whole: mmap.mmap, first: int, stop: int) -> None:
-    """Request all pages of a span at once instead of one by one at first access."""
-    start = first - first % mmap.PAGESIZE
-    if stop > first:
-        with suppress(OSError):  # advice only
-            whole.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
 
 def create(place: str, chunks: Iterable[Buffer]) -> None:
