@@ -76,11 +76,7 @@ class BackgroundSaver:
         self._owner = os.getpid()
 
     def start(
-        self,
-        order: SaveOrder,
-        specs: Sequence[FileTensor],
-        layout: PartLayout,
-        tensors: Mapping[str, Tensor],
+        self, order: SaveOrder, specs: Sequence[FileTensor], layout: PartLayout, tensors: Mapping[str, Tensor]
     ) -> "Future[Saved]":
         """Start a save. The tensors may change after this returns; errors go to the future."""
         assert not self.busy, "the save before is still running"

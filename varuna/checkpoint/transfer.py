@@ -82,9 +82,7 @@ def export(
     names = {key: key.removeprefix(MODEL) for key in model_keys(checkpoint.manifest)}
     with staging_in(out if form == "folder" else out.parent) as staging:
         if form == "state_dict":
-            write_state_dict(
-                staging / out.name, checkpoint, list(names), dtype, on_bytes, with_optimizer=with_optimizer
-            )
+            write_state_dict(staging / out.name, checkpoint, dtype, on_bytes, with_optimizer=with_optimizer)
         elif form == "safetensors":
             write_tensors(staging / out.name, checkpoint, to_export(checkpoint, names, dtype), on_bytes)
         else:
@@ -181,11 +179,7 @@ def convert(tensor: Tensor, spec: FileTensor) -> Tensor:
 
 
 def write_folder(
-    folder: Path,
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, FileTensor],
-    max_bytes: int,
-    on_bytes: OnBytes,
+    folder: Path, checkpoint: Checkpoint, tensors: Mapping[str, FileTensor], max_bytes: int, on_bytes: OnBytes
 ) -> None:
     """Write what `from_pretrained` reads: one file, or several files and an index."""
     shards = split(tensors.items(), max_bytes, size=lambda item: item[1].num_bytes)
@@ -202,19 +196,13 @@ def write_folder(
 
 
 def write_state_dict(
-    path: Path,
-    checkpoint: Checkpoint,
-    keys: Sequence[str],
-    dtype: str | None,
-    on_bytes: OnBytes,
-    *,
-    with_optimizer: bool,
+    path: Path, checkpoint: Checkpoint, dtype: str | None, on_bytes: OnBytes, *, with_optimizer: bool
 ) -> None:
     """Write a state_dict with all names of shared tensors, and optionally the optimizer's state.
 
     torch.save needs all tensors at once, so they go through a mapped file instead of memory.
     """
-    manifest = checkpoint.manifest
+    manifest, keys = checkpoint.manifest, model_keys(checkpoint.manifest)
     exported = to_export(checkpoint, {key: key for key in keys}, dtype)
     if with_optimizer:
         exported |= to_export(checkpoint, {key: key for key in optimizer_keys(manifest)}, None)

@@ -95,14 +95,12 @@ def choose_plan(
     if profile is not None and given is None:
         by_time = plan_stages_by_time(profile, sampled, options)
     by_time = session.gather(by_time)[0]
-    layout = choose_layout(options, by_time if given is None else given.plan)
+    schedule, recompute, spans = choose_layout(options, by_time if given is None else given.plan)
     plan = Plan(
-        stages=plan_stages(
-            options.stage_map, captured, layout.spans, layout.recompute, from_cache=options.from_cache
-        ),
+        stages=plan_stages(options.stage_map, captured, spans, recompute, from_cache=options.from_cache),
         batch_size=options.batch_size,
         microbatch_size=options.microbatch_size,
-        schedule=layout.schedule,
+        schedule=schedule,
         precision=options.precision,
         fingerprint=captured.graph.fingerprint,
     )

@@ -34,12 +34,6 @@ log = logging.getLogger("varuna")
 Setting = TypeVar("Setting")
 
 
-class ChosenLayout(NamedTuple):
-    schedule: ScheduleName
-    recompute: bool | Sequence[bool]
-    spans: Sequence[tuple[int, int]] | None  # None: equal estimated work
-
-
 class Prediction(NamedTuple):
     """The predicted step."""
 
@@ -72,15 +66,17 @@ def parse_plan(text: str | None, sampled: CapturedModel, options: WrapOptions) -
     return proposal
 
 
-def choose_layout(request: WrapOptions, planned: Plan | None) -> ChosenLayout:
-    """Use the script's arguments; take the others from the plan, if there is one."""
+def choose_layout(
+    request: WrapOptions, planned: Plan | None
+) -> tuple[ScheduleName, bool | Sequence[bool], Sequence[tuple[int, int]] | None]:
+    """Return schedule, recompute and spans of the script, or else of the plan. No spans: equal work."""
     if planned is None:
         recompute = False if request.recompute is None else request.recompute
-        return ChosenLayout(request.schedule or "varuna", recompute, request.spans)
+        return request.schedule or "varuna", recompute, request.spans
     flags, spans = request.recompute, request.spans
     if isinstance(flags, bool):
         flags = (flags,) * planned.depth
-    return ChosenLayout(
+    return (
         _prefer("schedule", request.schedule, planned.schedule),
         _prefer("recompute", flags and tuple(flags), tuple(s.recompute for s in planned.stages)),
         _prefer(
@@ -159,11 +155,7 @@ def plan_stages_by_time(profile: Profile, sampled: CapturedModel, options: WrapO
 
 
 def predict(
-    plan: Plan,
-    profile: Profile | None,
-    given: Proposal | None,
-    sampled: CapturedModel,
-    options: WrapOptions,
+    plan: Plan, profile: Profile | None, given: Proposal | None, sampled: CapturedModel, options: WrapOptions
 ) -> Prediction | None:
     """Predict the step from the profile; else use the prediction of the given plan, if it is unchanged."""
     if profile is not None:

@@ -25,11 +25,7 @@ class Saver:
     """Keeps checkpoints, requests, the autosave timer and the progress page of a job consistent."""
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        requests: SaveRequests,
-        trainer: Trainer,
-        progress: ProgressWriter,
+        self, checkpoints: Checkpoints, requests: SaveRequests, trainer: Trainer, progress: ProgressWriter
     ) -> None:
         self.checkpoints = checkpoints
         self.requests = requests
