@@ -59,8 +59,12 @@ def select(
     cast: bool,
 ) -> LoadSelection:
     """Choose what to load. `names` are all names in the whole model; `complete` refuses missing tensors."""
-    if strict:
-        _refuse_unknown(manifest, names)
+    saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
+    if strict and (unknown := sorted(saved - names)):
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} belongs to another model: this model has no "
+            f"{list_some(unknown)} (strict=False ignores them)"
+        )
     aliases = {group[0]: group for group in ties}
     names_of = {name: aliases.get(name, (name,)) for name in state.canonical}
     chosen = LoadSelection()
@@ -74,15 +78,6 @@ def select(
         if key.startswith("registered/") and all(name in manifest.tensors for name in tensors_in(tree))
     }
     return chosen
-
-
-def _refuse_unknown(manifest: Manifest, names: frozenset[str]) -> None:
-    saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
-    if unknown := sorted(saved - names):
-        raise CheckpointError(
-            f"checkpoint {manifest.facts.step} belongs to another model: this model has no "
-            f"{list_some(unknown)} (strict=False ignores them)"
-        )
 
 
 def _choose_tensors(

@@ -315,7 +315,13 @@ def import_state(
     layouts = [lay_out(shard, metadata={"format": "pt"}) for shard in shards]
     claim = store.claim(owner)
     try:
-        refuse_to_replace(store, facts.step, overwrite=overwrite)
+        found = status_of(store, facts.step)
+        if not found.interrupted and not overwrite:
+            condition = f"incomplete: {found.problem}" if found.problem else "complete"
+            raise CheckpointError(
+                f"{store.url} already has a checkpoint of step {facts.step} ({condition}; choose another "
+                "step, or pass --overwrite)"
+            )
         parts: list[PartManifest] = []
         try:
             for number, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
@@ -331,16 +337,6 @@ def import_state(
         return manifest
     finally:
         claim.release()
-
-
-def refuse_to_replace(store: Store, step: int, *, overwrite: bool) -> None:
-    found = status_of(store, step)
-    if not found.interrupted and not overwrite:
-        state = f"incomplete: {found.problem}" if found.problem else "complete"
-        raise CheckpointError(
-            f"{store.url} already has a checkpoint of step {step} ({state}; choose another step, or pass "
-            "--overwrite)"
-        )
 
 
 def ties_among(state: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -7,8 +7,8 @@ from torch import nn
 
 from varuna.capture import Source, StageState, stage_state
 from varuna.environment import VarunaEnvironment
-from varuna.execute.comm.address import machine_identity, own_address
-from varuna.execute.comm.session import Session, open_session
+from varuna.execute.comm.address import machine_identity
+from varuna.execute.comm.session import Session
 from varuna.execute.step.trainer import Trainer
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
@@ -32,19 +32,6 @@ FIRST_RUN_PATIENCE = 15.0
 """Other ranks wait this many times the timeout for a step that compiles."""
 
 
-def join(options: WrapOptions, rank: int) -> Session:
-    """Connect this rank with the other ranks."""
-    return open_session(
-        options.stage_map,
-        rank=rank,
-        device=options.device,
-        timeout_seconds=options.timeout_seconds,
-        host=own_address(),
-        link_delay=options.link_delay,
-        channel=options.channel,
-    )
-
-
 def capture(
     model: nn.Module, inputs: Mapping[str, object], options: WrapOptions, session: Session
 ) -> CapturedModel:
@@ -61,13 +48,8 @@ def capture(
     )
     captured = source.capture(inputs, training=True)
     refuse_detached(captured, model)
-    seed, machines = agree_on_model(session, captured.graph.fingerprint, options.seed)
-    return CapturedModel(source, captured, batch, seed, machines)
-
-
-def agree_on_model(session: Session, fingerprint: str, seed: int | None) -> tuple[int, list[str]]:
-    """Return one seed for all ranks, and the machine of each rank. Refuses different models."""
-    own = (fingerprint, torch.initial_seed() if seed is None else seed, machine_identity())
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    own = (captured.graph.fingerprint, seed, machine_identity())
     everyone = session.gather(own)
     differing = [r for r, other in zip(session.ranks, everyone, strict=True) if other[0] != own[0]]
     if differing:
@@ -75,7 +57,8 @@ def agree_on_model(session: Session, fingerprint: str, seed: int | None) -> tupl
             f"ranks {differing} have wrapped another model than rank {session.rank} "
             "(build the same model, with the same CutPoints and sample inputs, on every rank)"
         )
-    return everyone[0][1] % 2**63, [machine for _, _, machine in everyone]
+    machines = [machine for _, _, machine in everyone]
+    return CapturedModel(source, captured, batch, everyone[0][1] % 2**63, machines)
 
 
 def choose_plan(

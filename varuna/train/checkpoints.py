@@ -74,7 +74,7 @@ class SaveResources:
 
     claims: dict[str, Claim] = field(default_factory=dict)
     background: BackgroundSaver | None = None
-    tempdir: str = ""  # the place of its snapshots
+    tempdir: str = "memory"  # the place of its snapshots
     failed: bool = False  # the job has failed: other ranks may not write their parts
 
     def close(self) -> None:
@@ -165,11 +165,6 @@ class Checkpoints:
         self._ranks = Agreement(session, plan.ranks)
         self._running: Future[Any] | None = None  # this rank's background save
         self._job = ""
-
-    @property
-    def tempdir(self) -> str:
-        """The place of the last background snapshot."""
-        return self.resources.tempdir or "memory"
 
     def fits_in_memory(self, available_bytes: int | None, *, ranks_on_machine: int) -> bool:
         """Return whether memory can hold a snapshot of each rank on this machine."""

@@ -109,7 +109,7 @@ class Saver:
         self._progress.on_demand(False)
 
     def _autosave(self, store: str, in_background: bool) -> None:
-        tempdir = self.checkpoints.tempdir if in_background else None
+        tempdir = self.checkpoints.resources.tempdir if in_background else None
         try:
             self.save(store, autosave=True, tempdir=tempdir, gradients=True)
         except CheckpointError as error:  # the same on all ranks

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
+from varuna.execute.comm.address import own_address
+from varuna.execute.comm.session import open_session
 from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
@@ -173,7 +175,15 @@ class Varuna(nn.Module):
         self._requests = SaveRequests(AutosaveTimer(rhythm, environment.checkpoint_store))
         usr1.listen(self._requests)  # before the slow steps below, so that no signal is lost
         weakref.finalize(self, usr1.release, self._requests).atexit = False
-        self._session = session = build.join(options, rank)
+        self._session = session = open_session(
+            options.stage_map,
+            rank=rank,
+            device=options.device,
+            timeout_seconds=options.timeout_seconds,
+            host=own_address(),
+            link_delay=options.link_delay,
+            channel=options.channel,
+        )
         weakref.finalize(self, session.close)  # at the latest at the end of the script
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
