@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -514,18 +515,14 @@ class Varuna(nn.Module):
     def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> Exception | None:
         if "_trainer" not in self.__dict__:
             return None
-        plan, stage = self.plan, self._session.stage
-
-        def held_microbatches(size: int) -> int:
-            count = -(-self.batch_size // size)
-            return held(plan.schedule, stage=stage, stages=plan.depth, microbatches=count)
-
+        plan, batch_size = self.plan, self.batch_size
+        held_of = partial(held, plan.schedule, stage=self.stage, stages=plan.depth)
         return explain_out_of_memory(
             error,
             trainer=self._trainer,
             state=self._state,
             optimizer=self._optimizer,
             microbatch_size=plan.microbatch_size,
-            held_microbatches=held_microbatches,
+            held_microbatches=lambda size: held_of(microbatches=-(-batch_size // size)),
             remedies=REMEDIES,
         )

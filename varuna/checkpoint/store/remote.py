@@ -9,7 +9,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -76,7 +76,9 @@ class RemoteStore:
             return []
         # fsspec may also list the folder's own marker, or a file as its own content.
         inside = [item for item in found if item["name"].strip("/") != place.strip("/")]
-        entries = [_entry(item) for item in inside]
+        names = [item["name"].rstrip("/").rpartition("/")[2] for item in inside]
+        sizes = [None if item["type"] == "directory" else int(item["size"]) for item in inside]
+        entries = [Entry(name, size is None, size or 0) for name, size in zip(names, sizes, strict=True)]
         return sorted((e for e in entries if not e.name.startswith(OWN_PREFIX)), key=lambda e: e.name)
 
     def size(self, path: str) -> int:
@@ -191,12 +193,6 @@ class RemoteStore:
             if found := as_os_error(error, self._name(path)):
                 raise found from error
             raise
-
-
-def _entry(item: Mapping[str, Any]) -> Entry:
-    is_folder = item["type"] == "directory"
-    name = item["name"].rstrip("/").rpartition("/")[2]
-    return Entry(name=name, is_folder=is_folder, size=0 if is_folder else int(item["size"]))
 
 
 def _blocks(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
