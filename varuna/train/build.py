@@ -22,10 +22,9 @@ from varuna.train.layout import (
     plan_stages_by_time,
     predict,
 )
-from varuna.train.options import WrapOptions
 from varuna.train.programs import CapturedModel, StagePrograms, batch_of
 from varuna.train.training_state import TrainingState
-from varuna.train.validate import all_names, plan_stages, refuse_detached, refuse_inseparable
+from varuna.train.validate import WrapOptions, all_names, plan_stages, refuse_detached, refuse_inseparable
 from varuna.types import Plan
 
 FIRST_RUN_PATIENCE = 15.0

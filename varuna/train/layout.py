@@ -15,8 +15,8 @@ from varuna.execute.device.facts import device_name
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.search import HEADROOM, cut_layout
-from varuna.train.options import WrapOptions
 from varuna.train.programs import CapturedModel
+from varuna.train.validate import WrapOptions
 from varuna.types import (
     Cluster,
     Forecast,

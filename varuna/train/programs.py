@@ -8,8 +8,7 @@ from varuna.capture import Captured, Source, SpanProgram, StageState
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.capture.model.batch import Batch, find_batch
 from varuna.capture.run.chain import ProgramChain, chain_of
-from varuna.train.options import WrapOptions
-from varuna.train.validate import refuse_unforeseen
+from varuna.train.validate import WrapOptions, refuse_unforeseen
 from varuna.types import Plan
 
 

@@ -1,23 +1,26 @@
-"""Checks of a model and its arguments, and the division into stages."""
+"""The arguments of `Varuna`, checks of them and of the model, and the division into stages."""
 
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from varuna.capture import Captured, StageState, check_capture
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
+from varuna.execute.step.scatter import WeightFunction
 from varuna.plan import balance, balance_over
 from varuna.train.cache import read_spans, write_spans
 from varuna.types import (
     ChannelName,
+    Op,
     Plan,
     PrecisionName,
     ScheduleName,
@@ -31,6 +34,35 @@ log = logging.getLogger("varuna")
 
 CHECKED_PARAMETERS = 200_000_000
 """Largest number of parameters for which the captured model is compared with the original."""
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """The arguments of `Varuna`, without the model and its sample inputs."""
+
+    stage_map: StageMap
+    batch_size: int
+    microbatch_size: int
+    precision: PrecisionName
+    device: torch.device
+    shared_weights: Sequence[tuple[str, str]] | None
+    from_cache: bool
+    schedule: ScheduleName | None
+    recompute: bool | Sequence[bool] | None
+    spans: Sequence[tuple[int, int]] | None
+    profile_folder: str | os.PathLike[str] | None
+    batch_dims: Mapping[str, int | None]
+    loss_weight: WeightFunction | None
+    initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None
+    shard_optimizer: bool
+    offload_optimizer: bool
+    compile: bool
+    cuda_graphs: bool
+    channel: ChannelName | None
+    seed: int | None
+    timeout_seconds: float
+    link_delay: Callable[[int], float] | None
+    compute_delay: Callable[[Op, int], float] | None
 
 
 def check_arguments(

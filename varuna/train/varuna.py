@@ -27,13 +27,13 @@ from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
 from varuna.train.autosave import AutosaveTimer, parse_rhythm
-from varuna.train.options import WrapOptions
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.save_requests import SaveRequests, usr1
 from varuna.train.saver import Saver
 from varuna.train.training_state import Stateful
 from varuna.train.validate import (
+    WrapOptions,
     call_for_sample,
     check_arguments,
     check_once,
