@@ -1,4 +1,4 @@
-"""Foretells steps from a profile and then takes them: how far off is the planner, and is its choice the best?
+"""Predictions against measurements: how far the planner is off, and whether its choice is the best.
 
 A model is profiled once. Every layout is forecast before any of them runs; then all of them train in other
 processes, in turn. Two sorts of models:
