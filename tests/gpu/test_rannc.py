@@ -3,6 +3,7 @@
 pytest -m gpu tests/gpu/test_rannc.py
 """
 
+import gc
 from typing import Any
 
 import pytest
@@ -102,6 +103,7 @@ def run_out_of_memory(**options: Any) -> str:
     """Return the error of a call with 1.4 GiB of memory that holds four micro-batches of 0.5 GiB."""
     x = torch.randn(32, 4)
     model = RaNNCModule(Wide(), device=DEVICE, partition_num=1, pipeline_num=4, measure=False, **options)
+    gc.collect()  # earlier tests of this process may have left tensors in reference cycles
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(1.4 * 2**30 / total)
