@@ -25,7 +25,7 @@ from pyrannc.model_costs import DeploymentCosts, data_parallel, deployment_costs
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.plan_file import PinnedPlan, StageContents, read_plan
-from varuna.plan.search.messages import why_slower
+from varuna.plan.search.explanation import why_slower
 from varuna.plan.search.search import cut_layout
 from varuna.train.validate import plan_stages
 from varuna.types import Plan, Profile, Proposal, StageMap, spread_evenly

@@ -14,8 +14,7 @@ from tests.without_torch import run_without_torch
 from varuna.codec import encode
 from varuna.plan.cluster_file import read_cluster
 from varuna.plan.plan_file import read_plan
-from varuna.plan.search.runners_up import other_depths
-from varuna.plan.search.search import search
+from varuna.plan.search.search import other_depths, search
 from varuna.plan.tables import gains, spans
 from varuna.types import Duration, Profile
 

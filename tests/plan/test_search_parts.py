@@ -19,8 +19,7 @@ from varuna.plan.cost.simulate import simulate
 from varuna.plan.cut.partition import all_cuts
 from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.bounds import LayoutBounds, least_of_replicas
-from varuna.plan.search.explanation import least_need, why_nothing_fits
-from varuna.plan.search.messages import why_slower
+from varuna.plan.search.explanation import least_need, why_nothing_fits, why_slower
 from varuna.plan.search.queue import LayoutSearch
 from varuna.plan.search.request import PREFERENCE, SearchRequest
 from varuna.plan.search.search import cut_layout, search

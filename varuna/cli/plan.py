@@ -22,8 +22,7 @@ from varuna.plan.cost.forecast import forecast_plan
 from varuna.plan.cost.simulate import Simulation
 from varuna.plan.plan_file import AssumedNetwork, PinnedPlan, read_plan, write_plan
 from varuna.plan.profile_file import read_profile
-from varuna.plan.search.runners_up import SearchOptions, rank_depths
-from varuna.plan.search.search import HEADROOM, Ranking, search
+from varuna.plan.search.search import HEADROOM, Ranking, SearchOptions, rank_depths, search
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, show_widths
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
 

@@ -34,8 +34,6 @@ class LayoutBounds:
         one.space, one._simulated = space, {}
         return one
 
-    # ------------------------------------------------------------ one node
-
     def of_node(self, node: Node) -> float:
         """Return the bound for any cut on any devices."""
         if node not in self._nodes:
@@ -113,8 +111,6 @@ class LayoutBounds:
             self._leasts[key] = least_of(self.space.costs, size, split, self.space.cluster_map.fastest)
         return self._leasts[key]
 
-    # ------------------------------------------------------------ fewer replicas
-
     def of_fewer_replicas(self, placed: PlacedNode, seconds: float, bare: float) -> float:
         """Return a bound for fewer replicas, from the bounds of this node with and without reductions.
 
@@ -123,10 +119,15 @@ class LayoutBounds:
         if self.space.cluster_map.unequal:  # fewer replicas may avoid the slower machines
             return 0.0
         narrower = self.space.fewer_replicas(max(2, placed.node.width))
+        arrangements = {
+            len(self.space.cluster_map.cluster.machines) > 1,
+            narrower > self.space.largest_machine,
+        }
+        least = min(self._rate(narrower, between) for between in arrangements) if narrower > 1 else 0.0
         placement = placed.placement
         rate = self._rate(placement.width, any(placement.between)) if placement.width > 1 else inf
         # A rate is zero if larger reductions took no longer when they were measured.
-        faster = min(1.0, self._least_rate(narrower) / rate) if rate else 0.0
+        faster = min(1.0, least / rate) if rate else 0.0
         return bare + faster * (seconds - bare)
 
     def record_simulated(self, node: Node, bare_seconds: float) -> None:
@@ -141,14 +142,6 @@ class LayoutBounds:
         if wider.width <= node.width or self.space.cluster_map.unequal:
             return 0.0
         return seconds + self.of_node(node) - self.of_node(wider)
-
-    def _least_rate(self, width: int) -> float:
-        """Return the best rate over all placements of so many replicas."""
-        if width == 1:
-            return 0.0
-        machines = self.space.cluster_map.cluster.machines
-        placements = {len(machines) > 1, width > self.space.largest_machine}
-        return min(self._rate(width, between) for between in placements)
 
     def _rate(self, width: int, between: bool) -> float:
         """Return the least seconds per byte of an all-reduce of any size."""

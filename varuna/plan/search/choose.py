@@ -45,13 +45,10 @@ def choose(request: LayoutRequest, *, num_machines: int, devices_per_machine: in
             num_machines=num_machines,
             devices_per_machine=devices_per_machine,
         )
-        return (
-            Choice(layout) if request.profile is None else _cut(layout, request.profile, devices_per_machine)
-        )
+        if request.profile is None:
+            return Choice(layout)
+        return _cut(layout, request.profile, devices_per_machine)
     return _as_planned(request, request.profile, num_machines, devices_per_machine)
-
-
-# ---------------------------------------------------------------- as planned
 
 
 def _as_planned(
@@ -123,17 +120,12 @@ def _describe(proposal: Proposal) -> str:
     plan = proposal.plan
     cuts = ", ".join(str(stage.stop) for stage in plan.stages[:-1])
     num_recomputing = sum(stage.recompute for stage in plan.stages)
-    recompute = (
-        f"recompute in {num_recomputing} of {plan.depth} stages" if num_recomputing else "no recompute"
-    )
+    where = f"recompute in {num_recomputing} of {plan.depth} stages" if num_recomputing else "no recompute"
     return (
         f"{Layout(_stage_map(plan), plan.batch_size, plan.microbatch_size)}, schedule {plan.schedule}, "
         + (f"cut before segments {cuts}, " if cuts else "")
-        + f"{recompute}, {duration(proposal.forecast.seconds)} a step ({proposal.reason})"
+        + f"{where}, {duration(proposal.forecast.seconds)} a step ({proposal.reason})"
     )
-
-
-# ---------------------------------------------------------------- as pinned
 
 
 def _as_pinned(
@@ -168,9 +160,6 @@ def _as_pinned(
     layout = _layout(pinned, num_machines, devices_per_machine)
     proposal = Proposal(plan, pinned.forecast, pinned.idle, pinned.reason)  # a plan file has more fields
     return Choice(layout, proposal, (f"pinned: {_describe(proposal)}",))
-
-
-# ---------------------------------------------------------------- as typed
 
 
 def lay_out(
@@ -220,11 +209,8 @@ def lay_out_as_typed(
     """Return the layout that the command line describes; raise ValueError if an option is missing."""
     batch_size = _checked_batch_size(batch_size)
     if num_stages is None or microbatch_size is None:
-        missing = [
-            name
-            for name, value in [("--nstages", num_stages), ("--chunk-size", microbatch_size)]
-            if value is None
-        ]
+        typed = {"--nstages": num_stages, "--chunk-size": microbatch_size}
+        missing = [name for name, value in typed.items() if value is None]
         raise ValueError(
             f"{' and '.join(missing)} missing (give them, or a profile made by varuna.Profiler from which to "
             "choose them: `varuna run --profile-folder DIR`)"

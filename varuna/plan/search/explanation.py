@@ -1,6 +1,7 @@
-"""Explanation of why layouts do not fit, and the nearest layout that does."""
+"""Explanation of why layouts do not fit, or are slower than the best, and the nearest layout that fits."""
 
 from contextlib import suppress
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -8,11 +9,19 @@ import msgspec
 from varuna.errors import PlanError
 from varuna.plan.cost.forecast import CandidateLayout, plan_of
 from varuna.plan.cut.place import ClusterMap, Placement
-from varuna.plan.search.queue import LayoutSearch
+from varuna.plan.search.queue import EQUAL, LayoutSearch
 from varuna.plan.search.request import PREFERENCE, check_depths
 from varuna.plan.search.space import LayoutSpace
-from varuna.types import Cluster
-from varuna.units import count, memory
+from varuna.types import Cluster, Forecast
+from varuna.units import count, duration, memory
+
+PARTS = {
+    "compute_seconds": "computing",
+    "waiting_seconds": "waiting for other stages",
+    "reduce_seconds": "the all-reduce",
+    "optimizer_seconds": "the optimizer",
+}
+"""Parts of a step that a forecast has for each stage."""
 
 
 class StageNeed(NamedTuple):
@@ -106,3 +115,19 @@ def _solution(space: LayoutSpace, need: StageNeed) -> str:
             return f"with {more}, {count(depth, 'stage')} would fit"
     shard = "" if request.shard_optimizer else ", shard the optimizer state over the replicas"
     return f"use devices with {memory(need.num_bytes)}{shard}, or cut the model into more segments"
+
+
+def why_slower(forecast: Forecast, best: Forecast) -> str:
+    """Name the part of the step on which a layout loses most against the best one."""
+    slower = forecast.seconds / best.seconds - 1
+    if slower <= EQUAL:
+        return "as fast, with more devices or more memory"
+
+    def mean(of: Forecast, part: str) -> float:
+        return fmean(getattr(stage, part) for stage in of.stages)
+
+    part = max(PARTS, key=lambda part: mean(forecast, part) - mean(best, part))
+    return (
+        f"{slower:.1%} slower: {duration(mean(forecast, part))} a step for {PARTS[part]}, "
+        f"not {duration(mean(best, part))}"
+    )

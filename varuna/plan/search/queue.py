@@ -30,11 +30,12 @@ from varuna.plan.cut.cuts import Cut
 from varuna.plan.cut.partition import Spans, adjacent_cuts, uniform_cuts
 from varuna.plan.cut.place import Placement
 from varuna.plan.search.bounds import LayoutBounds, least_of_replicas
-from varuna.plan.search.messages import EQUAL
 from varuna.plan.search.request import PREFERENCE
 from varuna.plan.search.space import FEW_DEVICES, LayoutSpace, Node, PlacedNode, node_of
 from varuna.schedule import splits
 
+EQUAL = 1e-9
+"""Steps that differ by less than this share count as equally long."""
 MOST_UNIFORM = 6
 """Uniform cuts to simulate, on more than `FEW_DEVICES` devices."""
 NEAR = 1.15
@@ -98,8 +99,6 @@ class LayoutSearch:
     def ranked(self) -> list[SimulatedLayout]:
         return sorted(self.found.values(), key=lambda found: found[:4])
 
-    # ------------------------------------------------------------ the queue
-
     def _search_all(self) -> None:
         self._put_nodes()
         while self._queue:
@@ -157,6 +156,7 @@ class LayoutSearch:
         """Put a node with each placement, and the next smaller number of replicas."""
         space, few_cuts = self.space, self.space.has_few_cuts
         least_steady = space.memory_totals(node).least_steady
+        must_check_memory = self._memory_binds and space.fewer_replicas_need_more_memory
         narrower = 0.0 if few_cuts else inf  # bound for fewer replicas
         fits = False
         for way in space.cluster_map.arrangements(node.depth, node.width):
@@ -172,7 +172,7 @@ class LayoutSearch:
                 continue
             placed = space.place(node, placement)
             least = max(bound, self.bounds.of_placement(node, placement))
-            if least <= limit and self._must_check_memory and not self._has_cut(placed, limit):
+            if least <= limit and must_check_memory and not self._has_cut(placed, limit):
                 if self._has_cut(placed, inf):
                     fits = True
                 else:
@@ -204,10 +204,6 @@ class LayoutSearch:
             following = node._replace(width=1)
         least = self.bounds.of_node(following)
         self._put(max(least, narrower + least - self.bounds.of_node(node)), following)
-
-    @property
-    def _must_check_memory(self) -> bool:
-        return self._memory_binds and self.space.fewer_replicas_need_more_memory
 
     def _has_cut(self, placed: PlacedNode, seconds: float) -> bool:
         """Return True if some cut fits in memory and may take at most so many seconds."""
@@ -267,8 +263,6 @@ class LayoutSearch:
             self._put(least, candidate)
         return least, bare
 
-    # ------------------------------------------------------------ simulated layouts
-
     def _simulate(self, candidate: CandidateLayout) -> None:
         orders = orders_of(candidate)
         simulation = simulate(orders, pipelines(self.space.costs, candidate, orders))
@@ -299,25 +293,19 @@ class LayoutSearch:
             self._simulate(candidate)
 
     def _probe_depth(self, depth: int) -> None:
-        """Simulate the most promising layout of a depth that fits, unless the depth has one already."""
+        """Simulate the best candidate of the most promising node that fits, unless the depth has one."""
+        queue = self._queue
         for node in sorted(self.space.nodes(depth), key=self.bounds.of_node)[:PROBES]:
-            if depth not in self.found:
-                self._probe(node)
-
-    def _probe(self, node: Node) -> None:
-        """Refine one node down to its best candidate and simulate that."""
-        queue, self._queue = self._queue, []
-        self._put_placements(node, 0.0)
-        placed = [item for _, _, item in self._queue if isinstance(item, PlacedNode)]
-        self._queue = []
-        for item in placed:
-            self._put_candidates(item)
-        candidates, self._queue = sorted(self._queue), queue
-        for bound, _, candidate in candidates[:1]:
-            if bound <= self._limit(node.depth) and isinstance(candidate, CandidateLayout):
-                self._simulate(candidate)
-
-    # ------------------------------------------------------------ other cuts
+            if depth in self.found:
+                break
+            self._queue = []
+            self._put_placements(node, 0.0)
+            placed = [item for _, _, item in self._queue if isinstance(item, PlacedNode)]
+            self._queue = []
+            for item in placed:
+                self._put_candidates(item)
+            self._simulate_queued(depth, self.num_simulated + 1)
+        self._queue = queue
 
     def _search_near_depths(self) -> None:
         """Search each near-best depth separately: cuts other than the one with the best bound may gain."""

@@ -1,10 +1,11 @@
 """Choose depth, replicas, micro-batch, schedule, recompute, cuts and placement for the shortest step.
 
 `search` tries all layouts: `queue` those with equal numbers of replicas, `uneven` the others. `cut_layout`
-takes a layout and chooses only its cuts and recompute flags.
+takes a layout and chooses only its cuts and recompute flags. `rank_depths` compares depths.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,15 +14,15 @@ from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.forecast import describe, orders_of, pipelines, plan_of
 from varuna.plan.cut.cuts import RecomputeMode
 from varuna.plan.cut.place import ClusterMap
-from varuna.plan.search.explanation import least_need, need_of_placement, shortage, why_nothing_fits
-from varuna.plan.search.messages import why_slower
-from varuna.plan.search.queue import LayoutSearch
-from varuna.plan.search.request import (
-    SearchRequest,
-    check_depths,
-    check_microbatch_sizes,
-    check_schedules,
+from varuna.plan.search.explanation import (
+    least_need,
+    need_of_placement,
+    shortage,
+    why_nothing_fits,
+    why_slower,
 )
+from varuna.plan.search.queue import LayoutSearch
+from varuna.plan.search.request import SearchRequest, check_depths, check_microbatch_sizes, check_schedules
 from varuna.plan.search.space import LayoutSpace
 from varuna.plan.search.uneven import UnevenRequest, best_uneven, cut_uneven
 from varuna.types import Cluster, Profile, Proposal, ScheduleName, StageMap
@@ -46,6 +47,18 @@ class Ranking(msgspec.Struct, frozen=True):
     @property
     def best(self) -> Proposal:
         return self.proposals[0]
+
+
+class SearchOptions(NamedTuple):
+    """Keyword arguments of `search`."""
+
+    batch_size: int
+    depths: Sequence[int] | None
+    microbatch_sizes: Sequence[int] | None
+    schedules: Sequence[str] | None
+    recompute: bool | None
+    shard_optimizer: bool
+    headroom: float
 
 
 def search(
@@ -133,6 +146,36 @@ def cut_layout(
     raise PlanError(shortage(len(stage_map), need_of_placement(found.space, placement)))
 
 
+def rank_depths(profile: Profile, cluster: Cluster, options: SearchOptions, *, runners_up: int) -> Ranking:
+    """Return the best layout of all, and the best layouts of some other depths.
+
+    One search stops at a depth as soon as it knows that the depth cannot win. So each runner-up gets a
+    search of its own, which finds the best layout of its depth.
+    """
+    found = search(profile, cluster, **options._asdict())
+    best = found.best
+    seen = [proposal.plan.depth for proposal in found.proposals[1:]]
+    possible = options.depths or range(1, min(len(profile.segments), cluster.num_devices) + 1)
+    ranked = [best]
+    for depth in other_depths(best.plan.depth, seen, possible)[:runners_up]:
+        try:
+            layouts = search(profile, cluster, **options._replace(depths=[depth])._asdict()).proposals
+        except PlanError:  # it does not fit; `refused` has the reason
+            continue
+        # Unequal replicas that are barely faster than the best layout do not win: skip them.
+        slower = (layout for layout in layouts if layout.forecast.seconds >= best.forecast.seconds)
+        ranked.append(next(slower, layouts[-1]))
+    ranked.sort(key=lambda proposal: proposal.forecast.seconds)
+    first, *others = ranked
+    return _put_first(msgspec.structs.replace(first, reason=best.reason), found, others)
+
+
+def other_depths(best: int, seen: Sequence[int], possible: Sequence[int]) -> list[int]:
+    """Return depths to compare with the best: close competitors, double, half, one more, one fewer."""
+    wanted = [*seen[:1], best * 2, best // 2, best + 1, best - 1, *seen[1:], best * 4, best + 2]
+    return [depth for depth in dict.fromkeys(wanted) if depth in possible and depth != best]
+
+
 def _rank(found: LayoutSearch) -> Ranking:
     costs, profile = found.space.costs, found.space.costs.profile
     ranked = found.ranked()
@@ -163,29 +206,26 @@ def _rank(found: LayoutSearch) -> Ranking:
 def _with_uneven(ranking: Ranking, space: LayoutSpace) -> Ranking:
     """Put the best layout with unequal replicas first, if it is faster than all others."""
     even, request = ranking.best, space.request
-    found = best_uneven(
-        space.costs,
-        space.cluster_map,
-        UnevenRequest(
-            request.batch_size,
-            request.depths,
-            request.schedules,
-            request.shard_optimizer,
-            headroom=request.headroom,
-        ),
-        limit=even.forecast.seconds / UNEVEN_GAIN,
+    uneven = UnevenRequest(
+        request.batch_size, request.depths, request.schedules, request.shard_optimizer, None, request.headroom
     )
+    limit = even.forecast.seconds / UNEVEN_GAIN
+    found = best_uneven(space.costs, space.cluster_map, uneven, limit=limit)
     if found is None:
         return ranking
     widths = "+".join(map(str, found.plan.widths))
     gain = 1 - found.forecast.seconds / even.forecast.seconds
     reason = f"the shortest step of all layouts: {widths} replicas, {gain:.1%} less than with equal numbers"
     best = Proposal(found.plan, found.forecast, _idle(space.cluster_map, set(found.devices)), reason)
-    others = [
-        msgspec.structs.replace(other, reason=why_slower(other.forecast, found.forecast))
-        for other in ranking.proposals
+    return _put_first(best, ranking, ranking.proposals)
+
+
+def _put_first(best: Proposal, ranking: Ranking, others: Sequence[Proposal]) -> Ranking:
+    """Return the ranking with these proposals; say why the others are slower than the best."""
+    slower = [
+        msgspec.structs.replace(other, reason=why_slower(other.forecast, best.forecast)) for other in others
     ]
-    return msgspec.structs.replace(ranking, proposals=(best, *others))
+    return msgspec.structs.replace(ranking, proposals=(best, *slower))
 
 
 def _idle(cluster_map: ClusterMap, used: set[int]) -> tuple[str, ...]:

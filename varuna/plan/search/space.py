@@ -61,8 +61,6 @@ class LayoutSpace:
         one.request = self.request._replace(depths=(depth,))
         return one
 
-    # ------------------------------------------------------------ nodes
-
     @property
     def num_devices(self) -> int:
         return self.cluster_map.num_devices
@@ -145,8 +143,6 @@ class LayoutSpace:
         devices = self.cluster_map.cluster.machines[0].devices
         return max(fewest, below // devices * devices)
 
-    # ------------------------------------------------------------ times and memory of a node
-
     def microbatches(self, node: Node) -> tuple[int, int]:
         """Return (number of micro-batches, size of the last) of the replica with most samples."""
         share = ceil(self.request.batch_size / node.width)
@@ -205,8 +201,6 @@ class LayoutSpace:
                 for both in zip(sizes.sent_bytes, sizes.returned_bytes, strict=True)
             )
         return self._sendings[key]
-
-    # ------------------------------------------------------------ cuts
 
     def candidate(
         self, node: Node, placement: Placement, schedule: ScheduleName, cut: Cut

@@ -15,6 +15,7 @@ slower than the best of one depth.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 from math import ceil, comb, inf
 from typing import NamedTuple
@@ -26,13 +27,12 @@ from varuna.plan.cost.simulate import Simulation
 from varuna.plan.cost.uneven import forecast_uneven, simulate_if_it_fits
 from varuna.plan.cut.partition import Spans, adjacent_cuts, all_cuts, balance_over
 from varuna.plan.cut.place import ClusterMap
+from varuna.plan.search.space import FEW_CUTS
 from varuna.types import Forecast, Plan, ScheduleName, StageMap, StagePlan
 from varuna.units import count
 
 FEW_LAYOUTS = 3_000
 """Try every layout if there are at most this many combinations of cuts and devices."""
-FEW_CUTS = 600
-"""Try every cut for a given stage map if there are at most this many."""
 MOST_DEVICES = 512
 """On more devices, search only layouts with equal numbers of replicas."""
 MOST_STAGES = 8
@@ -46,7 +46,7 @@ MOST_CLIMBS = 2
 MOST_STEPS = 400
 """Layouts that one climb evaluates."""
 MOST_TAILS = 16
-"""Tails that dynamic programming held_counts for each state, if none is better in every respect."""
+"""Tails that dynamic programming keeps for each state, if none is better in every respect."""
 
 
 class UnevenRequest(NamedTuple):
@@ -98,11 +98,7 @@ def best_uneven(
     found = search.try_all(limit) if search.has_few_layouts else search.climb_all()
     if found is None or found.seconds >= limit:
         return None
-    devices = search.devices(found.candidate)
-    forecast, _ = forecast_uneven(
-        costs, cluster_map, found.plan, devices, shard_optimizer=request.shard_optimizer
-    )
-    return UnevenLayout(found.plan, forecast, tuple(devices))
+    return search.forecast(found.plan, search.devices(found.candidate))
 
 
 class UnevenSearch:
@@ -116,8 +112,7 @@ class UnevenSearch:
         self.counts = sorted({ceil(batch_size / ceil(batch_size / number)) for number in wanted})
         self._allowed_counts = range(1, batch_size + 1) if counts is None else self.counts
         self.cuts = range(1, costs.num_segments) if request.cuts is None else request.cuts
-        self._bounds = [0, *self.cuts, costs.num_segments]
-        self._work_before = [0.0, *accumulate(costs.work_between(1, self._bounds))]
+        self.bounds = [0, *self.cuts, costs.num_segments]
         sizes = {machine.devices for machine in cluster_map.cluster.machines}
         # Replicas of a stage should fill whole machines, if these are equal and there are several.
         self._machine_size = sizes.pop() if len(sizes) == 1 and len(cluster_map.cluster.machines) > 2 else 1
@@ -132,36 +127,42 @@ class UnevenSearch:
 
     def simulate(self, candidate: UnevenCandidate, limit: float = inf) -> SimulatedCandidate | None:
         """Return None if the candidate is not allowed, does not fit, or takes `limit` seconds or more."""
-        request, profile = self.request, self.costs.profile
-        devices = self.devices(candidate)
-        if request.uses_all_devices and devices.start:
+        widths, devices = candidate.widths, self.devices(candidate)
+        if self.request.uses_all_devices and devices.start:
             return None
-        stages, rank = [], 0
-        for (first, stop), width in zip(candidate.spans, candidate.widths, strict=True):
-            stages.append(StagePlan(first, stop, tuple(range(rank, rank + width))))
-            rank += width
-        plan = Plan(
-            tuple(stages),
-            request.batch_size,
-            ceil(ceil(request.batch_size / min(candidate.widths)) / candidate.microbatches),
-            candidate.schedule,
-            profile.precision,
-            profile.fingerprint,
-        )
+        ranks = zip(accumulate(widths), widths, strict=True)
+        stage_map = tuple(tuple(range(stop - width, stop)) for stop, width in ranks)
+        size = ceil(ceil(self.request.batch_size / min(widths)) / candidate.microbatches)
+        plan = self.plan(candidate.spans, stage_map, size, candidate.schedule)
         try:
-            found = simulate_if_it_fits(
-                self.costs,
-                self.cluster_map,
-                plan,
-                devices,
-                shard_optimizer=request.shard_optimizer,
-                recompute=request.recompute,
-                headroom=request.headroom,
-                limit=limit,
-            )
+            found = self.simulate_plan(plan, devices, limit)
         except PlanError:  # the profile does not cover this micro-batch size
             return None
         return None if found is None else SimulatedCandidate(found[1].seconds, candidate, *found)
+
+    def plan(self, spans: Spans, stage_map: StageMap, microbatch_size: int, schedule: ScheduleName) -> Plan:
+        stages = tuple(StagePlan(*span, ranks) for span, ranks in zip(spans, stage_map, strict=True))
+        profile, batch_size = self.costs.profile, self.request.batch_size
+        return Plan(stages, batch_size, microbatch_size, schedule, profile.precision, profile.fingerprint)
+
+    def simulate_plan(self, plan: Plan, devices: range, limit: float = inf) -> tuple[Plan, Simulation] | None:
+        """Choose where to recompute; return None if the plan does not fit, or takes `limit` or more."""
+        request = self.request
+        return simulate_if_it_fits(
+            self.costs,
+            self.cluster_map,
+            plan,
+            devices,
+            shard_optimizer=request.shard_optimizer,
+            recompute=request.recompute,
+            headroom=request.headroom,
+            limit=limit,
+        )
+
+    def forecast(self, plan: Plan, devices: range) -> UnevenLayout:
+        shard = self.request.shard_optimizer
+        forecast, _ = forecast_uneven(self.costs, self.cluster_map, plan, devices, shard_optimizer=shard)
+        return UnevenLayout(plan, forecast, tuple(devices))
 
     # ------------------------------------------------------------ complete search
 
@@ -252,16 +253,20 @@ class UnevenSearch:
         number = min(self.counts, key=lambda number: abs(number - 4 * depth))
         return UnevenCandidate(self._balanced(widths), widths, number, self.request.schedules[0])
 
+    @cached_property
+    def _work_before(self) -> list[float]:
+        return [0.0, *accumulate(self.costs.work_between(1, self.bounds))]
+
     def _balanced(self, widths: Sequence[int]) -> Spans:
         """Cut so that each stage's share of the work is about its share of the devices."""
-        work, places, total = self._work_before, [0], len(self._bounds) - 1
+        work, places, total = self._work_before, [0], len(self.bounds) - 1
         for stage, devices in enumerate(accumulate(widths[:-1]), 1):
             target = work[-1] * devices / sum(widths)
             place = bisect_left(work, target)
             if work[place] - target > target - work[place - 1]:
                 place -= 1
             places.append(max(places[-1] + 1, min(place, total - (len(widths) - stage))))
-        return tuple(pairwise(self._bounds[place] for place in (*places, total)))
+        return tuple(pairwise(self.bounds[place] for place in (*places, total)))
 
     def _climb(self, best: SimulatedCandidate) -> SimulatedCandidate:
         tried = {best.candidate}
@@ -284,32 +289,27 @@ class UnevenSearch:
             simulation.compute_seconds(stage) + simulation.finishing_seconds(stage) for stage in range(depth)
         ]
         by_work = sorted(range(depth), key=busy.__getitem__)
+        # A giver of None stands for idle devices.
         idle: list[int | None] = [None] if sum(candidate.widths) < self.cluster_map.num_devices else []
         for taker, giver, number in product(
             reversed(by_work[-3:]), [*idle, *by_work[:3]], sorted({1, 2, self._machine_size})
         ):
-            if widths := self._moved(candidate.widths, giver, taker, number):
-                yield candidate._replace(widths=widths)
-                yield candidate._replace(widths=widths, spans=self._balanced(widths))
+            moved = list(candidate.widths)
+            moved[taker] += number
+            if giver is not None:
+                moved[giver] -= number
+            if min(moved) >= 1 and sum(moved) <= self.cluster_map.num_devices:
+                yield candidate._replace(widths=tuple(moved))
+                yield candidate._replace(widths=tuple(moved), spans=self._balanced(moved))
         for step in (4, 2, 1):
-            for moved in adjacent_cuts(candidate.spans, self._bounds, step):
-                yield candidate._replace(spans=moved)
+            for spans in adjacent_cuts(candidate.spans, self.bounds, step):
+                yield candidate._replace(spans=spans)
         now = candidate.microbatches
         for other in (2 * now, now // 2, now + 1, now - 1):
             if other in self._allowed_counts:
                 yield candidate._replace(microbatches=other)
         for schedule in self.request.schedules:
             yield candidate._replace(schedule=schedule)
-
-    def _moved(
-        self, widths: Sequence[int], giver: int | None, taker: int, number: int
-    ) -> tuple[int, ...] | None:
-        """Move devices between stages; a giver of None stands for idle devices."""
-        moved = list(widths)
-        moved[taker] += number
-        if giver is not None:
-            moved[giver] -= number
-        return tuple(moved) if min(moved) >= 1 and sum(moved) <= self.cluster_map.num_devices else None
 
 
 class UnevenBound:
@@ -396,9 +396,6 @@ class Tail(NamedTuple):
         )
 
 
-EMPTY_TAIL = Tail(0.0, 0.0, 0.0, ())
-
-
 class StageTable:
     """Dynamic programming over stages, segments and devices, for one number of micro-batches.
 
@@ -434,7 +431,7 @@ class StageTable:
 
         The number of replicas of each stage is a multiple of `unit`.
         """
-        tails: dict[tuple[int, int], list[Tail]] = {(self.num_segments, 0): [EMPTY_TAIL]}
+        tails: dict[tuple[int, int], list[Tail]] = {(self.num_segments, 0): [Tail(0.0, 0.0, 0.0, ())]}
         starts = [0, *self.cuts]
         for behind in range(min(len(starts), self.num_devices // unit, deepest)):
             longer: dict[tuple[int, int], list[Tail]] = {}
@@ -575,9 +572,9 @@ def cut_uneven(
     microbatch_size: int,
 ) -> UnevenLayout:
     """Return the fastest cut of a model for a given stage map; raise PlanError if none fits."""
-    profile, devices = costs.profile, range(cluster_map.num_devices)
-    number, depth = costs.num_segments, len(stage_map)
-    bounds = [0, *(range(1, number) if request.cuts is None else request.cuts), number]
+    number, depth, devices = costs.num_segments, len(stage_map), range(cluster_map.num_devices)
+    search = UnevenSearch(costs, cluster_map, request)
+    bounds = search.bounds
     if len(bounds) <= depth <= number:
         raise PlanError(
             f"{depth} stages with different numbers of replicas need {count(depth - 1, 'cut')}, but only "
@@ -586,22 +583,8 @@ def cut_uneven(
         )
 
     def simulated(spans: Spans) -> tuple[float, Plan] | None:
-        found = simulate_if_it_fits(
-            costs,
-            cluster_map,
-            Plan(
-                tuple(StagePlan(*span, ranks) for span, ranks in zip(spans, stage_map, strict=True)),
-                request.batch_size,
-                microbatch_size,
-                request.schedules[0],
-                profile.precision,
-                profile.fingerprint,
-            ),
-            devices,
-            shard_optimizer=request.shard_optimizer,
-            recompute=request.recompute,
-            headroom=request.headroom,
-        )
+        plan = search.plan(spans, stage_map, microbatch_size, request.schedules[0])
+        found = search.simulate_plan(plan, devices)
         return None if found is None else (found[1].seconds, found[0])
 
     def at_bounds(spans: Spans) -> Spans:
@@ -619,9 +602,7 @@ def cut_uneven(
             f"no cut of the model into {depth} stages fits with micro-batches of {microbatch_size} "
             "(use a smaller micro-batch, more replicas, or more stages)"
         )
-    plan = min(found, key=lambda cut: cut[0])[1]
-    forecast, _ = forecast_uneven(costs, cluster_map, plan, devices, shard_optimizer=request.shard_optimizer)
-    return UnevenLayout(plan, forecast, tuple(devices))
+    return search.forecast(min(found, key=lambda cut: cut[0])[1], devices)
 
 
 def _move_cuts(
