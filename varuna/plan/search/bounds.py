@@ -116,15 +116,12 @@ class LayoutBounds:
 
         With fewer replicas, reductions may become faster, and nothing else does.
         """
-        if self.space.cluster_map.unequal:  # fewer replicas may avoid the slower machines
+        space, placement = self.space, placed.placement
+        if space.cluster_map.unequal:  # fewer replicas may avoid the slower machines
             return 0.0
-        narrower = self.space.fewer_replicas(max(2, placed.node.width))
-        arrangements = {
-            len(self.space.cluster_map.cluster.machines) > 1,
-            narrower > self.space.largest_machine,
-        }
+        narrower = space.fewer_replicas(max(2, placed.node.width))
+        arrangements = {len(space.cluster_map.cluster.machines) > 1, narrower > space.largest_machine}
         least = min(self._rate(narrower, between) for between in arrangements) if narrower > 1 else 0.0
-        placement = placed.placement
         rate = self._rate(placement.width, any(placement.between)) if placement.width > 1 else inf
         # A rate is zero if larger reductions took no longer when they were measured.
         faster = min(1.0, least / rate) if rate else 0.0
