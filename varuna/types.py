@@ -572,19 +572,12 @@ class StepReport(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         of = f"the median of {self.num_steps}" if self.num_steps > 1 else "one"
         head = f"step {self.step}: {duration(self.seconds)} measured, {of}"
-        if self.forecast is None:
-            return "\n".join(
-                [head, *(f"  stage {i}: {_parts(stage)}" for i, stage in enumerate(self.stages))]
-            )
-        head += f"; {duration(self.forecast.seconds)} predicted ({self.excess:+.1%})"
-        pairs = zip(self.stages, self.forecast.stages, strict=True)
-        return "\n".join(
-            [head]
-            + [
-                f"  stage {i}: {_parts(measured)}; predicted {_parts(predicted)}"
-                for i, (measured, predicted) in enumerate(pairs)
-            ]
-        )
+        lines = [f"  stage {i}: {_parts(stage)}" for i, stage in enumerate(self.stages)]
+        if self.forecast is not None:
+            head += f"; {duration(self.forecast.seconds)} predicted ({self.excess:+.1%})"
+            pairs = zip(lines, self.forecast.stages, strict=True)
+            lines = [f"{line}; predicted {_parts(stage)}" for line, stage in pairs]
+        return "\n".join([head, *lines])
 
 
 def _parts(stage: StageTime) -> str:

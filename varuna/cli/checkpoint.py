@@ -66,28 +66,23 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     job: str = ""
 
 
-class CheckpointList(msgspec.Struct, frozen=True):
-    store: str
-    newest: int | None
-    checkpoints: list[CheckpointRow]
-
-
-# ---------------------------------------------------------------- commands
-
-
 def list_checkpoints(store_url: StoreArgument, as_json: AsJson = False) -> None:
     """List the checkpoints of a store, oldest first."""
-    listing = checkpoint_list(existing_store(store_url))
+    store = existing_store(store_url)
+    found = all_checkpoints(store)
+    newest = max((one.step for one in found if not one.problem), default=None)
+    rows = [row_of(one, newest=one.step == newest) for one in found]
     if as_json:
+        listing = {"store": store.url, "newest": newest, "checkpoints": rows}
         typer.echo(msgspec.json.format(msgspec.json.encode(listing)))
-    elif listing.checkpoints:
+    elif rows:
         # Do not wrap lines in a file or a pipe.
-        Console(width=None if sys.stdout.isatty() else 1000).print(checkpoint_table(listing.checkpoints))
-        for row in listing.checkpoints:
+        Console(width=None if sys.stdout.isatty() else 1000).print(checkpoint_table(rows))
+        for row in rows:
             if row.problem:
                 typer.echo(f"{row.step}: {row.problem}")
     else:
-        typer.echo(f"{listing.store} holds no checkpoints")
+        typer.echo(f"{store.url} holds no checkpoints")
 
 
 def verify(
@@ -183,7 +178,7 @@ def import_checkpoint(
     """Create a checkpoint from the weights of a model, for a job to load."""
     from varuna.checkpoint.transfer import import_state, read_source
 
-    store = with_retries(open_store(store_url))
+    store = retrying(open_store(store_url), seconds=RETRY_SECONDS, on_wait=warn)
     token = secrets.token_hex(6)
     facts = Facts(
         step=step,
@@ -210,15 +205,6 @@ add_command(app, list_checkpoints, "ls")
 add_command(app, verify)
 add_command(app, export_checkpoint, "export")
 add_command(app, import_checkpoint, "import")
-
-
-# ---------------------------------------------------------------- output
-
-
-def checkpoint_list(store: Store) -> CheckpointList:
-    found = all_checkpoints(store)
-    best = max((one.step for one in found if not one.problem), default=None)
-    return CheckpointList(store.url, best, [row_of(one, newest=one.step == best) for one in found])
 
 
 def row_of(found: CheckpointStatus, *, newest: bool) -> CheckpointRow:
@@ -302,11 +288,7 @@ def existing_store(url: str) -> Store:
     folder = local_folder(url)
     if folder is not None and not os.path.isdir(folder):
         raise FileNotFoundError(f"there is no folder {folder} (check the path, and that the disk is mounted)")
-    return with_retries(open_store(url))
-
-
-def with_retries(store: Store) -> Store:
-    return retrying(store, seconds=RETRY_SECONDS, on_wait=warn)
+    return retrying(open_store(url), seconds=RETRY_SECONDS, on_wait=warn)
 
 
 @contextmanager

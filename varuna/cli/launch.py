@@ -32,12 +32,14 @@ CLOSE_SECONDS = 5
 """Time from SIGTERM to SIGKILL."""
 
 
-# ---------------------------------------------------------------- running a job
-
-
 def launch(group: MachineWorkers) -> int:
     """Run this machine's workers until they end. Return the exit status."""
-    announce(group)
+    layout, job = group.layout, group.job
+    say(f"{layout}; stage to rank map {format_stage_map(layout.stage_map)!r}; logs in {job.log_dir}")
+    if layout.idle:
+        idle = name_idle_devices(layout, devices_per_machine=job.devices_per_machine)
+        total = layout.num_ranks + len(layout.idle)
+        say(f"{layout.num_ranks} of {total} devices are used; idle: {idle}")
     if not group.ranks:
         say("finished: this machine has no rank in this layout")
         return 0
@@ -125,18 +127,6 @@ def show_output(supervisor: Supervisor, group: MachineWorkers) -> None:
     for is_stderr, text in worker.new_output() if worker is not None else ():
         for line in text.splitlines():
             print(f"[rank {group.ranks[0]}] {line}", file=sys.stderr if is_stderr else sys.stdout, flush=True)
-
-
-def announce(group: MachineWorkers) -> None:
-    layout, job = group.layout, group.job
-    say(f"{layout}; stage to rank map {format_stage_map(layout.stage_map)!r}; logs in {job.log_dir}")
-    if layout.idle:
-        idle = name_idle_devices(layout, devices_per_machine=job.devices_per_machine)
-        total = layout.num_ranks + len(layout.idle)
-        say(f"{layout.num_ranks} of {total} devices are used; idle: {idle}")
-
-
-# ---------------------------------------------------------------- the command line
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,23 +219,19 @@ def script_spec(options: ScriptOptions, *, devices_per_machine: int) -> JobSpec:
     folder = Path(options.code_dir).absolute()
     if not folder.is_dir():
         raise ValueError(f"--code-dir {folder} is not a folder")
-    script = find_script(options.command[0], folder)
+    name, *arguments = options.command
+    places = [place.resolve() for place in (folder / name, Path(name)) if place.is_file()]
+    if not places:
+        raise ValueError(f"no script {name!r} in --code-dir {folder}, nor in the current folder")
     return JobSpec(
-        script=str(script),
-        arguments=tuple(options.command[1:]),
-        worker_flags=choose_flags(script, options.worker_args),
+        script=str(places[0]),
+        arguments=tuple(arguments),
+        worker_flags=choose_flags(places[0], options.worker_args),
         code_dir=str(folder),
         log_dir=str(Path(options.log_dir).absolute() / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")),
         devices_per_machine=devices_per_machine,
         resume_step=options.resume_step,
     )
-
-
-def find_script(script: str, code_dir: Path) -> Path:
-    for place in (code_dir / script, Path(script)):
-        if place.is_file():
-            return place.resolve()
-    raise ValueError(f"no script {script!r} in --code-dir {code_dir}, nor in the current folder")
 
 
 def choose_flags(script: Path, worker_args: bool | None) -> tuple[str, ...]:
@@ -258,5 +244,4 @@ def choose_flags(script: Path, worker_args: bool | None) -> tuple[str, ...]:
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+        return int(probe.getsockname()[1])

@@ -77,9 +77,13 @@ def manage(
             )
             return await manager.run(listener)
 
-        return report(asyncio.run(run()), job.log_dir)
+        verdict = asyncio.run(run())
     finally:
         os.close(lock)
+    failed = verdict.how == "failed"
+    ending = "\n\nall workers have ended; logs in" if failed else "; logs in"
+    say(f"{verdict.how}: {verdict.reason}{ending} {job.log_dir}", error=failed)
+    return verdict.exit_code
 
 
 def open_contact(
@@ -121,14 +125,6 @@ def settings_of(job: JobSpec) -> ManagerSettings:
     if job.starter != "ssh":
         settings = msgspec.structs.replace(settings, start_seconds=QUEUE_SECONDS)
     return settings
-
-
-def report(verdict: JobVerdict, log_dir: str) -> int:
-    """Print how the job ended. Return its exit status."""
-    failed = verdict.how == "failed"
-    ending = "\n\nall workers have ended; logs in" if failed else "; logs in"
-    say(f"{verdict.how}: {verdict.reason}{ending} {log_dir}", error=failed)
-    return verdict.exit_code
 
 
 def make_starter(job: JobSpec) -> Starter:

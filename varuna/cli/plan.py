@@ -26,9 +26,6 @@ from varuna.plan.search.search import HEADROOM, Ranking, SearchOptions, rank_dep
 from varuna.types import Cluster, Forecast, Profile, Proposal, Timeline, show_widths
 from varuna.units import MEMORY, count, duration, memory, read_numbers, read_quantity
 
-MAX_BATCH_SIZE = 1 << 20
-MAX_RUNNERS_UP = 100
-MAX_SEED = (1 << 31) - 1
 MAX_NOTES = 4
 """Notes that are printed for several clusters together."""
 
@@ -110,8 +107,8 @@ class SweepPoint(msgspec.Struct, frozen=True):
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
     """Choose the fastest layout for a cluster. Say why the others are slower."""
-    _check_range("--batch-size", options.batch_size, 1, MAX_BATCH_SIZE)
-    _check_range("--runners-up", options.runners_up, 0, MAX_RUNNERS_UP)
+    _check_range("--batch-size", options.batch_size, 1, 1 << 20)
+    _check_range("--runners-up", options.runners_up, 0, 100)
     search_options = SearchOptions(
         options.batch_size,
         read_numbers(options.stages, "--stages") or None,
@@ -186,7 +183,7 @@ def show(
 @takes(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
     """Simulate a step of a plan file, as planned or on another cluster or network."""
-    _check_range("--seed", options.seed, 0, MAX_SEED)
+    _check_range("--seed", options.seed, 0, (1 << 31) - 1)
     profile, pinned = read_profile(options.profile_folder), read_plan(options.file)
     if options.devices or options.cluster is not None or pinned.cluster is None:
         target = _planning_target(profile, options, options.devices)
@@ -245,13 +242,13 @@ def _sweep(targets: Sequence[PlanningTarget], options: SearchOptions) -> list[Sw
 
 
 def _pinned_plan(ranking: Ranking, target: PlanningTarget, *, shard_optimizer: bool) -> PinnedPlan:
-    best, *others = ranking.proposals
+    best = ranking.best
     return PinnedPlan(
         best.plan,
         best.forecast,
         best.idle,
         best.reason,
-        runners_up=tuple(others),
+        runners_up=ranking.proposals[1:],
         refused=ranking.refused,
         cluster=target.cluster,
         network=target.network,

@@ -20,13 +20,8 @@ import typer
 
 from varuna.errors import VarunaError
 from varuna.plan import tables
-from varuna.types import Profile
 from varuna.units import read_numbers
 
-EXPECTED_RESULT = (
-    "it must return (model, get_batch), (model, get_batch, optimizer), or a dict of these and other "
-    "arguments of varuna.Profiler"
-)
 KEYS = (
     *("model", "get_batch", "optimizer"),
     *("batch_dims", "shared_weights", "initialize", "message_bytes", "effort"),
@@ -83,7 +78,12 @@ def profile(
         profiler.set_optimizer(optimizer)
     found = profiler.profile_all(microbatch_sizes)
     if int(os.environ.get("RANK", 0)) == 0:
-        show_result(found, out)
+        measured = sorted({size.microbatch_size for kind in found.kinds for size in kind.sizes})
+        file, spans = out / "profile.json", tables.spans(measured)
+        typer.echo(f"{file}: {tables.facts(found)[0]}; micro-batches of {spans}")
+        for note in found.notes:
+            typer.echo(f"not measured: {note}")
+        typer.echo(f"next: varuna plan {out} --devices N --per-machine K --batch-size B")
 
 
 def read_device(text: str) -> int | str:
@@ -91,17 +91,6 @@ def read_device(text: str) -> int | str:
     if not re.fullmatch(r"|[0-9]+|(cpu|cuda)(:[0-9]+)?", text):
         raise ValueError(f"--device must be cpu, cuda, cuda:N or a number, not {text!r}")
     return text if text.startswith("c") else int(text or -1)
-
-
-def show_result(found: Profile, folder: Path) -> None:
-    sizes = sorted({size.microbatch_size for kind in found.kinds for size in kind.sizes})
-    typer.echo(f"{folder / 'profile.json'}: {tables.facts(found)[0]}; micro-batches of {tables.spans(sizes)}")
-    for note in found.notes:
-        typer.echo(f"not measured: {note}")
-    typer.echo(f"next: varuna plan {folder} --devices N --per-machine K --batch-size B")
-
-
-# ---------------------------------------------------------------- the user's script
 
 
 def load_model(target: str, arguments: list[str]) -> dict[str, Any]:
@@ -125,7 +114,10 @@ def name_results(made: object, target: str) -> dict[str, Any]:
         made = dict(zip(KEYS, made, strict=False))
     if not isinstance(made, Mapping) or not {"model", "get_batch"} <= {*made}:
         what = f"a dict of {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
-        raise ValueError(f"{target} returned {what}; {EXPECTED_RESULT}")
+        raise ValueError(
+            f"{target} returned {what}; it must return (model, get_batch), (model, get_batch, optimizer), or "
+            "a dict of these and other arguments of varuna.Profiler"
+        )
     if unknown := [str(key) for key in made if key not in KEYS]:
         raise ValueError(f"{target} returned a dict with {', '.join(unknown)}; known are {', '.join(KEYS)}")
     return dict(made)

@@ -131,15 +131,12 @@ def main() -> None:
     run_app(app, "python -m varuna.run_varuna")
 
 
-# ---------------------------------------------------------------- reading the options
-
-
 def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
     """Check all input and save the options. Start nothing."""
     code_dir = Path(options.code_dir).absolute()
     saved = saved_path(home, code_dir)
     if options.resume:
-        options = update(read_saved(saved, code_dir), options)
+        options = resumed(saved, code_dir, options)
     options = with_absolute_paths(options)
     assert options.machine_list is not None
     machines, problems = read_machines(read_file(options.machine_list, "machine list"))
@@ -155,7 +152,8 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
         pinned=read_plan(options.plan) if options.plan else None,
     )
     choice = choose(request, num_machines=len(machines), devices_per_machine=job.devices_per_machine)
-    save(saved, options)
+    fields = msgspec.structs.asdict(options)
+    write_atomic(saved, encode({name: value for name, value in fields.items() if name not in NOT_SAVED}))
     return PreparedRun(
         job,
         choice,
@@ -167,26 +165,18 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
     )
 
 
-def update(saved: RunOptions, given: RunOptions) -> RunOptions:
-    """Return the saved options, overridden by those that are given now."""
-    fields = msgspec.structs.asdict(given)
-    return msgspec.structs.replace(
-        saved, **{name: value for name, value in fields.items() if value not in (None, [])}
-    )
-
-
-def read_saved(path: Path, code_dir: Path) -> RunOptions:
+def resumed(path: Path, code_dir: Path, given: RunOptions) -> RunOptions:
+    """Return the options that the last job saved, overridden by those that are given now."""
     if not path.is_file():
         raise ValueError(
             f"--resume found no earlier job of {code_dir} (start it once without --resume, "
             "or name its folder with --code-dir)"
         )
-    return decode(path.read_bytes(), RunOptions, str(path))
-
-
-def save(path: Path, options: RunOptions) -> None:
-    fields = msgspec.structs.asdict(options)
-    write_atomic(path, encode({name: value for name, value in fields.items() if name not in NOT_SAVED}))
+    saved = decode(path.read_bytes(), RunOptions, str(path))
+    fields = msgspec.structs.asdict(given)
+    return msgspec.structs.replace(
+        saved, **{name: value for name, value in fields.items() if value not in (None, [])}
+    )
 
 
 def with_absolute_paths(options: RunOptions) -> RunOptions:
@@ -208,9 +198,11 @@ def job_spec(options: RunOptions) -> JobSpec:
     if options.cloud is not None:
         check_name("--cloud", options.cloud, CLOUDS)
     devices = DEFAULT_DEVICES if options.gpus_per_node is None else options.gpus_per_node
+    path = options.env_file or (DEFAULT_ENV_FILE if Path(DEFAULT_ENV_FILE).is_file() else None)
+    variables = parse_environment(read_file(path, "env file"), source=path) if path else {}
     return msgspec.structs.replace(
         script_spec(options, devices_per_machine=devices),
-        environment=user_environment(options),
+        environment=variables | VarunaEnvironment(manager_ip=options.manager_ip).write(),
         machine_list=options.machine_list,
         slow_file=str(Path("slow_machines.out").absolute()),
         exclude_slow=bool(options.exclude_slow),
@@ -225,12 +217,6 @@ def job_spec(options: RunOptions) -> JobSpec:
         cloud=options.cloud or "",
         cloud_url=options.cloud_url or "",
     )
-
-
-def user_environment(options: RunOptions) -> dict[str, str]:
-    path = options.env_file or (DEFAULT_ENV_FILE if Path(DEFAULT_ENV_FILE).is_file() else None)
-    found = parse_environment(read_file(path, "env file"), source=path) if path else {}
-    return found | VarunaEnvironment(manager_ip=options.manager_ip).write()
 
 
 def read_file(path: str, what: str) -> str:
@@ -253,9 +239,6 @@ def parse_save_every(text: str | None) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"--save-every must be auto, off, or a number of seconds, not {text!r}")
     return seconds
-
-
-# ---------------------------------------------------------------- running
 
 
 def run_here(ready: PreparedRun) -> int:

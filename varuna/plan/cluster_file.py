@@ -69,19 +69,13 @@ def read_machines(devices: int, per_machine: int, *, memory_bytes: int) -> Clust
 
 def equal_machines(num_gpus: int, gpus_per_vm: int, *, memory_bytes: int) -> Cluster:
     """Return as many machines as the GPUs need; the last one may have fewer GPUs."""
-    for name, number in (
-        ("num_gpus", num_gpus),
-        ("gpus_per_vm", gpus_per_vm),
-        ("gpu_memory_capacity", memory_bytes),
-    ):
+    given = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "gpu_memory_capacity": memory_bytes}
+    for name, number in given.items():
         if number < 1:
             raise ValueError(f"{name} must be 1 or more, not {number}")
     whole, rest = divmod(num_gpus, gpus_per_vm)
     sizes = [gpus_per_vm] * whole + ([rest] if rest else [])
     return Cluster(tuple(Machine(f"vm{index}", size, memory_bytes) for index, size in enumerate(sizes)))
-
-
-# ---------------------------------------------------------------- the network
 
 
 def read_network(

@@ -72,10 +72,9 @@ def check_plan(plan: Plan, source: str) -> None:
 
     if not plan.stages:
         refuse("stages", "have at least one stage", "none")
-    if plan.batch_size < 1:
-        refuse("batch_size", "be 1 or more", plan.batch_size)
-    if plan.microbatch_size < 1:
-        refuse("microbatch_size", "be 1 or more", plan.microbatch_size)
+    for key in ("batch_size", "microbatch_size"):
+        if getattr(plan, key) < 1:
+            refuse(key, "be 1 or more", getattr(plan, key))
     first = 0
     for index, stage in enumerate(plan.stages):
         if stage.first != first or stage.stop <= stage.first:

@@ -1,7 +1,5 @@
 """Profile files: `profile.json` in a folder, one model per folder. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.errors import PlanError
-from varuna.plan.cost.forecast import CandidateLayout, plan_of
+from varuna.plan.cost.forecast import plan_of
 from varuna.plan.cut.place import ClusterMap, Placement
 from varuna.plan.search.queue import EQUAL, LayoutSearch
 from varuna.plan.search.request import PREFERENCE, check_depths
-from varuna.plan.search.space import LayoutSpace
+from varuna.plan.search.space import LayoutSpace, Node
+from varuna.schedule import splits
 from varuna.types import Cluster, Forecast
 from varuna.units import count, duration, memory
 
@@ -45,16 +46,10 @@ def least_need(space: LayoutSpace, depth: int) -> StageNeed:
 def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
     """Return the need of the stage that lacks most memory, with the cut that needs least."""
     request = space.request
-    candidate = CandidateLayout(
-        (),
-        (),
-        "1f1b" if "1f1b" in request.schedules else request.schedules[0],
-        request.microbatch_sizes[0],
-        request.batch_size,
-        placement,
-        request.shard_optimizer,
-    )
-    (cutter,) = space.cutters(candidate, request.modes[-1:])
+    schedule = "1f1b" if "1f1b" in request.schedules else request.schedules[0]
+    node = Node(placement.depth, request.microbatch_sizes[0], splits(schedule), placement.width)
+    placed, needs = space.place(node, placement), space.memory_totals(node)
+    cutter = space.cutter(placed, needs, schedule, request.modes[-1])
     need, stage = cutter.least_need()
     return StageNeed(stage, need, cutter.memory_bytes[stage])
 
