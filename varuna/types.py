@@ -204,10 +204,7 @@ def place_in_map(stage_map: StageMap, rank: int) -> tuple[int, int]:
 
 
 def spread_evenly(total: int, *, parts: int) -> tuple[int, ...]:
-    """Divide a count into parts that differ by at most one, larger parts first.
-
-    This divides a global batch among replicas.
-    """
+    """Divide a count, such as a global batch, into parts that differ by at most one, larger parts first."""
     return tuple(total // parts + (part < total % parts) for part in range(parts))
 
 
@@ -245,10 +242,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class Duration(msgspec.Struct, frozen=True, array_like=True):
-    """A measured time: the median of several runs, and the standard deviation of one run.
-
-    Encoded as [median, spread], in seconds.
-    """
+    """Median of several runs, and standard deviation of one run, encoded as [seconds, spread]."""
 
     seconds: PositiveSeconds
     spread: Seconds = 0.0

@@ -249,7 +249,6 @@ def test_an_impossible_typed_layout_is_refused_with_the_limit(change: dict[str, 
 )
 def test_a_missing_option_is_named(given: tuple[int | None, int | None, int | None], message: str) -> None:
     stages, size, batch = given
+    request = LayoutRequest(batch_size=batch, num_stages=stages, microbatch_size=size)
     with pytest.raises(ValueError, match=message):
-        lay_out_as_typed(
-            stages, batch_size=batch, microbatch_size=size, num_machines=1, devices_per_machine=4
-        )
+        lay_out_as_typed(request, 4)

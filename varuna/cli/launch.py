@@ -21,7 +21,7 @@ from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, s
 from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
 from varuna.morph.run.supervisor import Supervisor, last_lines
 from varuna.morph.run.worker_env import WORKER_FLAGS, accepted_flags, name_idle_devices, ranks_of_machine
-from varuna.plan.search.choose import lay_out_as_typed
+from varuna.plan.search.choose import LayoutRequest, lay_out_as_typed
 from varuna.types import JobSpec, MachineWorkers, format_stage_map
 
 POLL_SECONDS = 0.05
@@ -191,15 +191,11 @@ def machine_workers(options: LaunchOptions) -> MachineWorkers:
     """Check all input. Start nothing."""
     if not 0 <= options.node_rank < max(options.nservers, 1):
         raise ValueError(f"--node-rank must be 0 to {options.nservers - 1}, not {options.node_rank}")
-    layout = lay_out_as_typed(
-        options.nstages,
-        batch_size=options.batch_size,
-        microbatch_size=options.chunk_size,
-        num_machines=options.nservers,
-        devices_per_machine=options.ngpus_per_server,
-        num_replicas=options.gpus_per_stage,
+    request = LayoutRequest(
+        batch_size=options.batch_size, num_stages=options.nstages, microbatch_size=options.chunk_size
     )
     devices = options.ngpus_per_server
+    layout = lay_out_as_typed(request, options.nservers * devices, num_replicas=options.gpus_per_stage)
     job = script_spec(options, devices_per_machine=devices)
     return MachineWorkers(
         job=job,

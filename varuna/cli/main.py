@@ -23,15 +23,12 @@ def options(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if show_version:
-        typer.echo(f"varuna {varuna.__version__}\ntorch {torch_version()}")
+        try:
+            torch_version = version("torch")
+        except PackageNotFoundError:
+            torch_version = "not installed"
+        typer.echo(f"varuna {varuna.__version__}\ntorch {torch_version}")
         raise typer.Exit
-
-
-def torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,15 +17,7 @@ from varuna.checkpoint.load import newest_complete
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
 from varuna.morph.clock import SuspendAwareClock
-from varuna.morph.journal import (
-    JobBegun,
-    JobOver,
-    Journal,
-    JournalRecord,
-    StoreSeen,
-    read_journal,
-    restore_state,
-)
+from varuna.morph.journal import JobBegun, JobOver, Journal, StoreSeen, read_journal, restore_state
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol.orders import Starter
 from varuna.morph.run.job_folder import JobFolder, ManagerContact, listen
@@ -53,13 +45,18 @@ def manage(
         listener, contact = open_contact(job, folder, address_for(machines[0]), attach=attach)
         job = msgspec.structs.replace(job, log_dir=contact.log_dir)
         journal = Journal(folder.journal)
-        clock = SuspendAwareClock(time.monotonic)
+        clock, settings = SuspendAwareClock(time.monotonic), settings_of(job)
         if attach:
             say(f"job {contact.job} is resumed")
-            state = restore_state(records, settings=settings_of(job), now=clock.now())
+            state = restore_state(records, settings=settings, now=clock.now())
         else:
             journal.write(JobBegun(contact.job, contact.port, contact.log_dir))
-            state = new_state(job, clock.now(), journal, records if resume else ())
+            now = clock.now()
+            state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
+            stores = [record.store for record in records if isinstance(record, StoreSeen)]
+            if resume and stores:  # continue from the last one
+                journal.write(StoreSeen(stores[-1]))
+                state = msgspec.structs.replace(state, store=stores[-1])
         here, elsewhere = LocalStarter(Path(job.log_dir)), make_starter(job)
 
         async def run() -> JobVerdict:
@@ -106,16 +103,6 @@ def open_contact(
         )
     folder.write_contact(contact)
     return listener, contact
-
-
-def new_state(job: JobSpec, now: float, journal: Journal, earlier: Sequence[JournalRecord]) -> JobState:
-    """Return the state of a new run. It continues from the store that earlier records name last."""
-    state = JobState(settings=settings_of(job), since=now, changed_at=now, resume_step=job.resume_step)
-    stores = [record.store for record in earlier if isinstance(record, StoreSeen)]
-    if not stores:
-        return state
-    journal.write(StoreSeen(stores[-1]))
-    return msgspec.structs.replace(state, store=stores[-1])
 
 
 def settings_of(job: JobSpec) -> ManagerSettings:

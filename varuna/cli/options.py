@@ -55,10 +55,7 @@ def add_command(
 
 
 def takes(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Give `command(options)` a parameter for each field of the struct, as typer reads them.
-
-    So commands share options by inheriting from one struct.
-    """
+    """Give `command(options)` a parameter for each field of the struct, so structs can share options."""
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
         def run(**values: Any) -> None:

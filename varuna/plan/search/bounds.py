@@ -112,10 +112,7 @@ class LayoutBounds:
         return self._leasts[key]
 
     def of_fewer_replicas(self, placed: PlacedNode, seconds: float, bare: float) -> float:
-        """Return a bound for fewer replicas, from the bounds of this node with and without reductions.
-
-        With fewer replicas, reductions may become faster, and nothing else does.
-        """
+        """Bound fewer replicas: only reductions become faster. `bare` is the bound without reductions."""
         space, placement = self.space, placed.placement
         if space.cluster_map.unequal:  # fewer replicas may avoid the slower machines
             return 0.0

@@ -9,7 +9,7 @@ import msgspec
 
 from varuna.errors import PlanError
 from varuna.plan.cluster_file import equal_machines
-from varuna.plan.search.search import HEADROOM, Ranking, cut_layout, search
+from varuna.plan.search.search import HEADROOM, cut_layout, search
 from varuna.plan.search.space import FEW_DEVICES
 from varuna.types import Cluster, Layout, Plan, Profile, Proposal, StageMap
 from varuna.units import count, duration
@@ -38,13 +38,7 @@ def choose(request: LayoutRequest, *, num_machines: int, devices_per_machine: in
     if request.pinned is not None:
         return _as_pinned(request, request.pinned, num_machines, devices_per_machine)
     if request.profile is None or (request.num_stages and request.microbatch_size):
-        layout = lay_out_as_typed(
-            request.num_stages,
-            batch_size=request.batch_size,
-            microbatch_size=request.microbatch_size,
-            num_machines=num_machines,
-            devices_per_machine=devices_per_machine,
-        )
+        layout = lay_out_as_typed(request, num_machines * devices_per_machine)
         if request.profile is None:
             return Choice(layout)
         return _cut(layout, request.profile, devices_per_machine)
@@ -64,8 +58,14 @@ def _as_planned(
         headroom=HEADROOM,
         every_depth=cluster.num_devices <= FEW_DEVICES,
     )
-    layout = _layout(ranking.best, num_machines, devices_per_machine)
-    return Choice(layout, ranking.best, _reasons(ranking, profile.notes))
+    best, *others = ranking.proposals
+    reasons = (
+        f"planned: {_describe(best)}",
+        *(f"the runner-up: {_describe(other)}" for other in others[:1]),
+        *(f"refused: {reason}" for reason in ranking.refused[:1]),
+        *(f"estimated: {note}" for note in best.forecast.estimates if note not in profile.notes),
+    )
+    return Choice(_layout(best, num_machines, devices_per_machine), best, reasons)
 
 
 def _cut(layout: Layout, profile: Profile, devices_per_machine: int) -> Choice:
@@ -104,16 +104,6 @@ def _layout(proposal: Proposal, num_machines: int, devices_per_machine: int) -> 
 
 def _stage_map(plan: Plan) -> StageMap:
     return tuple(stage.ranks for stage in plan.stages)
-
-
-def _reasons(ranking: Ranking, notes: tuple[str, ...]) -> tuple[str, ...]:
-    best, *others = ranking.proposals
-    return (
-        f"planned: {_describe(best)}",
-        *(f"the runner-up: {_describe(other)}" for other in others[:1]),
-        *(f"refused: {reason}" for reason in ranking.refused[:1]),
-        *(f"estimated: {note}" for note in best.forecast.estimates if note not in notes),
-    )
 
 
 def _describe(proposal: Proposal) -> str:
@@ -197,17 +187,10 @@ def lay_out(
     return Layout(stage_map, batch_size, microbatch_size, tuple(range(width * num_stages, num_devices)))
 
 
-def lay_out_as_typed(
-    num_stages: int | None,
-    *,
-    batch_size: int | None,
-    microbatch_size: int | None,
-    num_machines: int,
-    devices_per_machine: int,
-    num_replicas: int = 0,
-) -> Layout:
+def lay_out_as_typed(request: LayoutRequest, num_devices: int, *, num_replicas: int = 0) -> Layout:
     """Return the layout that the command line describes; raise ValueError if an option is missing."""
-    batch_size = _checked_batch_size(batch_size)
+    batch_size = _checked_batch_size(request.batch_size)
+    num_stages, microbatch_size = request.num_stages, request.microbatch_size
     if num_stages is None or microbatch_size is None:
         typed = {"--nstages": num_stages, "--chunk-size": microbatch_size}
         missing = [name for name, value in typed.items() if value is None]
@@ -216,7 +199,7 @@ def lay_out_as_typed(
             "choose them: `varuna run --profile-folder DIR`)"
         )
     return lay_out(
-        num_machines * devices_per_machine,
+        num_devices,
         num_stages,
         batch_size=batch_size,
         microbatch_size=microbatch_size,

@@ -28,6 +28,7 @@ PARTS = {
 class StageNeed(NamedTuple):
     """Memory that a stage needs, and that its device has."""
 
+    depth: int
     stage: int
     num_bytes: float
     device_bytes: int
@@ -35,6 +36,12 @@ class StageNeed(NamedTuple):
     @property
     def missing(self) -> float:
         return self.num_bytes - self.device_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{count(self.depth, 'stage')}: stage {self.stage} needs at least {memory(self.num_bytes)}, but "
+            f"a device has {memory(self.device_bytes)}: {memory(self.missing)} too little"
+        )
 
 
 def least_need(space: LayoutSpace, depth: int) -> StageNeed:
@@ -51,14 +58,7 @@ def need_of_placement(space: LayoutSpace, placement: Placement) -> StageNeed:
     placed, needs = space.place(node, placement), space.memory_totals(node)
     cutter = space.cutter(placed, needs, schedule, request.modes[-1])
     need, stage = cutter.least_need()
-    return StageNeed(stage, need, cutter.memory_bytes[stage])
-
-
-def shortage(depth: int, need: StageNeed) -> str:
-    return (
-        f"{count(depth, 'stage')}: stage {need.stage} needs at least {memory(need.num_bytes)}, but a device "
-        f"has {memory(need.device_bytes)}: {memory(need.missing)} too little"
-    )
+    return StageNeed(placement.depth, stage, need, cutter.memory_bytes[stage])
 
 
 def why_nothing_fits(space: LayoutSpace) -> str:
@@ -69,14 +69,14 @@ def why_nothing_fits(space: LayoutSpace) -> str:
             f"no layout fits: at least {count(min(request.depths), 'stage')} were requested, each needs a "
             f"device, and there are {space.num_devices} (use fewer stages, or add devices)"
         )
-    needs = {depth: least_need(space, depth) for depth in possible}
-    depth = min(possible, key=lambda depth: needs[depth].num_bytes / needs[depth].device_bytes)
-    need, recompute = needs[depth], "" if request.modes[-1] == "everywhere" else "no "
+    needs = [least_need(space, depth) for depth in possible]
+    need = min(needs, key=lambda need: need.num_bytes / need.device_bytes)
+    recompute = "" if request.modes[-1] == "everywhere" else "no "
     # The layout that needs least memory may fit although it was not requested.
     short = f", {memory(need.missing)} too little" if need.missing > 0 else "; but it was not requested"
     return (
-        f"no layout fits: the layout that needs least memory has {count(depth, 'stage')}, micro-batches of "
-        f"{request.microbatch_sizes[0]} and {recompute}recompute; its stage {need.stage} needs "
+        f"no layout fits: the layout that needs least memory has {count(need.depth, 'stage')}, micro-batches "
+        f"of {request.microbatch_sizes[0]} and {recompute}recompute; its stage {need.stage} needs "
         f"{memory(need.num_bytes)} and the device has {memory(need.device_bytes)}{short} "
         f"({_solution(space, need)})"
     )

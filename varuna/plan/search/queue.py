@@ -318,10 +318,7 @@ class LayoutSearch:
             self._keep(one.found[depth])
 
     def _try_uniform_cuts(self) -> None:
-        """Simulate equal cuts with the most replicas: a layout made by hand must not be faster.
-
-        On many devices, only the most promising ones.
-        """
+        """Simulate equal cuts with the most replicas: a layout made by hand must not be faster."""
         space, found = self.space, []
         for depth in space.request.depths:
             if not space.can_hold_model(depth):
@@ -331,6 +328,7 @@ class LayoutSearch:
             nodes = [node for node in nodes if self.bounds.of_node(node) <= self._limit(depth)]
             cuts = uniform_cuts(space.segment_work, depth) if nodes else ()
             found += [(space.ticks(node, spans), node, spans) for node, spans in product(nodes, cuts)]
+        # On many devices, simulate only the most promising ones.
         left = inf if space.num_devices <= FEW_DEVICES else MOST_UNIFORM
         for _, node, spans in sorted(found):
             self._queue = []

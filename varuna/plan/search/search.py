@@ -14,13 +14,7 @@ from varuna.plan.cost.costs import CostTable
 from varuna.plan.cost.forecast import describe, orders_of, pipelines, plan_of
 from varuna.plan.cut.cuts import RecomputeMode
 from varuna.plan.cut.place import ClusterMap
-from varuna.plan.search.explanation import (
-    least_need,
-    need_of_placement,
-    shortage,
-    why_nothing_fits,
-    why_slower,
-)
+from varuna.plan.search.explanation import least_need, need_of_placement, why_nothing_fits, why_slower
 from varuna.plan.search.queue import LayoutSearch
 from varuna.plan.search.request import SearchRequest, check_depths, check_microbatch_sizes, check_schedules
 from varuna.plan.search.space import LayoutSpace
@@ -143,7 +137,7 @@ def cut_layout(
         return _rank(found).best
     if suggest:
         raise PlanError(why_nothing_fits(found.space))
-    raise PlanError(shortage(len(stage_map), need_of_placement(found.space, placement)))
+    raise PlanError(str(need_of_placement(found.space, placement)))
 
 
 def rank_depths(profile: Profile, cluster: Cluster, options: SearchOptions, *, runners_up: int) -> Ranking:
@@ -197,9 +191,9 @@ def _rank(found: LayoutSearch) -> Ranking:
         for index, (layout, forecast) in enumerate(zip(ranked, forecasts, strict=True))
     )
     depths = sorted(found.misfit_depths - found.fitting_depths)
-    needs = {depth: least_need(found.space, depth) for depth in depths}
+    needs = [least_need(found.space, depth) for depth in depths]
     # A depth without a shortage has a layout that fits; it cannot be the best, so the search skipped it.
-    refused = tuple(shortage(depth, need) for depth, need in needs.items() if need.missing > 0)
+    refused = tuple(str(need) for need in needs if need.missing > 0)
     return Ranking(proposals, refused, found.num_simulated)
 
 

@@ -133,25 +133,29 @@ class UnevenSearch:
         ranks = zip(accumulate(widths), widths, strict=True)
         stage_map = tuple(tuple(range(stop - width, stop)) for stop, width in ranks)
         size = ceil(ceil(self.request.batch_size / min(widths)) / candidate.microbatches)
-        plan = self.plan(candidate.spans, stage_map, size, candidate.schedule)
         try:
-            found = self.simulate_plan(plan, devices, limit)
+            found = self.simulate_stages(candidate.spans, stage_map, size, candidate.schedule, devices, limit)
         except PlanError:  # the profile does not cover this micro-batch size
             return None
         return None if found is None else SimulatedCandidate(found[1].seconds, candidate, *found)
 
-    def plan(self, spans: Spans, stage_map: StageMap, microbatch_size: int, schedule: ScheduleName) -> Plan:
+    def simulate_stages(
+        self,
+        spans: Spans,
+        stage_map: StageMap,
+        microbatch_size: int,
+        schedule: ScheduleName,
+        devices: range,  # of the ranks
+        limit: float = inf,
+    ) -> tuple[Plan, Simulation] | None:
+        """Choose where to recompute; return None if it does not fit, or takes `limit` seconds or more."""
+        profile, request = self.costs.profile, self.request
         stages = tuple(StagePlan(*span, ranks) for span, ranks in zip(spans, stage_map, strict=True))
-        profile, batch_size = self.costs.profile, self.request.batch_size
-        return Plan(stages, batch_size, microbatch_size, schedule, profile.precision, profile.fingerprint)
-
-    def simulate_plan(self, plan: Plan, devices: range, limit: float = inf) -> tuple[Plan, Simulation] | None:
-        """Choose where to recompute; return None if the plan does not fit, or takes `limit` or more."""
-        request = self.request
+        model = profile.precision, profile.fingerprint
         return simulate_if_it_fits(
             self.costs,
             self.cluster_map,
-            plan,
+            Plan(stages, request.batch_size, microbatch_size, schedule, *model),
             devices,
             shard_optimizer=request.shard_optimizer,
             recompute=request.recompute,
@@ -226,10 +230,7 @@ class UnevenSearch:
                         yield UnevenCandidate(spans, widths, number, self.request.schedules[0])
 
     def _cuts_to_program(self, units: int) -> Sequence[int]:
-        """Return at most as many cuts as `MOST_OPTIONS` allows.
-
-        The work is divided into equal parts; of each part, take the cut that the fewest bytes cross.
-        """
+        """Divide the work into as many parts as `MOST_OPTIONS` allows; cut each where fewest bytes cross."""
         most = 1
         while (
             min(units, MOST_STAGES, most + 2) * (most + 2) ** 2 * units // 2 * len(self.counts)
@@ -427,10 +428,7 @@ class StageTable:
         self._sites: dict[tuple[int, int], StageSite] = {}
 
     def best_layouts(self, deepest: int, *, unit: int = 1) -> Iterator[list[tuple[StageOption, ...]]]:
-        """Yield good layouts of one stage, of two, and so on, best first by `ticks`.
-
-        The number of replicas of each stage is a multiple of `unit`.
-        """
+        """Yield good layouts of one stage, of two, ..., best first. Replicas are multiples of `unit`."""
         tails: dict[tuple[int, int], list[Tail]] = {(self.num_segments, 0): [Tail(0.0, 0.0, 0.0, ())]}
         starts = [0, *self.cuts]
         for behind in range(min(len(starts), self.num_devices // unit, deepest)):
@@ -457,10 +455,7 @@ class StageTable:
         return tail.seconds + (self.microbatches - 1) * tail.longest + tail.ending
 
     def option(self, first: int, stop: int, after: int, behind: int, devices: int) -> StageOption | None:
-        """Return a stage with `after` devices and `behind` stages behind it; None if it does not fit.
-
-        The stage recomputes only if it does not fit otherwise.
-        """
+        """Return a stage with `after` devices and `behind` stages behind it; None if it does not fit."""
         if (after, devices) not in self._sites:
             self._sites[after, devices] = self._site(after, devices)
         site = self._sites[after, devices]
@@ -495,6 +490,7 @@ class StageTable:
             return None
         request, costs = self.request, self.costs
         terms = MemoryTerms(sizes, devices, ceil(request.batch_size / devices), shard=False)
+        # Recompute only if the stage does not fit otherwise.
         for recompute in (False, True) if request.recompute is None else (request.recompute,):
             kept = held_counts(
                 request.start_schedule,
@@ -583,8 +579,8 @@ def cut_uneven(
         )
 
     def simulated(spans: Spans) -> tuple[float, Plan] | None:
-        plan = search.plan(spans, stage_map, microbatch_size, request.schedules[0])
-        found = search.simulate_plan(plan, devices)
+        schedule = request.schedules[0]
+        found = search.simulate_stages(spans, stage_map, microbatch_size, schedule, devices)
         return None if found is None else (found[1].seconds, found[0])
 
     def at_bounds(spans: Spans) -> Spans:
