@@ -595,7 +595,6 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the number of replicas of each stage."""
         return tuple(map(len, self.stage_map))
 
     @property
@@ -603,7 +602,6 @@ class Layout(msgspec.Struct, frozen=True):
         return sum(self.widths)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the (stage, replica) of a rank."""
         return place_in_map(self.stage_map, rank)
 
     def replica_batch(self, rank: int) -> int:

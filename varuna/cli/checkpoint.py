@@ -41,13 +41,8 @@ StoreArgument = Annotated[
 OptionalStep = Annotated[
     int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete checkpoint.")
 ]
+ExportDtype = StrEnum("ExportDtype", ["bfloat16", "float16", "float32"])
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing data.")]
-
-
-class ExportDtype(StrEnum):
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
@@ -105,13 +100,13 @@ def verify(
     broken: set[int] = set()
     for one in found:
         problems = problems_of(store, one)
-        if problems and all_steps and one.step not in steps_in(store):
-            continue  # its job removed it meanwhile
-        typer.echo(f"checkpoint {one.step}: {verdict(one, problems)}")
-        for problem in problems:
-            typer.echo(f"  {problem}")
-        if problems:
+        if not problems:
+            assert one.manifest is not None
+            size = format_bytes(one.manifest.num_bytes)
+            typer.echo(f"checkpoint {one.step}: intact, {len(one.manifest.tensors)} tensors, {size}")
+        elif not all_steps or one.step in steps_in(store):  # otherwise its job removed it meanwhile
             broken.add(one.step)
+            typer.echo("\n  ".join([f"checkpoint {one.step}: broken", *problems]))
     if step is None and not all_steps:
         for newer in (one for one in all_checkpoints(store) if one.step > found[0].step and one.problem):
             typer.echo(f"note: checkpoint {newer.step} is newer, but not complete: {newer.problem}")
@@ -266,13 +261,6 @@ def problems_of(store: Store, found: CheckpointStatus) -> list[str]:
         return [*known, str(error)]
     with progress_bar(f"reading checkpoint {found.step}", rest.manifest.num_bytes) as advance:
         return known + verify_bytes(rest, on_bytes=advance)
-
-
-def verdict(found: CheckpointStatus, problems: Sequence[str]) -> str:
-    if problems:
-        return "broken"
-    assert found.manifest is not None
-    return f"intact, {len(found.manifest.tensors)} tensors, {format_bytes(found.manifest.num_bytes)}"
 
 
 def newest_intact(found: Sequence[CheckpointStatus], broken: set[int], *, all_were_read: bool) -> str:

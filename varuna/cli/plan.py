@@ -101,9 +101,6 @@ class SweepPoint(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-# ---------------------------------------------------------------- commands
-
-
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
     """Choose the fastest layout for a cluster. Say why the others are slower."""
@@ -220,9 +217,6 @@ def simulate(options: SimulateOptions) -> None:
         typer.echo(f"note: {note}")
 
 
-# ---------------------------------------------------------------- searching
-
-
 def _sweep(targets: Sequence[PlanningTarget], options: SearchOptions) -> list[SweepPoint]:
     points: list[SweepPoint] = []
     first: float | None = None  # samples per second and device
@@ -254,9 +248,6 @@ def _pinned_plan(ranking: Ranking, target: PlanningTarget, *, shard_optimizer: b
         network=target.network,
         shard_optimizer=shard_optimizer,
     )
-
-
-# ---------------------------------------------------------------- reading and checking
 
 
 def _check_range(key: str, number: int, least: int, most: int) -> None:
@@ -314,9 +305,6 @@ def _check_memory(pinned: PinnedPlan, forecast: Forecast, cluster: Cluster, idle
                 f"the plan does not fit: stage {index} needs {memory(needed)}, its device has "
                 f"{memory(smallest)}, {memory(needed - smallest)} too little (make a plan for these devices)"
             )
-
-
-# ---------------------------------------------------------------- output
 
 
 def _timeline(simulation: Simulation, proposal: Proposal) -> Timeline:
@@ -388,13 +376,12 @@ def _show_sweep(points: Sequence[SweepPoint], as_json: bool) -> None:
         )
     console = tables.console()
     console.print(table)
-    notes: dict[str, None] = {}
     for point in points:
         if point.best is None:
             console.print(Text(f"{count(point.num_devices, 'device')}: {point.refused}"))
-        else:
-            notes.update(dict.fromkeys(point.best.forecast.estimates))
-    for note in list(notes)[:MAX_NOTES]:
+    found = [point.best.forecast for point in points if point.best is not None]
+    notes = list(dict.fromkeys(note for forecast in found for note in forecast.estimates))
+    for note in notes[:MAX_NOTES]:
         console.print(Text(f"note: {note}"))
     if len(notes) > MAX_NOTES:
         console.print(Text(f"note: {len(notes) - MAX_NOTES} more (plan for one cluster to see them)"))

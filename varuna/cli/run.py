@@ -31,7 +31,6 @@ from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import Choice, LayoutRequest, choose
 from varuna.types import JobSpec, MachineWorkers, StarterName
 
-CLOUDS = ("aws", "azure", "gcp")
 DEFAULT_DEVICES = 4
 DEFAULT_MACHINE_LIST = "available_machines.out"
 DEFAULT_ENV_FILE = "varuna.env"
@@ -196,7 +195,7 @@ def job_spec(options: RunOptions) -> JobSpec:
     if options.starter is not None:
         check_name("--starter", options.starter, get_args(StarterName))
     if options.cloud is not None:
-        check_name("--cloud", options.cloud, CLOUDS)
+        check_name("--cloud", options.cloud, ("aws", "azure", "gcp"))
     devices = DEFAULT_DEVICES if options.gpus_per_node is None else options.gpus_per_node
     path = options.env_file or (DEFAULT_ENV_FILE if Path(DEFAULT_ENV_FILE).is_file() else None)
     variables = parse_environment(read_file(path, "env file"), source=path) if path else {}

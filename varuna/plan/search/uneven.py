@@ -28,7 +28,7 @@ from varuna.plan.cost.uneven import forecast_uneven, simulate_if_it_fits
 from varuna.plan.cut.partition import Spans, adjacent_cuts, all_cuts, balance_over
 from varuna.plan.cut.place import ClusterMap
 from varuna.plan.search.space import FEW_CUTS
-from varuna.types import Forecast, Plan, ScheduleName, StageMap, StagePlan
+from varuna.types import Forecast, Plan, ScheduleName, StageMap, StagePlan, spread_evenly
 from varuna.units import count
 
 FEW_LAYOUTS = 3_000
@@ -203,7 +203,12 @@ class UnevenSearch:
     def climb_all(self) -> SimulatedCandidate | None:
         deepest = min(MOST_STAGES, self.cluster_map.num_devices, len(self.cuts) + 1)
         depths = [depth for depth in self.request.depths if 2 <= depth <= deepest]
-        starts = {depth: [self._equal_start(depth)] for depth in depths}
+        starts: dict[int, list[UnevenCandidate]] = {}
+        for depth in depths:  # all devices, about equally many for each stage, and cut to match
+            widths = spread_evenly(self.cluster_map.num_devices, parts=depth)
+            number = min(self.counts, key=lambda number: abs(number - 4 * depth))
+            start = UnevenCandidate(self._balanced(widths), widths, number, self.request.schedules[0])
+            starts[depth] = [start]
         for candidate in self._programmed_starts(max(depths, default=0)):
             if len(candidate.widths) in starts:
                 starts[len(candidate.widths)].append(candidate)
@@ -246,13 +251,6 @@ class UnevenSearch:
         for cut in self.cuts:
             parts.setdefault(min(most - 1, int(work[cut] / work[-1] * most)), []).append(cut)
         return sorted(min(part, key=crossing.__getitem__) for part in parts.values())
-
-    def _equal_start(self, depth: int) -> UnevenCandidate:
-        """Use all devices, about equally many for each stage, and cut to match."""
-        few, more = divmod(self.cluster_map.num_devices, depth)
-        widths = tuple(few + (stage < more) for stage in range(depth))
-        number = min(self.counts, key=lambda number: abs(number - 4 * depth))
-        return UnevenCandidate(self._balanced(widths), widths, number, self.request.schedules[0])
 
     @cached_property
     def _work_before(self) -> list[float]:
