@@ -111,10 +111,13 @@ def verify(
         for newer in (one for one in all_checkpoints(store) if one.step > found[0].step and one.problem):
             typer.echo(f"note: checkpoint {newer.step} is newer, but not complete: {newer.problem}")
     if broken:
-        raise CheckpointError(
-            f"{len(broken)} of {len(found)} verified {'is' if len(broken) == 1 else 'are'} broken; "
-            + newest_intact(all_checkpoints(store), broken, all_were_read=all_steps)
-        )
+        good = [one.step for one in all_checkpoints(store) if not one.problem and one.step not in broken]
+        newest = "no complete checkpoint is left"
+        if good:
+            unread = "" if all_steps else " (its sizes are right; its bytes were not read)"
+            newest = f"the newest complete checkpoint is step {max(good)}{unread}"
+        are = "is" if len(broken) == 1 else "are"
+        raise CheckpointError(f"{len(broken)} of {len(found)} verified {are} broken; {newest}")
 
 
 def export_checkpoint(
@@ -261,15 +264,6 @@ def problems_of(store: Store, found: CheckpointStatus) -> list[str]:
         return [*known, str(error)]
     with progress_bar(f"reading checkpoint {found.step}", rest.manifest.num_bytes) as advance:
         return known + verify_bytes(rest, on_bytes=advance)
-
-
-def newest_intact(found: Sequence[CheckpointStatus], broken: set[int], *, all_were_read: bool) -> str:
-    good = [one.step for one in found if not one.problem and one.step not in broken]
-    if not good:
-        return "no complete checkpoint is left"
-    return f"the newest complete checkpoint is step {max(good)}" + (
-        "" if all_were_read else " (its sizes are right; its bytes were not read)"
-    )
 
 
 def existing_store(url: str) -> Store:

@@ -153,17 +153,14 @@ def import_script(source: str) -> ModuleType:
     return module
 
 
-OWN_FRAMES = (__file__, contextlib.__file__, "<frozen importlib")
-
-
 @contextmanager
 def show_user_errors(source: str) -> Iterator[None]:
     """Print the traceback of an error in the user's code, without frames of this file."""
     try:
         yield
     except Exception as error:
-        frames = error.__traceback__
-        while frames and frames.tb_frame.f_code.co_filename.startswith(OWN_FRAMES):
+        frames, own = error.__traceback__, (__file__, contextlib.__file__, "<frozen importlib")
+        while frames and frames.tb_frame.f_code.co_filename.startswith(own):
             frames = frames.tb_next
         traceback.print_exception(error.with_traceback(frames))
         raise VarunaError(f"{source} raised {type(error).__name__}: {error}") from error

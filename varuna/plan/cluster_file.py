@@ -13,8 +13,6 @@ from varuna.plan.plan_file import AssumedNetwork
 from varuna.types import Cluster, Count, Machine, Profile
 from varuna.units import BANDWIDTH, MEMORY, TIME, read_quantity
 
-DEFAULT_LATENCY = "20us"
-"""Latency of a network for which only the bandwidth is given."""
 MOST_DEVICES = 1 << 20
 
 
@@ -81,13 +79,13 @@ def equal_machines(num_gpus: int, gpus_per_vm: int, *, memory_bytes: int) -> Clu
 def read_network(
     network: str, latency: str, *, keys: tuple[str, str] = ("--network", "--latency")
 ) -> AssumedNetwork | None:
-    """Read a bandwidth and a latency; None if neither is given."""
+    """Read a bandwidth and a latency (default: 20us); None if neither is given."""
     if not network:
         if latency:
             raise ValueError(f"{keys[1]} needs {keys[0]} as well: the bandwidth, such as 25Gbit")
         return None
     return AssumedNetwork(
-        read_quantity(network, BANDWIDTH, keys[0]), read_quantity(latency or DEFAULT_LATENCY, TIME, keys[1])
+        read_quantity(network, BANDWIDTH, keys[0]), read_quantity(latency or "20us", TIME, keys[1])
     )
 
 

@@ -354,11 +354,13 @@ class LayoutSearch:
         self, candidate: CandidateLayout, cuts: Iterable[Spans], made: dict[object, list[PipelineTimes]]
     ) -> None:
         """Put copies of a candidate with other cuts, in all recompute modes that fit."""
-        cutters = self.space.cutters(candidate, self.space.request.modes)
-        time_limits, limit = cutters[0].limits, self._limit(candidate.depth)
+        space, node, limit = self.space, node_of(candidate), self._limit(candidate.depth)
+        placed, needs = space.place(node, candidate.placement), space.memory_totals(node)
+        modes = space.request.modes
+        cutters = [space.cutter(placed, needs, candidate.schedule, mode) for mode in modes]
         for spans in cuts:
             if not all(
-                time_limits.done_within(limit, stage, *span, self.space.recomputes_everywhere)
+                placed.time_limits.done_within(limit, stage, *span, space.recomputes_everywhere)
                 for stage, span in enumerate(spans)
                 if candidate.spans[stage : stage + 1] != (span,)
             ):

@@ -1,6 +1,5 @@
 """Layouts that a search may choose from, and the tools that cut a model for one of them."""
 
-from collections.abc import Sequence
 from copy import copy
 from math import ceil, comb
 from typing import NamedTuple
@@ -43,12 +42,12 @@ class LayoutSpace:
 
     def __init__(self, costs: CostTable, cluster_map: ClusterMap, request: SearchRequest) -> None:
         self.costs, self.cluster_map, self.request = costs, cluster_map, request
-        num_cuts = sum(
-            comb(costs.num_segments - 1, depth - 1)
-            for depth in request.depths
-            if depth <= cluster_map.num_devices
-        )
-        self.has_few_cuts = num_cuts <= FEW_CUTS
+        self.num_devices = cluster_map.num_devices
+        self.recomputes_everywhere = request.modes == ("everywhere",)
+        # Kinds of backward of the requested schedules: in one part, in two parts, or both.
+        self.splits = sorted({splits(name) for name in request.schedules})
+        depths = [depth for depth in request.depths if depth <= self.num_devices]
+        self.has_few_cuts = sum(comb(costs.num_segments - 1, depth - 1) for depth in depths) <= FEW_CUTS
         self.segment_work = costs.work_between(request.microbatch_sizes[0], range(costs.num_segments + 1))
         self.largest_machine = max(machine.devices for machine in cluster_map.cluster.machines)
         self._works: dict[object, StageWork] = {}
@@ -62,10 +61,6 @@ class LayoutSpace:
         return one
 
     @property
-    def num_devices(self) -> int:
-        return self.cluster_map.num_devices
-
-    @property
     def fewer_replicas_need_more_memory(self) -> bool:
         """True if a layout that does not fit cannot fit with fewer replicas either.
 
@@ -73,15 +68,6 @@ class LayoutSpace:
         with more samples; if there are few cuts, the search does not rely on this rule.
         """
         return not (self.has_few_cuts or self.request.shard_optimizer or self.cluster_map.unequal)
-
-    @property
-    def recomputes_everywhere(self) -> bool:
-        return self.request.modes == ("everywhere",)
-
-    @property
-    def splits(self) -> list[bool]:
-        """Kinds of backward of the requested schedules: in one part, in two parts, or both."""
-        return sorted({splits(name) for name in self.request.schedules})
 
     def schedules(self, split: bool) -> list[ScheduleName]:
         return [name for name in self.request.schedules if splits(name) == split]
@@ -226,12 +212,6 @@ class LayoutSpace:
             memory_bytes=self.memory_bytes(placed.placement),
             every=self.has_few_cuts,
         )
-
-    def cutters(self, candidate: CandidateLayout, modes: Sequence[RecomputeMode]) -> list[Cutter]:
-        """Return the cutters that could have made a candidate."""
-        node = node_of(candidate)
-        placed, needs = self.place(node, candidate.placement), self.memory_totals(node)
-        return [self.cutter(placed, needs, candidate.schedule, mode) for mode in modes]
 
 
 def node_of(item: Node | PlacedNode | CandidateLayout) -> Node:

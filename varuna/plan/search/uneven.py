@@ -168,8 +168,6 @@ class UnevenSearch:
         forecast, _ = forecast_uneven(self.costs, self.cluster_map, plan, devices, shard_optimizer=shard)
         return UnevenLayout(plan, forecast, tuple(devices))
 
-    # ------------------------------------------------------------ complete search
-
     def try_all(self, limit: float) -> SimulatedCandidate | None:
         bound = UnevenBound(self.costs, self.cluster_map, self.request)
         ordered = sorted((bound.seconds(candidate), candidate) for candidate in self._all_candidates())
@@ -197,8 +195,6 @@ class UnevenSearch:
         for total in range(most if self.request.uses_all_devices else depth, most + 1):
             for inner in combinations(range(1, total), depth - 1):
                 yield tuple(stop - first for first, stop in pairwise([0, *inner, total]))
-
-    # ------------------------------------------------------------ hill climbing
 
     def climb_all(self) -> SimulatedCandidate | None:
         deepest = min(MOST_STAGES, self.cluster_map.num_devices, len(self.cuts) + 1)
