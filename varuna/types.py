@@ -234,7 +234,6 @@ PositiveSeconds = Annotated[float, Meta(gt=0, le=DAY)]
 Seconds = Annotated[float, Meta(ge=0, le=DAY)]
 
 PROFILE_VERSION = 1
-
 FIRST_BUCKET_BYTES = 1 << 20
 """Size of the first bucket of gradients; small, so that the first all-reduce starts early."""
 BUCKET_BYTES = 25 << 20

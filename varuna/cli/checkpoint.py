@@ -38,9 +38,6 @@ RETRY_SECONDS = 60.0
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="Folder, or URL that fsspec opens, such as s3://bucket/folder.")
 ]
-OptionalStep = Annotated[
-    int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete checkpoint.")
-]
 ExportDtype = StrEnum("ExportDtype", ["bfloat16", "float16", "float32"])
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing data.")]
 
@@ -130,7 +127,9 @@ def export_checkpoint(
             "Hugging Face's from_pretrained reads.",
         ),
     ],
-    step: OptionalStep = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete checkpoint.")
+    ] = None,
     dtype: Annotated[ExportDtype | None, typer.Option(help="Convert floating point tensors.")] = None,
     max_shard_size: Annotated[
         str, typer.Option(help="Maximum size of a file in an exported folder.")

@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -123,7 +122,7 @@ def name_results(made: object, target: str) -> dict[str, Any]:
     return dict(made)
 
 
-@contextmanager
+@contextlib.contextmanager
 def script_environment(source: str, arguments: list[str]) -> Iterator[None]:
     """Set sys.argv and sys.path as if Python had started the script."""
     before = sys.argv, list(sys.path)
@@ -153,7 +152,7 @@ def import_script(source: str) -> ModuleType:
     return module
 
 
-@contextmanager
+@contextlib.contextmanager
 def show_user_errors(source: str) -> Iterator[None]:
     """Print the traceback of an error in the user's code, without frames of this file."""
     try:

@@ -113,6 +113,7 @@ class UnevenSearch:
         self._allowed_counts = range(1, batch_size + 1) if counts is None else self.counts
         self.cuts = range(1, costs.num_segments) if request.cuts is None else request.cuts
         self.bounds = [0, *self.cuts, costs.num_segments]
+        self._times: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         sizes = {machine.devices for machine in cluster_map.cluster.machines}
         # Replicas of a stage should fill whole machines, if these are equal and there are several.
         self._machine_size = sizes.pop() if len(sizes) == 1 and len(cluster_map.cluster.machines) > 2 else 1
@@ -169,8 +170,7 @@ class UnevenSearch:
         return UnevenLayout(plan, forecast, tuple(devices))
 
     def try_all(self, limit: float) -> SimulatedCandidate | None:
-        bound = UnevenBound(self.costs, self.cluster_map, self.request)
-        ordered = sorted((bound.seconds(candidate), candidate) for candidate in self._all_candidates())
+        ordered = sorted((self._bound(candidate), candidate) for candidate in self._all_candidates())
         best: SimulatedCandidate | None = None
         for seconds, candidate in ordered:
             if seconds >= limit:
@@ -180,6 +180,40 @@ class UnevenSearch:
                 if found is not None:
                     best, limit = found, found.seconds
         return best
+
+    def _bound(self, candidate: UnevenCandidate) -> float:
+        """Bound a candidate: forwards down to a stage, then all work of the stage, without messages."""
+        narrowest = ceil(self.request.batch_size / min(candidate.widths))
+        microbatches = ceil(narrowest / ceil(narrowest / candidate.microbatches))
+        longest = before = 0.0
+        for (first, stop), width in zip(candidate.spans, candidate.widths, strict=True):
+            key = microbatches, first, stop, width
+            if key not in self._times:
+                self._times[key] = self._mean_times(*key)
+            forward, whole = self._times[key]
+            longest = max(longest, before + microbatches * whole)
+            before += forward
+        return longest * (1 - 1e-9)
+
+    def _mean_times(self, microbatches: int, first: int, stop: int, width: int) -> tuple[float, float]:
+        """Return seconds of the forward and of all work, as means over micro-batches."""
+        smaller, num_larger = divmod(ceil(self.request.batch_size / width), microbatches)
+        few = self._times_at(first, stop, smaller) if smaller and num_larger < microbatches else (0.0, 0.0)
+        many = self._times_at(first, stop, smaller + 1) if num_larger else (0.0, 0.0)
+        share = num_larger / microbatches
+        forward, whole = (share * m + (1 - share) * f for m, f in zip(many, few, strict=True))
+        return forward / self.cluster_map.fastest, whole / self.cluster_map.fastest
+
+    def _times_at(self, first: int, stop: int, size: int) -> tuple[float, float]:
+        """Return zeros if the profile does not cover the size: simulating the candidate then rejects it."""
+        try:
+            sizes = self.costs.sizes(size)
+        except PlanError:
+            return 0.0, 0.0
+        forward, alone, backward = (
+            sums[stop] - sums[first] for sums in (sizes.forward, sizes.forward_only, sizes.backward)
+        )
+        return min(forward, alone), forward + backward + (alone if self.request.recompute else 0.0)
 
     def _all_candidates(self) -> Iterator[UnevenCandidate]:
         for depth in self.request.depths:
@@ -305,48 +339,6 @@ class UnevenSearch:
                 yield candidate._replace(microbatches=other)
         for schedule in self.request.schedules:
             yield candidate._replace(schedule=schedule)
-
-
-class UnevenBound:
-    """Lower bounds for candidates: forwards down to a stage, then all work of the stage, without messages."""
-
-    def __init__(self, costs: CostTable, cluster_map: ClusterMap, request: UnevenRequest) -> None:
-        self.costs, self.batch_size = costs, request.batch_size
-        self._recompute, self._fastest = bool(request.recompute), cluster_map.fastest
-        self._times: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-
-    def seconds(self, candidate: UnevenCandidate) -> float:
-        narrowest = ceil(self.batch_size / min(candidate.widths))
-        microbatches = ceil(narrowest / ceil(narrowest / candidate.microbatches))
-        longest = before = 0.0
-        for (first, stop), width in zip(candidate.spans, candidate.widths, strict=True):
-            key = microbatches, first, stop, width
-            if key not in self._times:
-                self._times[key] = self._mean_times(*key)
-            forward, whole = self._times[key]
-            longest = max(longest, before + microbatches * whole)
-            before += forward
-        return longest * (1 - 1e-9)
-
-    def _mean_times(self, microbatches: int, first: int, stop: int, width: int) -> tuple[float, float]:
-        """Return seconds of the forward and of all work, as means over micro-batches."""
-        smaller, num_larger = divmod(ceil(self.batch_size / width), microbatches)
-        few = self._times_at(first, stop, smaller) if smaller and num_larger < microbatches else (0.0, 0.0)
-        many = self._times_at(first, stop, smaller + 1) if num_larger else (0.0, 0.0)
-        share = num_larger / microbatches
-        forward, whole = (share * m + (1 - share) * f for m, f in zip(many, few, strict=True))
-        return forward / self._fastest, whole / self._fastest
-
-    def _times_at(self, first: int, stop: int, size: int) -> tuple[float, float]:
-        """Return zeros if the profile does not cover the size: simulating the candidate then rejects it."""
-        try:
-            sizes = self.costs.sizes(size)
-        except PlanError:
-            return 0.0, 0.0
-        forward, alone, backward = (
-            sums[stop] - sums[first] for sums in (sizes.forward, sizes.forward_only, sizes.backward)
-        )
-        return min(forward, alone), forward + backward + (alone if self._recompute else 0.0)
 
 
 # ---------------------------------------------------------------- dynamic programming
