@@ -383,6 +383,9 @@ class Tail(NamedTuple):
         )
 
 
+EMPTY_TAIL = Tail(0.0, 0.0, 0.0, ())
+
+
 class StageTable:
     """Dynamic programming over stages, segments and devices, for one number of micro-batches.
 
@@ -415,7 +418,7 @@ class StageTable:
 
     def best_layouts(self, deepest: int, *, unit: int = 1) -> Iterator[list[tuple[StageOption, ...]]]:
         """Yield good layouts of one stage, of two, ..., best first. Replicas are multiples of `unit`."""
-        tails: dict[tuple[int, int], list[Tail]] = {(self.num_segments, 0): [Tail(0.0, 0.0, 0.0, ())]}
+        tails: dict[tuple[int, int], list[Tail]] = {(self.num_segments, 0): [EMPTY_TAIL]}
         starts = [0, *self.cuts]
         for behind in range(min(len(starts), self.num_devices // unit, deepest)):
             longer: dict[tuple[int, int], list[Tail]] = {}
