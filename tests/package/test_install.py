@@ -110,5 +110,5 @@ def test_an_installed_wheel_runs_its_command_and_trains(built: dict[str, Path], 
     (site / "dependencies.pth").write_text(SITE + "\n")
     assert run(home / "bin" / "varuna", "--version", cwd=tmp_path).startswith(f"varuna {varuna.__version__}")
     assert "run" in run(home / "bin" / "varuna", "--help", cwd=tmp_path)
-    assert "--machine_list" in run(python, "-m", "varuna.run_varuna", "--help", cwd=tmp_path)
+    assert "--machine-list" in run(python, "-m", "varuna.run_varuna", "--help", cwd=tmp_path)
     assert run(python, "-c", TRAIN, cwd=tmp_path).endswith("trained\n")

@@ -70,5 +70,5 @@ class AutosaveTimer:
 
 
 def parse_rhythm(text: str | None) -> SaveRhythm | None:
-    """Parse the variable VARUNA_SAVES; None: autosave is off."""
+    """Parse the environment variable `saves`; None: autosave is off."""
     return decode(text, SaveRhythm, variable_name("saves")) if text else None

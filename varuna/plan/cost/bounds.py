@@ -98,12 +98,13 @@ def _backward_ends(
 def _in_lanes(pipeline: PipelineTimes, stops: list[float], starts: list[float], split: bool) -> float:
     """Return a bound from reductions that queue in one lane.
 
-    The first stage of a lane is the last to have all its gradients, and so the last to be done. With a
-    split backward it may be any stage of the lane.
+    The first stage of a lane that has gradients is the last to have all of them, and so the last to be
+    done. With a split backward it may be any stage of the lane.
     """
     lanes: dict[int, list[int]] = {}
     for s, lane in enumerate(pipeline.lanes):
-        lanes.setdefault(lane, []).append(s)
+        if pipeline.stages[s].buckets:
+            lanes.setdefault(lane, []).append(s)
     final = W if split else B
     longest = 0.0
     for members in lanes.values():

@@ -66,7 +66,8 @@ class LayoutBounds:
         if placement is None:
             return least_of_any_cut(layout)
         if node.width > 1:
-            rate = self._rate(node.width, any(placement.between))
+            # A single stage may hold nearly all parameters, so the fastest kind of reduction counts.
+            rate = min(self._rate(node.width, between) for between in set(placement.between))
             hidden = (last.weights if node.split else last.backward) + overhead
             reduction = (costs.gradient_bytes[-1] - tied_bytes) * rate
             layout = layout._replace(
