@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import atexit
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("VARUNA_CI") == "1" else
 # What wrapping remembers is remembered for this run alone.
 os.environ["VARUNA_CACHE"] = tempfile.mkdtemp(prefix="varuna-test-cache-")
 atexit.register(shutil.rmtree, os.environ["VARUNA_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def fixed_randomness() -> None:
+    """Every test draws the same numbers in every run and in any order."""
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 LEVELS = {
     **dict.fromkeys(
-        ["types", "errors", "units", "codec", "files", "environment", "processes", "addresses"], 0
+        ["types", "errors", "units", "codec", "files", "environment", "processes", "addresses", "secure"], 0
     ),
     **dict.fromkeys(["schedule", "observe"], 1),
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
