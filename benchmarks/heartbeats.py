@@ -7,6 +7,7 @@ has its own connection, and reports the progress of its machine's workers with e
 import asyncio
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -14,23 +15,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from varuna.cli.launch import free_port
+from varuna.codec import encode
+from varuna.files import write_atomic
 from varuna.morph import events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
-from varuna.morph.protocol.wire import Wire
 from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.manager import Manager
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import JobState, MachinePlan, WorkerProgress
 from varuna.plan.search.choose import lay_out
+from varuna.secure.credential import JobCredential, make_credential
+from varuna.secure.framing import FrameReader, pack_frame
 from varuna.types import JobSpec
 
-SECRET = bytes(32)
 DEVICES, STAGES = 4, 8
-BEAT_SECONDS = AgentOrders(job="", machine="", manager="", secret="").heartbeat_seconds
+BEAT_SECONDS = 0.5
+CREDENTIAL = "credential.json"
+"""File in the manager's folder."""
 
 
 # ---------------------------------------------------------------- the manager
@@ -68,7 +75,8 @@ def lead(folder: Path, port: int) -> None:
         machine_list=str(folder / "machines"),
         slow_file=str(folder / "slow"),
     )
-    contact = ManagerContact("job", os.getpid(), "127.0.0.1", port, SECRET.hex(), str(folder))
+    credential = msgspec.json.decode((folder / CREDENTIAL).read_bytes(), type=JobCredential)
+    contact = ManagerContact("job", os.getpid(), "127.0.0.1", port, credential, str(folder))
 
     async def run() -> None:
         clock = SuspendAwareClock(time.monotonic)
@@ -101,23 +109,20 @@ class Agent:
         self.start: messages.StartWorkers | None = None
         self.step = 0
 
-    async def live(self, port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        wire = Wire(SECRET, is_caller=True)
+    async def live(self, port: int, tls: ssl.SSLContext) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+        frames = FrameReader()
 
         def send(message: messages.ManagerMessage | events.Event) -> None:
-            writer.write(wire.pack(messages.write_message(message)))
+            writer.write(pack_frame(messages.write_message(message)))
 
-        writer.write(wire.greeting)
-        while not wire.greeted:
-            wire.feed(await reader.read(65536))
         joined = events.AgentJoined(self.machine, self.machine, None, "127.0.0.1", 0)
         send(messages.AgentHello("job", 1, joined))
         send(events.StoreReady(self.machine, self.machine, 1))
         beating = asyncio.create_task(self.beat(send))
         try:
             while data := await reader.read(65536):
-                for payload in wire.feed(data):
+                for payload in frames.feed(data):
                     message = messages.read_from_manager(payload)
                     if isinstance(message, messages.StartWorkers):
                         self.start = message
@@ -149,12 +154,12 @@ class Agent:
 
 
 async def share_of_a_core(
-    pid: int, agents: list[Agent], port: int, seconds: float, repeats: int
+    pid: int, agents: list[Agent], port: int, tls: ssl.SSLContext, *, seconds: float, repeats: int
 ) -> list[float]:
     """Return the share of a core that the process uses, in several intervals, while all agents run."""
     lives = []
     for agent in agents:
-        lives.append(asyncio.create_task(agent.live(port)))
+        lives.append(asyncio.create_task(agent.live(port, tls)))
         await asyncio.sleep(0.5 / len(agents))  # spreads their heartbeats
     async with asyncio.timeout(60):
         for agent in agents:
@@ -175,12 +180,21 @@ def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
         names = [f"10.{n // 250}.{n % 250}.1" for n in range(machines)]
         (Path(folder) / "machines").write_text("".join(f"{name}\n" for name in names))
+        credential = make_credential("job")
+        write_atomic(Path(folder) / CREDENTIAL, encode(credential), mode=0o600)
         port = free_port()
         with subprocess.Popen([sys.executable, "-m", "benchmarks.heartbeats", folder, str(port)]) as manager:
             try:
                 wait_until_it_listens(port)
                 return asyncio.run(
-                    share_of_a_core(manager.pid, [Agent(name) for name in names], port, seconds, repeats)
+                    share_of_a_core(
+                        manager.pid,
+                        [Agent(name) for name in names],
+                        port,
+                        credential.client_context(),
+                        seconds=seconds,
+                        repeats=repeats,
+                    )
                 )
             finally:
                 manager.kill()

@@ -201,7 +201,7 @@ class Job:
         answer = send_request(
             contact.address,
             contact.port,
-            bytes.fromhex(contact.secret),
+            contact.credential,
             ManagerRequest(contact.job, "status"),
         )
         return json.loads(bytes(answer.status))

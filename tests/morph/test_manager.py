@@ -1,14 +1,17 @@
 """A real manager on a loopback port, with agents of the test and with unknown callers."""
 
 import asyncio
+import errno
 import json
 import os
+import select
 import socket
+import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -26,14 +29,17 @@ from varuna.morph.protocol.messages import (
     write_message,
 )
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
-from varuna.morph.protocol.wire import Wire
+from varuna.morph.run import connections
 from varuna.morph.run.client import send_request
-from varuna.morph.run.job_folder import ManagerContact
+from varuna.morph.run.job_folder import JobFolder, ManagerContact
 from varuna.morph.run.manager import Manager
 from varuna.morph.state import JobState, MachinePlan
+from varuna.secure.credential import JobCredential, make_credential
+from varuna.secure.framing import FrameReader, pack_frame
 from varuna.types import JobSpec
 
-SECRET = b"s" * 32
+CREDENTIAL = make_credential("job")
+OTHER = make_credential("job")
 
 
 class NoStarter:
@@ -56,9 +62,7 @@ class BrokenStarter:
 class RunningManager:
     """A manager that runs in its own thread."""
 
-    def __init__(
-        self, folder: Path, *, secret: bytes = SECRET, starter: NoStarter | BrokenStarter | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, starter: NoStarter | BrokenStarter | None = None) -> None:
         (folder / "machines").write_text("10.9.9.9\n")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
@@ -72,7 +76,7 @@ class RunningManager:
             machine_list=str(folder / "machines"),
             slow_file=str(folder / "slow"),
         )
-        contact = ManagerContact("job", os.getpid(), "127.0.0.1", self.port, secret.hex(), str(folder))
+        contact = ManagerContact("job", os.getpid(), "127.0.0.1", self.port, CREDENTIAL, str(folder))
 
         async def lead() -> None:
             clock = SuspendAwareClock(time.monotonic)
@@ -93,11 +97,18 @@ class RunningManager:
         self.lead = lead
         self.thread = threading.Thread(target=lambda: asyncio.run(lead()))
 
-    def ask(self, what: str, *, secret: bytes = SECRET, **facts: object) -> ManagerReply:
-        return send_request("127.0.0.1", self.port, secret, ManagerRequest("job", what, **facts))  # type: ignore[arg-type]
+    def ask(self, what: str, *, credential: JobCredential = CREDENTIAL, **facts: object) -> ManagerReply:
+        request = ManagerRequest("job", what, **facts)  # type: ignore[arg-type]
+        return send_request("127.0.0.1", self.port, credential, request)
 
     def dial(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def wait_for_refusals(self, count: int) -> list[str]:
+        deadline = time.monotonic() + 30
+        while len(found := self.refusals()) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
 
     def refusals(self) -> list[str]:
         lines = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
@@ -108,6 +119,7 @@ class RunningManager:
 def led(folder: Path) -> Iterator[RunningManager]:
     manager = RunningManager(folder)
     manager.thread.start()
+    manager.ask("status")  # it runs
     try:
         yield manager
     finally:
@@ -126,34 +138,133 @@ def rest(connection: socket.socket) -> bytes:
     return found
 
 
-def test_unknown_callers_are_refused_and_logged(tmp_path: Path) -> None:
-    """V46: invalid bytes, another secret, a replayed message, a too long message, and silence."""
-    with led(tmp_path) as manager, manager.dial() as silent:
-        with manager.dial() as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            rest(stranger)
-        with pytest.raises(ConnectionResetError):
-            manager.ask("stop", secret=b"t" * 32)
-        recorded = b""
-        friend = Wire(SECRET, is_caller=True)
-        with manager.dial() as connection:
-            connection.sendall(friend.greeting)
-            while not friend.greeted:
-                friend.feed(connection.recv(65536))
-            recorded = friend.greeting + friend.pack(write_message(ManagerRequest("job", "status")))
-        with manager.dial() as thief:
-            thief.sendall(recorded)
-            rest(thief)
-        with manager.dial() as glutton:
-            glutton.sendall(Wire(SECRET, is_caller=True).greeting + b"\xff" * 100)
-            rest(glutton)
+def careless(credential: JobCredential | None) -> ssl.SSLContext:
+    """Return a context that trusts any server, with the certificate of a job or without one."""
+    context = credential.client_context() if credential else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def dismissed(connection: socket.socket, data: bytes, context: ssl.SSLContext | None = None) -> None:
+    """Send bytes, over TLS if there is a context, and wait until the manager disconnects without a reply."""
+    with suppress(ssl.SSLError, ConnectionError, BrokenPipeError):
+        if context is not None:
+            connection = context.wrap_socket(connection)
+        connection.sendall(data)
+        assert rest(connection) == b"" or context is None
+    connection.close()
+
+
+def record(manager: RunningManager) -> bytes:
+    """Return the bytes that a member of the job sends for a request, as seen on the network."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    friend = CREDENTIAL.client_context().wrap_bio(incoming, outgoing)
+    recorded = b""
+    with manager.dial() as connection:
+        sent = False
+        while not sent:
+            try:
+                friend.do_handshake()
+                friend.write(pack_frame(write_message(ManagerRequest("job", "stop"))))
+                sent = True
+            except ssl.SSLWantReadError:
+                pass
+            recorded += (data := outgoing.read())
+            if not sent:
+                connection.sendall(data)
+                incoming.write(connection.recv(65536))
+    return recorded
+
+
+def test_unknown_callers_are_refused_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """V46, SEC-4: whoever does not prove that it has the job's key gets no reply, and the log names it."""
+    request = pack_frame(write_message(ManagerRequest("job", "stop")))
+    attacks: list[tuple[str, bytes, ssl.SSLContext | None]] = [
+        ("TLS 1.3 handshake", b"GET / HTTP/1.1\r\n\r\n", None),
+        ("TLS 1.3 handshake", os.urandom(300), None),
+        ("TLS 1.3 handshake", b"\xff\xff\xff\xff" + bytes(1000), None),
+        ("TLS 1.3 handshake", request, None),
+        ("no certificate of the job", request, careless(None)),
+        ("not the job's", request, careless(OTHER)),
+        ("4294967295 bytes, but the limit is", b"\xff\xff\xff\xff", CREDENTIAL.client_context()),
+        ("JSON is malformed", pack_frame(b"hello"), CREDENTIAL.client_context()),
+    ]
+    with led(tmp_path) as manager:
+        for reason, data, context in attacks:
+            before = len(manager.refusals())
+            connection = manager.dial()
+            peer = "{}:{}".format(*connection.getsockname())
+            dismissed(connection, data, context)
+            (refusal,) = manager.wait_for_refusals(before + 1)[before:]
+            assert refusal.startswith(f"{peer}: ") and reason in refusal
+        with pytest.raises(ssl.SSLCertVerificationError):
+            manager.ask("stop", credential=OTHER)
         status = json.loads(bytes(manager.ask("status").status))
         assert status["phase"] == "gathering" and status["machines"][0]["machine"] == "10.9.9.9"
-        reasons = [why.split(": ", 1)[1] for why in manager.refusals()]
-        assert [reason.split(" ")[0] for reason in reasons] == ["expected", "message", "message", "a"]
-        silent.settimeout(30)
-        rest(silent)  # the manager closes it after a time
-        assert "did not prove" in manager.refusals()[-1]
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_replayed_bytes_of_a_member_are_refused(tmp_path: Path) -> None:
+    """V46, SEC-4"""
+    with led(tmp_path) as manager:
+        recorded = record(manager)
+        before = len(manager.wait_for_refusals(1))  # the recorded request did not reach the manager
+        dismissed(manager.dial(), recorded)
+        assert "TLS 1.3 handshake" in manager.wait_for_refusals(before + 1)[-1]
+        assert json.loads(bytes(manager.ask("status").status))["phase"] == "gathering"
+
+
+def test_silent_and_slow_callers_are_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-4: a caller cannot keep a connection without proving that it belongs to the job."""
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "FIRST_MESSAGE_SECONDS", 0.5)
+    with led(tmp_path) as manager:
+        with manager.dial() as silent, manager.dial() as slow:
+            for byte in record(manager):
+                slow.sendall(bytes([byte]))
+                if select.select([slow], [], [], 0.1)[0]:
+                    break  # the manager has disconnected it
+            else:
+                raise AssertionError("it sent everything")
+            assert rest(silent) == rest(slow) == b""
+        with CREDENTIAL.client_context().wrap_socket(manager.dial()) as mute:
+            assert rest(mute) == b""
+        reasons = manager.wait_for_refusals(4)
+        assert sum("did not complete a TLS 1.3 handshake within" in why for why in reasons) == 2
+        assert "it sent no message within the time limit" in reasons[-1]
+
+
+def test_idle_connections_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-4: with too many callers in the handshake, the oldest is disconnected."""
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 20)
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 600.0)
+    with led(tmp_path) as manager, ExitStack() as stack:
+        idle = [stack.enter_context(manager.dial()) for _ in range(50)]
+        assert json.loads(bytes(manager.ask("status").status))["phase"] == "gathering"
+        assert [rest(connection) for connection in idle[:30]] == [b""] * 30
+        assert "this one longest" in manager.refusals()[0] and len(manager.refusals()) < 20
+        idle[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)
+
+
+def test_no_free_file_descriptor_is_logged_and_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SEC-4"""
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.05)
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def accept_later(listener: socket.socket) -> object:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    with led(tmp_path) as manager:
+        monkeypatch.setattr(socket.socket, "accept", accept_later)
+        assert json.loads(bytes(manager.ask("status").status))["phase"] == "gathering"
+        assert manager.refusals() == ["cannot accept a caller: Too many open files"]
 
 
 def test_an_agent_gets_the_environment_and_is_dismissed_if_its_machine_is_not_listed(
@@ -161,17 +272,22 @@ def test_an_agent_gets_the_environment_and_is_dismissed_if_its_machine_is_not_li
 ) -> None:
     with led(tmp_path) as manager:
         for machine, answers in [("10.9.9.9", ["Welcome"]), ("10.8.8.8", ["Welcome", "Dismiss"])]:
-            wire, heard = Wire(SECRET, is_caller=True), list[object]()
-            with manager.dial() as connection:
-                connection.sendall(wire.greeting)
-                while not wire.greeted:
-                    wire.feed(connection.recv(65536))
+            frames, heard = FrameReader(), list[object]()
+            with CREDENTIAL.client_context().wrap_socket(manager.dial()) as connection:
                 hello = AgentHello("job", 1, events.AgentJoined(machine, "agent", None, "127.0.0.1"))
-                connection.sendall(wire.pack(write_message(hello)))
+                connection.sendall(pack_frame(write_message(hello)))
                 while len(heard) < len(answers):
-                    heard += [read_from_manager(payload) for payload in wire.feed(connection.recv(65536))]
+                    heard += [read_from_manager(payload) for payload in frames.feed(connection.recv(65536))]
             assert [type(message).__name__ for message in heard] == answers
             assert heard[0] == Welcome({"COLOUR": "green"})
+
+
+def test_the_contact_file_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manager.json").write_text(
+        '{"job": "a", "pid": 1, "address": "127.0.0.1", "port": 1, "secret": "00", "log_dir": ""}'
+    )
+    with pytest.raises(ValueError, match=r"an earlier version of varuna, .* wrote .*/manager.json"):
+        JobFolder(tmp_path).read_contact()
 
 
 def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
@@ -181,19 +297,19 @@ def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
         assert "not on a connected machine" in manager.ask("logs", rank=7).text
 
 
-def test_an_agent_of_an_earlier_job_exits_when_the_manager_does_not_know_its_secret(
+def test_an_agent_of_an_earlier_job_exits_when_the_manager_does_not_know_its_credential(
     tmp_path: Path,
 ) -> None:
-    """V46: each job has its own secret."""
+    """V46: each job has its own credential."""
     with led(tmp_path) as manager:
         orders = AgentOrders(
-            job="before", machine="10.9.9.9", manager=f"127.0.0.1:{manager.port}", secret="ab" * 32
+            job="before", machine="10.9.9.9", manager=f"127.0.0.1:{manager.port}", credential=OTHER
         )
         agent = subprocess.run(
             AGENT_COMMAND, input=orders.line(), env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60
         )
         assert agent.returncode == 0
-        assert all("wrong signature" in why for why in manager.refusals())
+        assert manager.refusals() and all("handshake" in why for why in manager.refusals())
 
 
 def test_a_manager_whose_starter_fails_raises(tmp_path: Path) -> None:

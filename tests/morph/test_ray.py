@@ -11,6 +11,7 @@ from tests.morph.hosts.ray_cluster import RayClient, RayCluster
 from tests.morph.jobs import Job, check
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.ray import RayStarter
+from varuna.secure.credential import make_credential
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 
@@ -105,4 +106,4 @@ def test_an_agent_survives_the_manager_and_dies_with_its_node(
 
 def test_a_missing_ray_is_reported() -> None:
     with pytest.raises(ValueError, match=r"Ray is not installed \(pip install 'varuna-torch\[ray\]'\)"):
-        RayStarter().start(AgentOrders(job="j", machine="m", manager="", secret="00"))
+        RayStarter().start(AgentOrders(job="j", machine="m", manager="", credential=make_credential("j")))

@@ -13,6 +13,7 @@ from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.hosts.manager import StubManager
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.ssh import SshAgent, SshStarter, explain_ssh_end
+from varuna.secure.credential import make_credential
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
 
@@ -203,7 +204,7 @@ def test_a_missing_folder_is_reported(lab: Lab, manager: StubManager, tmp_path: 
 def test_a_missing_ssh_client_is_reported(tmp_path: Path) -> None:
     starter = SshStarter(log_folder=tmp_path, ssh=("no-such-ssh",))
     with pytest.raises(ValueError, match="the ssh client 'no-such-ssh' was not found"):
-        starter.start(AgentOrders(job="j", machine="n1", manager="", secret="00"))
+        starter.start(AgentOrders(job="j", machine="n1", manager="", credential=make_credential("j")))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,8 @@ def test_a_missing_ssh_client_is_reported(tmp_path: Path) -> None:
 )
 def test_an_invalid_machine_name_never_reaches_ssh(machine: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a machine name or address"):
-        SshStarter(log_folder=tmp_path).start(AgentOrders(job="j", machine=machine, manager="", secret="00"))
+        orders = AgentOrders(job="j", machine=machine, manager="", credential=make_credential("j"))
+        SshStarter(log_folder=tmp_path).start(orders)
     assert list(tmp_path.iterdir()) == []
 
 

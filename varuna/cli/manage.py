@@ -25,6 +25,7 @@ from varuna.morph.run.manager import Manager, Planner
 from varuna.morph.starters.local import LocalStarter
 from varuna.morph.starters.ssh import SshStarter
 from varuna.morph.state import JobState, JobVerdict, ManagerSettings
+from varuna.secure.credential import make_credential
 from varuna.types import JobSpec
 
 STORE_SECONDS = 30.0
@@ -86,19 +87,25 @@ def manage(
 def open_contact(
     job: JobSpec, folder: JobFolder, address: str, *, attach: bool
 ) -> tuple[socket.socket, ManagerContact]:
-    """Listen for agents, and write where the manager is found. Keep name, secret and logs if attaching."""
-    before = folder.read_contact()
+    """Listen, and write the contact file. If attaching, keep the job's name, credential and logs."""
+    try:
+        before = folder.read_contact()
+    except ValueError:
+        if attach:
+            raise
+        before = None  # a new job does not need what an earlier version has left
     listener = listen(address, before.port if before is not None else 0)
     found, port = listener.getsockname()[:2]
     if attach and before is not None:
         contact = msgspec.structs.replace(before, pid=os.getpid(), address=found, port=port)
     else:
+        name = f"{Path(job.script).stem}-{secrets.token_hex(4)}"
         contact = ManagerContact(
-            job=f"{Path(job.script).stem}-{secrets.token_hex(4)}",
+            job=name,
             pid=os.getpid(),
             address=found,
             port=port,
-            secret=secrets.token_hex(32),
+            credential=make_credential(name),
             log_dir=job.log_dir,
         )
     folder.write_contact(contact)

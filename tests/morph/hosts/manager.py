@@ -3,12 +3,12 @@
 import contextlib
 import hashlib
 import json
-import secrets
 import socket
 from types import TracebackType
 from typing import Any, Self
 
 from varuna.morph.protocol.orders import AgentOrders
+from varuna.secure.credential import make_credential
 
 
 class StubConnection:
@@ -38,19 +38,20 @@ class StubConnection:
 
 class StubManager:
     def __init__(self, address: str) -> None:
-        self.secret = secrets.token_hex(16)
+        self.credential = make_credential("job")
+        self.secret = self.credential.key.splitlines()[1]  # a line of the private key
         self._server = socket.create_server((address, 0))
         self._server.settimeout(60)
         self.dialled_in: list[StubConnection] = []
 
     def orders(self, machine: str) -> AgentOrders:
         host, port = self._server.getsockname()
-        return AgentOrders(job="job", machine=machine, manager=f"{host}:{port}", secret=self.secret)
+        return AgentOrders(job="job", machine=machine, manager=f"{host}:{port}", credential=self.credential)
 
     def accept(self) -> StubConnection:
         connection, _ = self._server.accept()
         agent = StubConnection(connection)
-        assert agent.hello["proof"] == hashlib.sha256(self.secret.encode()).hexdigest()
+        assert agent.hello["proof"] == hashlib.sha256(self.credential.key.encode()).hexdigest()
         self.dialled_in.append(agent)
         return agent
 

@@ -23,7 +23,7 @@ def main() -> None:
         pid=os.getpid(),
         hostname=socket.gethostname(),
         cwd=os.getcwd(),
-        proof=hashlib.sha256(orders["secret"].encode()).hexdigest(),
+        proof=hashlib.sha256(orders["credential"]["key"].encode()).hexdigest(),
         environment={name: os.environ[name] for name in os.environ if name.startswith("SLURM_")},
     )
     for line in asked:

@@ -2,7 +2,7 @@
 
 A starter runs `python -m varuna.morph.run.agent` on a machine and writes the agent's orders to its
 stdin, as one line of JSON. Everything else goes over the connection that the agent opens to the
-manager. So the secret appears in no argument list and in no environment.
+manager. So the job's credential appears in no argument list and in no environment.
 
 An agent that its starter cannot reach any more ends by itself: it tries to reach its manager for
 `patience_seconds`, then ends its workers and exits.
@@ -12,6 +12,8 @@ import sys
 from typing import Protocol
 
 import msgspec
+
+from varuna.secure.credential import JobCredential
 
 AGENT_COMMAND = (sys.executable, "-m", "varuna.morph.run.agent")
 """Command that starts an agent on this machine."""
@@ -23,7 +25,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     machine: str  # name in the machine list
     manager: str  # "host:port"
-    secret: str  # hex
+    credential: JobCredential
     heartbeat_seconds: float = 0.5
     lease_seconds: float = 10.0  # end the workers after this time without contact to the manager's machine
     cloud: str = ""  # aws, azure or gcp: poll its metadata service for notices

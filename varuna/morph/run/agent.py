@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 import traceback
@@ -23,10 +24,10 @@ from varuna.morph import commands, events
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
-from varuna.morph.protocol.wire import Wire, WireError
 from varuna.morph.run.cloud_poll import CloudListener
 from varuna.morph.run.forkserver import LEASE_SECONDS, PRELOADED
 from varuna.morph.run.supervisor import Supervisor, WorkerProcess, last_lines
+from varuna.secure.framing import FrameReader, FramingError, pack_frame
 
 RECONNECT_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
@@ -50,7 +51,7 @@ class Agent:
             on_exit=lambda status: self.end(f"the fork server exited with status {status}"),
         )
         self.cloud = CloudListener(orders, self.send) if orders.cloud else None
-        self.wire: Wire | None = None
+        self.tls = orders.credential.client_context()
         self.writer: asyncio.StreamWriter | None = None
         self.heard = time.monotonic()  # last sign of life of the manager's machine
         self.connected_at = time.monotonic()  # last contact with the manager
@@ -119,12 +120,14 @@ class Agent:
         while True:
             try:
                 await self.talk_to(host.strip("[]"), int(port))
-            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+            except ssl.SSLCertVerificationError:
+                self.num_refusals += 1
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, ssl.SSLError):
                 self.heard = time.monotonic()  # its machine lives: the manager may be restarted
-            except (OSError, WireError, ValueError):
+            except (OSError, FramingError, ValueError):
                 pass
             finally:
-                self.writer = self.wire = None
+                self.writer = None
             now = time.monotonic()
             if now - self.heard > self.orders.lease_seconds:
                 self.supervisor.signal_workers(signal.SIGKILL)
@@ -138,22 +141,18 @@ class Agent:
 
     async def talk_to(self, host: str, port: int) -> None:
         """Connect, and obey the manager until the connection ends."""
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_SECONDS)
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, ssl=self.tls), CONNECT_SECONDS
+        )
+        frames = FrameReader()
         try:
             self.set_up(writer.get_extra_info("socket"))
-            wire = Wire(bytes.fromhex(self.orders.secret), is_caller=True)
-            writer.write(wire.greeting)
-            while not wire.greeted:
-                data = await asyncio.wait_for(reader.read(65536), CONNECT_SECONDS)
-                if not data:
-                    raise ConnectionResetError
-                wire.feed(data)
-            self.wire, self.writer = wire, writer
+            self.writer = writer
             self.send_hello()
             self.num_refusals += 1
             while data := await reader.read(65536):
                 self.heard = self.connected_at = time.monotonic()
-                for payload in wire.feed(data):
+                for payload in frames.feed(data):
                     self.num_refusals = 0
                     await self.obey(messages.read_from_manager(payload))
             self.heard = time.monotonic()
@@ -183,8 +182,8 @@ class Agent:
             self.report_end()
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
-        if self.writer is not None and self.wire is not None:
-            self.writer.write(self.wire.pack(messages.write_message(message)))
+        if self.writer is not None:
+            self.writer.write(pack_frame(messages.write_message(message)))
             self.connected_at = time.monotonic()
 
     async def send_heartbeats(self) -> None:

@@ -1,13 +1,15 @@
 """Client of the manager, for commands and `notify_manager_preempt`."""
 
 import socket
+import time
 from pathlib import Path
 
 from varuna.morph.failures import shorten_reason
 from varuna.morph.journal import JobOver, read_journal
 from varuna.morph.protocol.messages import ManagerReply, ManagerRequest, read_from_manager, write_message
-from varuna.morph.protocol.wire import Wire, WireError
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
+from varuna.secure.credential import JobCredential
+from varuna.secure.framing import FrameReader, FramingError, pack_frame
 
 REPLY_SECONDS = 10.0
 
@@ -20,8 +22,8 @@ def request_manager(code_dir: str, what: str, **fields: object) -> ManagerReply:
         raise ValueError(f"no job was started from {Path(code_dir).absolute()} (set --code-dir)")
     request = ManagerRequest(contact.job, what, **fields)  # type: ignore[arg-type]
     try:
-        return send_request(contact.address, contact.port, bytes.fromhex(contact.secret), request)
-    except (OSError, WireError) as error:
+        return send_request(contact.address, contact.port, contact.credential, request)
+    except (OSError, FramingError) as error:
         for record in read_journal(folder.journal):
             if isinstance(record, JobOver):
                 how, reason = record.verdict.how, shorten_reason(record.verdict.reason)
@@ -34,17 +36,19 @@ def request_manager(code_dir: str, what: str, **fields: object) -> ManagerReply:
         ) from None
 
 
-def send_request(address: str, port: int, secret: bytes, request: ManagerRequest) -> ManagerReply:
-    wire = Wire(secret, is_caller=True)
-    with socket.create_connection((address, port), timeout=REPLY_SECONDS) as connection:
-        connection.sendall(wire.greeting)
-        sent = False
+def send_request(address: str, port: int, credential: JobCredential, request: ManagerRequest) -> ManagerReply:
+    """Send a request and return the reply. Raise OSError or FramingError."""
+    deadline = time.monotonic() + REPLY_SECONDS
+    reader = FrameReader()
+    with (
+        socket.create_connection((address, port), timeout=REPLY_SECONDS) as plain,
+        credential.client_context().wrap_socket(plain) as connection,
+    ):
+        connection.sendall(pack_frame(write_message(request)))
         while data := connection.recv(65536):
-            for payload in wire.feed(data):
+            for payload in reader.feed(data):
                 reply = read_from_manager(payload)
                 if isinstance(reply, ManagerReply):
                     return reply
-            if wire.greeted and not sent:
-                connection.sendall(wire.pack(write_message(request)))
-                sent = True
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
     raise ConnectionResetError("the manager closed the connection")

@@ -2,7 +2,7 @@
 
 ~/.varuna/jobs/<hash of code_dir>/
     lock            held while a manager runs the job
-    manager.json    address of the manager and secret of the job, readable only by this user
+    manager.json    address of the manager and credential of the job, readable only by this user
     journal.jsonl   records for a restarted manager
 """
 
@@ -12,12 +12,14 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from varuna.codec import decode, encode
 from varuna.environment import VarunaEnvironment
 from varuna.files import write_atomic
+from varuna.secure.credential import JobCredential
 
 
 class ManagerContact(msgspec.Struct, frozen=True):
@@ -27,7 +29,7 @@ class ManagerContact(msgspec.Struct, frozen=True):
     pid: int
     address: str
     port: int
-    secret: str
+    credential: JobCredential
     log_dir: str
 
 
@@ -58,10 +60,17 @@ class JobFolder:
         return fd
 
     def read_contact(self) -> ManagerContact | None:
+        """Return where the manager is, or None if no job was started. Raise ValueError for an old file."""
         try:
-            return decode(self.contact.read_bytes(), ManagerContact, str(self.contact))
+            data = self.contact.read_bytes()
         except FileNotFoundError:
             return None
+        if "secret" in decode(data, dict[str, Any], str(self.contact)):
+            raise ValueError(
+                f"an earlier version of varuna, with another protocol, wrote {self.contact} "
+                "(end its job with that version, then delete the file)"
+            )
+        return decode(data, ManagerContact, str(self.contact))
 
     def write_contact(self, contact: ManagerContact) -> None:
         write_atomic(self.contact, encode(contact), mode=0o600)

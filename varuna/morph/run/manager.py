@@ -98,7 +98,7 @@ class Manager:
             put_event=self.events.put_nowait,
         )
         self.server = ConnectionServer(
-            bytes.fromhex(contact.secret),
+            contact.credential,
             contact.port,
             on_message=self.handle_message,
             on_close=self.connection_closed,
@@ -293,7 +293,7 @@ class Manager:
                 job=self.contact.job,
                 machine=machine,
                 manager=f"{host}:{self.contact.port}",
-                secret=self.contact.secret,
+                credential=self.contact.credential,
                 cloud=self.job.cloud,
                 cloud_url=self.job.cloud_url,
             )

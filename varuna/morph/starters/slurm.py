@@ -18,7 +18,7 @@ from pathlib import Path
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.handover import AGENT
 
-# The script is constant; values come as arguments. The file with the secret is removed once it is open.
+# The script is constant; values come as arguments. The file with the credential is removed once it is open.
 SCRIPT = """#!/bin/sh
 orders="$1/$SLURM_ARRAY_TASK_ID.json"
 shift
