@@ -1,0 +1,125 @@
+"""A connection to the store of a job. It blocks; every call has a deadline."""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from varuna.secure.credential import JobCredential
+from varuna.secure.framing import FrameReader, FramingError, pack_frame
+from varuna.secure.store_server import StoreAnswer, StoreRequest, prepare_connection
+
+ANSWER_SECONDS = 30.0
+"""Time limit for an answer, beyond the time that the request may wait for keys."""
+CONNECT_SECONDS = 10.0
+RETRY_SECONDS = 0.05
+
+_read_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
+_write = msgspec.msgpack.encode
+
+
+class StoreGone(ConnectionError):
+    """The store's process or machine has ended, does not answer, or belongs to another job."""
+
+
+class KeyTimeout(TimeoutError):
+    """Nobody has set a key within the time limit."""
+
+    def __init__(self, missing: Sequence[str], ranks: Sequence[int], seconds: float) -> None:
+        super().__init__(f"no process has set {', '.join(missing)} within {seconds:g} s")
+        self.missing = tuple(missing)
+        self.ranks = tuple(ranks)  # that have connected to the store
+        self.seconds = seconds
+
+
+class StoreConnection:
+    """Sends one request at a time. A lost connection stays lost: the store's values went with its process."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credential: JobCredential,
+        *,
+        rank: int = -1,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
+        """Connect, and try again for `connect_seconds` while nobody listens there. Raise StoreGone."""
+        self.address = f"{host}:{port}"
+        self._lock = threading.Lock()
+        self._frames = FrameReader()
+        self._lost = ""
+        deadline = time.monotonic() + connect_seconds
+        context = credential.client_context()
+        while True:
+            try:
+                raw = socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
+                break
+            except OSError as error:
+                if time.monotonic() + RETRY_SECONDS >= deadline:
+                    raise self._gone(f"cannot be reached: {error}") from None
+                time.sleep(RETRY_SECONDS)
+        try:
+            prepare_connection(raw)
+            raw.settimeout(ANSWER_SECONDS)
+            self._socket = context.wrap_socket(raw)
+        except OSError as error:
+            raw.close()
+            raise self._gone(_explain(error)) from None
+        self.request(StoreRequest("hello", number=rank))
+
+    def request(self, request: StoreRequest) -> StoreAnswer:
+        """Send the request and return the answer. Raise StoreGone, KeyTimeout or ValueError."""
+        limit = request.seconds + ANSWER_SECONDS
+        if not self._lock.acquire(timeout=limit):
+            raise self._gone(f"has not answered another thread's request for {limit:g} s")
+        try:
+            if self._lost:
+                raise self._gone(self._lost)
+            answer = self._exchange(pack_frame(_write(request)), time.monotonic() + limit)
+        except (OSError, FramingError, msgspec.DecodeError) as error:
+            if isinstance(error, StoreGone):
+                raise
+            self._lost = _explain(error)
+            self._socket.close()
+            raise self._gone(self._lost) from None
+        finally:
+            self._lock.release()
+        if answer.missing:
+            raise KeyTimeout(answer.missing, answer.ranks, request.seconds)
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer
+
+    def _exchange(self, frame: bytes, deadline: float) -> StoreAnswer:
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._socket.sendall(frame)
+        while True:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(65536)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            for payload in self._frames.feed(data):
+                return _read_answer(payload)
+
+    def _gone(self, why: str) -> StoreGone:
+        return StoreGone(f"the job's store at {self.address} {why}")
+
+    def close(self) -> None:
+        """Close the connection, also while another thread waits for an answer."""
+        self._lost = self._lost or "was closed by this process"
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "does not answer: its process is stopped, or its machine is disconnected"
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return f"does not accept this job's credential; does another job listen there? ({error})"
+    return f"has ended: {error}"
