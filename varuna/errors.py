@@ -39,6 +39,10 @@ class CheckpointError(VarunaError, RuntimeError):
     """A checkpoint cannot be written, or is missing, incomplete, damaged, or of another format."""
 
 
+class BrokenCheckpoint(CheckpointError):
+    """A checkpoint was complete once and is damaged now. It is set aside and not taken again."""
+
+
 class StoreTaken(CheckpointError):
     """Another job, or another run of this job, writes checkpoints to the same store."""
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from varuna.morph import commands, events
 from varuna.morph.decide import decide
-from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
+from varuna.morph.failures import BROKEN, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.state import JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
 
@@ -44,6 +44,7 @@ class World:
         self.num_agents = 0
         self.starts_agents = True
         self.hung = False  # its workers hear nothing
+        self.checkpoint: events.CheckpointFound | None = None  # None: the newest is whole
         self.verdict: commands.Finish | None = None
         self.happens(events.MachineListRead(tuple(machines)))
 
@@ -92,7 +93,7 @@ class World:
             elif isinstance(command, commands.MakePlan):
                 self.happens(events.PlanReady(self.plan(command.machines)))
             elif isinstance(command, commands.FindCheckpoint):
-                self.happens(events.CheckpointFound(self.iteration // 10 * 10))
+                self.happens(self.checkpoint or events.CheckpointFound(self.iteration // 10 * 10))
             elif isinstance(command, commands.Launch):
                 for machine in command.generation.machines:
                     if machine in self.agents and machine not in self.unresponsive:
@@ -363,6 +364,31 @@ def test_a_script_that_fails_before_its_first_step_is_not_retried() -> None:
         world.end_workers("a", outcome)
         world.carry_out()
         assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
+
+
+def test_a_broken_checkpoint_does_not_count_as_a_crash_while_older_ones_are_found() -> None:
+    """REL-1: the workers set each one aside; one that is found twice could not be marked."""
+    world = begun("a")
+    world.iteration = 100
+    for _ in range(8):  # more than the limit of crashes
+        world.end_workers("a", raised(0, BROKEN))
+        world.iteration -= 10
+        world.passes(1)
+    assert world.verdict is None and len(world.generations) == 9
+    for _ in range(8):
+        if "a" in world.workers:
+            world.end_workers("a", raised(0, BROKEN))
+        world.passes(5)
+    assert world.verdict is not None and "4 times without progress" in world.verdict.verdict.reason
+
+
+def test_a_store_whose_checkpoints_are_all_broken_ends_the_job() -> None:
+    """REL-1"""
+    world = begun("a")
+    world.checkpoint = events.CheckpointFound(None, "all are broken: 10, 20", none_left=True)
+    world.end_workers("a", killed(0))
+    world.passes(1)
+    assert world.verdict is not None and world.verdict.verdict.reason == "all are broken: 10, 20"
 
 
 def test_a_hung_job_restarts_and_a_slow_job_does_not() -> None:

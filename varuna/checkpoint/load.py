@@ -1,6 +1,12 @@
-"""Find checkpoints and read the requested tensors, each checked against its hash."""
+"""Find checkpoints and read the requested tensors, each checked against its hash.
 
-from collections.abc import Callable, Iterable, Iterator
+A broken checkpoint is set aside: a file `broken-<hash of its manifest>.txt` in its folder says why, and
+the checkpoint is never taken for complete again. Saving the same step again replaces both.
+"""
+
+import errno
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -18,8 +24,10 @@ from varuna.checkpoint.format.manifest import (
     hash_of,
     merge,
 )
-from varuna.checkpoint.store.store import Store
-from varuna.errors import CheckpointError
+from varuna.checkpoint.store.store import Store, local_folder
+from varuna.errors import BrokenCheckpoint, CheckpointError, list_some
+
+log = logging.getLogger("varuna")
 
 BATCH_BYTES = 16 << 20
 """Bytes to read in one batch: many small tensors together, a large one alone."""
@@ -35,6 +43,19 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
     problem: str = ""
     interrupted: bool = False  # the save was never committed
     missing: tuple[str, ...] = ()  # files that are missing or have the wrong size
+    set_aside: bool = False  # a file in its folder says that it is broken
+
+    @property
+    def broken(self) -> bool:
+        """True if the checkpoint was committed once and is damaged now."""
+        return bool(self.problem) and not self.interrupted
+
+
+class TensorProblem(msgspec.Struct, frozen=True):
+    """The reason why a tensor cannot be read."""
+
+    text: str
+    damaged: bool  # False: the store did not answer, so the checkpoint may be whole
 
 
 def all_checkpoints(store: Store) -> list[CheckpointStatus]:
@@ -62,13 +83,18 @@ def status_of(store: Store, step: int) -> CheckpointStatus:
         what = "its save was interrupted: it has no manifest" if sizes else "it does not exist"
         return CheckpointStatus(step, None, what, interrupted=True)
     try:
-        manifest = decode_manifest(store.read(f"{folder}/{MANIFEST}"), where)
+        data = store.read(f"{folder}/{MANIFEST}")
+        marked = marker_of(data) in sizes
+        reason = store.read(f"{folder}/{marker_of(data)}").decode(errors="replace") if marked else ""
     except FileNotFoundError:  # removed after the listing
         return CheckpointStatus(step, None, "it does not exist", interrupted=True)
+    try:
+        manifest = decode_manifest(data, where)
     except CheckpointError as error:
-        return CheckpointStatus(step, None, str(error))
+        return CheckpointStatus(step, None, str(error), set_aside=marked)
     if manifest.facts.step != step:
-        return CheckpointStatus(step, None, f"{where} belongs to step {manifest.facts.step}, not {step}")
+        problem = f"{where} belongs to step {manifest.facts.step}, not {step}"
+        return CheckpointStatus(step, None, problem, set_aside=marked)
     problems = {
         name: f"{name} is missing"
         if name not in sizes
@@ -76,7 +102,67 @@ def status_of(store: Store, step: int) -> CheckpointStatus:
         for name, file in manifest.files.items()
         if sizes.get(name) != file.size
     }
-    return CheckpointStatus(step, manifest, "; ".join(problems.values()), missing=tuple(problems))
+    missing = tuple(problems)
+    if marked:
+        problems[""] = f"it was set aside as broken ({marker_of(data)}): {reason}"
+    return CheckpointStatus(step, manifest, "; ".join(problems.values()), missing=missing, set_aside=marked)
+
+
+def marker_of(manifest: bytes) -> str:
+    """Return the name of the file that sets a checkpoint aside. A later save has another manifest."""
+    return f"broken-{hash_of(manifest)[:16]}.txt"
+
+
+def set_aside(store: Store, step: int, problem: str, manifest: Manifest | None = None) -> bool:
+    """Mark a broken checkpoint, so that nothing takes it again.
+
+    Returns False if the checkpoint was removed or saved again since `manifest` was read. Only logs a
+    warning if the store cannot be written.
+    """
+    folder = folder_of(step)
+    try:
+        data = store.read(f"{folder}/{MANIFEST}")
+    except FileNotFoundError:
+        return False
+    if manifest is not None and manifest.checksum.encode() not in data:
+        return False
+    try:
+        store.replace(f"{folder}/{marker_of(data)}", problem.encode())
+    except OSError as error:
+        log.warning("checkpoint %d in %s is broken, but could not be marked: %s", step, store.url, error)
+    return True
+
+
+def newest_whole(
+    store: Store, *, skip: Collection[int] = ()
+) -> tuple[Manifest | None, list[CheckpointStatus]]:
+    """Return the newest complete checkpoint, and the status of all newer ones.
+
+    The steps in `skip` are known to be broken.
+    """
+    newer: list[CheckpointStatus] = []
+    for step in sorted(steps_in(store), reverse=True):
+        found = status_of(store, step)
+        if found.manifest is not None and not found.problem and step not in skip:
+            return found.manifest, newer
+        newer.append(found)
+    return None, newer
+
+
+def none_left(
+    store: Store, found: Iterable[CheckpointStatus], problems: Mapping[int, str] | None = None
+) -> CheckpointError:
+    """Return the error for a store without a complete checkpoint. It lists all that were found.
+
+    `problems` has those of checkpoints that look complete.
+    """
+    listed = [f"checkpoint {one.step}: {one.problem or (problems or {}).get(one.step)}" for one in found]
+    if not listed:
+        return CheckpointError(f"{store.url} has no complete checkpoint")
+    return BrokenCheckpoint(
+        f"{store.url} has no complete checkpoint: {list_some(listed, 10)} "
+        "(repair or remove the broken ones, or use another store)"
+    )
 
 
 class Checkpoint:
@@ -90,12 +176,12 @@ class Checkpoint:
         """Return the bytes of these tensors, each checked against its hash."""
         found: dict[str, memoryview] = {}
         for key, data in self.read_each(keys):
-            if isinstance(data, str):
-                raise _load_error(self.store, self.manifest.facts.step, data)
+            if isinstance(data, TensorProblem):
+                raise load_error(self.store, self.manifest.facts.step, data.text, broken=data.damaged)
             found[key] = data
         return found
 
-    def read_each(self, keys: Iterable[str]) -> Iterator[tuple[str, memoryview | str]]:
+    def read_each(self, keys: Iterable[str]) -> Iterator[tuple[str, memoryview | TensorProblem]]:
         """Yield (key, bytes) of each tensor, or (key, problem) for a tensor that cannot be read."""
         by_file: dict[str, list[tuple[str, TensorEntry]]] = {}
         for key in keys:
@@ -107,13 +193,28 @@ class Checkpoint:
             try:
                 views = self.store.read_spans(path, [(entry.first, entry.stop) for _, entry in wanted])
             except (OSError, EOFError) as error:
-                yield from ((key, f"{file} cannot be read: {error}") for key, _ in wanted)
+                problem = TensorProblem(f"{file} cannot be read: {error}", self._is_damage(error))
+                yield from ((key, problem) for key, _ in wanted)
                 continue
             for (key, entry), view in zip(wanted, views, strict=True):
-                if hash_of(view) == entry.hash:
-                    yield key, view
-                else:
-                    yield key, f"{key!r} in {file} is damaged: its bytes do not match their hash"
+                yield key, view if hash_of(view) == entry.hash else self._read_again(path, key, entry)
+
+    def _read_again(self, path: str, key: str, entry: TensorEntry) -> memoryview | TensorProblem:
+        """Read a damaged tensor once more, because a bit may also flip on its way from the store."""
+        try:
+            (view,) = self.store.read_spans(path, [(entry.first, entry.stop)])
+        except (OSError, EOFError) as error:
+            return TensorProblem(f"{entry.file} cannot be read: {error}", self._is_damage(error))
+        if hash_of(view) == entry.hash:
+            return view
+        text = f"{key!r} in {entry.file} is damaged: its bytes do not match their hash"
+        return TensorProblem(text, damaged=True)
+
+    def _is_damage(self, error: OSError | EOFError) -> bool:
+        """Return whether bytes are gone, rather than a store that does not answer."""
+        if isinstance(error, EOFError | FileNotFoundError):
+            return True
+        return error.errno == errno.EIO and local_folder(self.store.url) is not None  # a bad sector
 
     def batches(self, keys: Iterable[str]) -> list[list[str]]:
         """Return the keys in batches of about BATCH_BYTES."""
@@ -143,10 +244,10 @@ def open_checkpoint(store: Store, step: int | None, *, check_complete: bool = Tr
     if step is None:
         step = newest_complete(store)
         if step is None:
-            raise CheckpointError(f"{store.url} has no complete checkpoint")
+            raise none_left(store, all_checkpoints(store))
     found = status_of(store, step)
     if found.problem and (check_complete or not (found.manifest or found.interrupted)):
-        raise _load_error(store, step, found.problem)
+        raise load_error(store, step, found.problem, broken=found.broken)
     if (whole := found.manifest) is not None:
         files = {name: file for name, file in whole.files.items() if name not in found.missing}
         tensors = {key: entry for key, entry in whole.tensors.items() if entry.file in files}
@@ -172,8 +273,8 @@ def verify(
         on_bytes(first)
     for batch in checkpoint.batches(sorted(tensors, key=lambda key: (tensors[key].file, tensors[key].first))):
         for key, data in checkpoint.read_each(batch):
-            if isinstance(data, str):
-                problems[data] = None
+            if isinstance(data, TensorProblem):
+                problems[data.text] = None
             on_bytes(tensors[key].stop - tensors[key].first)
     return list(problems)
 
@@ -189,14 +290,15 @@ def _salvage(store: Store, step: int) -> Manifest:
             if all(sizes.get(file) == entry.size for file, entry in part.files.items()):
                 attempts.setdefault(part.facts.attempt, []).append(part)
     if not attempts:
-        raise _load_error(store, step, "it has no complete part")
+        raise load_error(store, step, "it has no complete part")
     return merge(max(attempts.values(), key=len))
 
 
-def _load_error(store: Store, step: int, problem: str) -> CheckpointError:
+def load_error(store: Store, step: int, problem: str, *, broken: bool = False) -> CheckpointError:
     try:
         other = newest_complete(store, besides=step)
     except OSError:
         other = None
     advice = "there is no complete checkpoint" if other is None else f"the newest complete step is {other}"
-    return CheckpointError(f"checkpoint {step} in {store.url}: {problem} ({advice})")
+    kind = BrokenCheckpoint if broken else CheckpointError
+    return kind(f"checkpoint {step} in {store.url}: {problem} ({advice})")

@@ -30,6 +30,8 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
         cost = f" in {found.save_seconds:.2g} s" if found.save_seconds else ""
         every = f"; automatic every {found.save_every_seconds:.1f} s" if found.save_every_seconds else ""
         typer.echo(f"checkpoints: {found.store}, {saved}{cost}{every}")
+    if found.checkpoint_note:
+        typer.echo(f"broken checkpoint: {found.checkpoint_note}")
     if found.slow_machines:
         typer.echo(f"slow: {', '.join(found.slow_machines)}")
     Console(width=None if sys.stdout.isatty() else 1000).print(machine_table(found))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from varuna.addresses import address_facing
-from varuna.checkpoint.load import newest_complete
+from varuna.checkpoint.load import newest_whole, none_left
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
 from varuna.morph.clock import SuspendAwareClock
@@ -174,4 +174,8 @@ def newest_step(store: str) -> int | None:
     """
     with suppress(OSError):  # a manager with read access only relies on that machine to end its workers
         open_store(store).disown()
-    return newest_complete(retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text)))
+    opened = retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text))
+    manifest, newer = newest_whole(opened)
+    if manifest is None and any(one.broken for one in newer):
+        raise none_left(opened, newer)
+    return None if manifest is None else manifest.facts.step

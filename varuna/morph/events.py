@@ -68,6 +68,7 @@ class PlanReady(Event, frozen=True):
 class CheckpointFound(Event, frozen=True):
     step: int | None
     problem: str = ""
+    none_left: bool = False  # there are checkpoints, but all are broken
 
 
 class NoticeReceived(Event, frozen=True):

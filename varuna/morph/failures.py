@@ -44,6 +44,9 @@ class ErrorFile(msgspec.Struct, frozen=True):
         return "varuna.errors.WorkerError" in kinds
 
 
+BROKEN = "varuna.errors.BrokenCheckpoint"
+
+
 class WorkerFailure(msgspec.Struct, frozen=True):
     rank: int
     exit_code: int | None  # None: the error file is there, but the process still runs
@@ -52,6 +55,11 @@ class WorkerFailure(msgspec.Struct, frozen=True):
     @property
     def second_hand(self) -> bool:
         return self.error is not None and self.error.quotes_another
+
+    @property
+    def broken_checkpoint(self) -> bool:
+        """True if the worker could not load a checkpoint because it is damaged."""
+        return self.error is not None and BROKEN in self.error.message.extra_info.kinds
 
     @property
     def in_script(self) -> bool:

@@ -126,6 +126,7 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     save_seconds: float = 0.0
     save_every_seconds: float = 0.0  # autosave interval; 0: off or unknown
     store: str = ""
+    note: str = ""  # broken checkpoints that were set aside, and the steps that are lost
 
 
 Heartbeat = tuple[str, int | None, tuple[WorkerProgress, ...]]
@@ -170,6 +171,8 @@ class JobState(msgspec.Struct, frozen=True):
     in_step: bool = False
     step_seconds: float = 0.0
     store: str = ""  # checkpoint store of the job
+    broken_step: int | None = None  # the last checkpoint that workers could not load and set aside
+    note: str = ""  # the last worker's note about broken checkpoints
     saved_step: int = -1
     save_seconds: float = 0.0
     save_every_seconds: float = 0.0

@@ -9,26 +9,35 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import varuna
 from varuna.checkpoint.background import BackgroundSaver
-from varuna.checkpoint.format.manifest import Facts, PartManifest, folder_of
+from varuna.checkpoint.format.manifest import Facts, Manifest, PartManifest, folder_of
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
-from varuna.checkpoint.load import Checkpoint, newest_complete, open_checkpoint
+from varuna.checkpoint.load import (
+    Checkpoint,
+    load_error,
+    newest_complete,
+    newest_whole,
+    none_left,
+    open_checkpoint,
+    set_aside,
+)
 from varuna.checkpoint.save import commit, remove_old, remove_part, write_part
-from varuna.checkpoint.select import select
+from varuna.checkpoint.select import LoadSelection, select
 from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retrying
 from varuna.checkpoint.writer_process import SaveOrder
 from varuna.environment import VarunaEnvironment
-from varuna.errors import CheckpointError, StoreTaken
+from varuna.errors import BrokenCheckpoint, CheckpointError, StoreTaken
 from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
 from varuna.train.training_state import PartContent, RankSummary, TrainingState, check_summaries
@@ -46,6 +55,9 @@ LONG_WAIT_FACTOR = 15.0
 """Other ranks wait this many times the timeout while a rank reads or writes."""
 STATUS_SECONDS = 1.0
 """Time between two status exchanges while the ranks wait for an earlier save."""
+
+AGREED_KINDS = {kind.__name__: kind for kind in (StoreTaken, BrokenCheckpoint)}
+"""Errors that all ranks raise as such if all failures are of the same kind."""
 
 PathLike = str | os.PathLike[str]
 Value = TypeVar("Value")
@@ -119,7 +131,8 @@ class Agreement:
         """Return the results of all ranks. If any rank fails, all raise the same error with its reason."""
 
         def error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
-            kind = StoreTaken if all(one.kind == "StoreTaken" for one in failures) else CheckpointError
+            kinds = {one.kind for one in failures}
+            kind = AGREED_KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
             reasons = [f"{self._describe(one.rank)}: {one.message}" for one in failures]
             return kind(f"{failure}: {'; '.join(reasons)}")
 
@@ -165,6 +178,7 @@ class Checkpoints:
         self._ranks = Agreement(session, plan.ranks)
         self._running: Future[Any] | None = None  # this rank's background save
         self._job = ""
+        self.recovery = ""  # names the broken checkpoints that the last load set aside, on the first rank
 
     def fits_in_memory(self, available_bytes: int | None, *, ranks_on_machine: int) -> bool:
         """Return whether memory can hold a snapshot of each rank on this machine."""
@@ -194,7 +208,7 @@ class Checkpoints:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
         failure = f"checkpoint {step} was not written"
-        store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
+        store = open_retrying(global_store)
         with self._session.patient(LONG_WAIT_FACTOR):
             self._finish_earlier_save()
             summaries = self._ranks.run(lambda: self._summary(store, step, autosave), failure)
@@ -364,32 +378,37 @@ class Checkpoints:
         strict: bool = True,
         cast: bool = False,
     ) -> int:
-        """Load a checkpoint and return its step. All data is read and checked before the model changes."""
-        store = retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
-        failure = "no checkpoint was loaded"
+        """Load a checkpoint and return its step. All data is read and checked before the model changes.
+
+        Without a `step`, load the newest checkpoint that verifies on all ranks, and set broken ones aside.
+        """
+        request = LoadRequest(step, check_complete=check_complete, strict=strict, cast=cast)
+        loaded = self._load(open_retrying(global_store), request)
+        assert loaded is not None
+        return loaded
+
+    def resume(self, global_store: PathLike) -> int | None:
+        """Load the newest checkpoint that verifies and return its step; None if the store has none.
+
+        Raises an error if the store has checkpoints and all are broken.
+        """
+        store = open_retrying(global_store)
+        loaded = self._load(store, LoadRequest(None, required=False))
+        self.store = store.url
+        return loaded
+
+    def _load(self, store: Store, request: "LoadRequest") -> int | None:
         with self._session.patient(LONG_WAIT_FACTOR):
-            # Only one rank looks, so that all load the same checkpoint while others write or remove some.
-            manifest = self._ranks.run_on_first(
-                lambda: open_checkpoint(store, step, check_complete=check_complete).manifest, failure
-            )
-            chosen = self._ranks.run_locally(
-                lambda: select(
-                    manifest,
-                    self.training.stage,
-                    self.training.optimizer,
-                    ties=self._ties,
-                    names=self.names,
-                    strict=strict,
-                    complete=check_complete,
-                    cast=cast,
-                ),
-                failure,
-            )
-            checkpoint = Checkpoint(store, manifest)
-            views = self._ranks.run_locally(lambda: checkpoint.read(chosen.keys), failure)
+            verified = self._find_verified(store, request, "no checkpoint was loaded")
+            if verified is None:
+                return None
+            manifest, chosen, views = verified
             self._ranks.run(
                 lambda: self.training.restore(manifest, chosen, views), "a checkpoint was only partly loaded"
             )
+        self.recovery = describe_recovery(request.set_aside, manifest.facts)
+        if self.recovery:  # only the first rank knows
+            log.error("%s: %s", store.url, self.recovery)
         self.store = store.url
         if (plan := manifest.facts.plan) is not None:
             self._job = self._job or manifest.facts.job
@@ -404,11 +423,106 @@ class Checkpoints:
         log.info("loaded checkpoint %s of %s", manifest.facts.step, store.url)
         return manifest.facts.step
 
-    def newest(self, global_store: PathLike) -> int | None:
-        """Return the step of the newest complete checkpoint, the same on all ranks."""
-        return self._ranks.run_on_first(
-            lambda: newest_checkpoint(global_store), "the newest checkpoint was not found"
+    def _find_verified(
+        self, store: Store, request: "LoadRequest", failure: str
+    ) -> tuple[Manifest, LoadSelection, dict[str, memoryview]] | None:
+        """Return a checkpoint whose bytes are verified on all ranks; None if the store has none."""
+        while True:
+            # Only one rank looks, so that all load the same checkpoint while others write or remove some.
+            manifest = self._ranks.run_on_first(lambda: find_checkpoint(store, request), failure)
+            if manifest is None:
+                return None
+            chosen = self._ranks.run_locally(partial(self._select, manifest, request), failure)
+            views = self._read(store, manifest, chosen.keys, request, failure)
+            if views is not None:
+                return manifest, chosen, views
+
+    def _select(self, manifest: Manifest, request: "LoadRequest") -> LoadSelection:
+        return select(
+            manifest,
+            self.training.stage,
+            self.training.optimizer,
+            ties=self._ties,
+            names=self.names,
+            strict=request.strict,
+            complete=request.check_complete,
+            cast=request.cast,
         )
+
+    def _read(
+        self, store: Store, manifest: Manifest, keys: Sequence[str], request: "LoadRequest", failure: str
+    ) -> dict[str, memoryview] | None:
+        """Return the verified bytes of this rank, or None on all ranks if any rank found damage.
+
+        Then the checkpoint is set aside, and the next newest one is to be tried.
+        """
+        views: dict[str, memoryview] = {}
+
+        def read() -> str:
+            for key, data in Checkpoint(store, manifest).read_each(keys):
+                if isinstance(data, memoryview):
+                    views[key] = data
+                elif data.damaged:
+                    return f"{self._ranks.description}: {data.text}"
+                else:
+                    raise CheckpointError(data.text)
+            return ""
+
+        problems = [problem for problem in self._ranks.run(read, failure) if problem]
+        if not problems:
+            return views
+        self._ranks.run_on_first(lambda: give_up(store, manifest, "; ".join(problems), request), failure)
+        return None
+
+
+@dataclass
+class LoadRequest:
+    """A checkpoint to load: of one step, or the newest that verifies."""
+
+    step: int | None
+    check_complete: bool = True
+    strict: bool = True
+    cast: bool = False
+    required: bool = True  # False: a store without checkpoints is no error
+    set_aside: dict[int, str] = field(default_factory=dict)  # broken steps and their problems, newest first
+
+
+def open_retrying(global_store: PathLike) -> Store:
+    return retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
+
+
+def find_checkpoint(store: Store, request: LoadRequest) -> Manifest | None:
+    """Return the requested checkpoint. Set aside the broken ones that are newer."""
+    if request.step is not None:
+        return open_checkpoint(store, request.step, check_complete=request.check_complete).manifest
+    manifest, newer = newest_whole(store, skip=request.set_aside)
+    for one in newer:
+        if one.broken and not one.set_aside and set_aside(store, one.step, one.problem, one.manifest):
+            request.set_aside[one.step] = one.problem
+    if manifest is None and (request.required or any(one.broken for one in newer) or request.set_aside):
+        raise none_left(store, newer, request.set_aside)
+    return manifest
+
+
+def give_up(store: Store, manifest: Manifest, problem: str, request: LoadRequest) -> None:
+    """Set a broken checkpoint aside. Raises an error if the user requested this step."""
+    step = manifest.facts.step
+    marked = request.check_complete and set_aside(store, step, problem, manifest)
+    if request.step is not None:
+        raise load_error(store, step, problem, broken=True)
+    if marked:
+        request.set_aside[step] = problem
+
+
+def describe_recovery(set_aside: Mapping[int, str], loaded: Facts) -> str:
+    """Name the broken checkpoints and the steps that are lost; "" if none is broken."""
+    if not set_aside:
+        return ""
+    broken = "; ".join(
+        f"checkpoint {step} is broken and was set aside: {problem}" for step, problem in set_aside.items()
+    )
+    lost = max(set_aside) - loaded.step
+    return f"{broken}; checkpoint {loaded.step} was loaded instead: {lost} steps are lost and trained again"
 
 
 def claim_after_earlier_run(store: Store, owner: Owner) -> Claim:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from varuna.checkpoint.store.store import open_store
 from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError
 from varuna.execute.device.facts import available_bytes
@@ -62,18 +61,20 @@ class Saver:
 
     def load(self, global_store: PathLike, iteration: int | None, **options: bool) -> int:
         step = self.checkpoints.load(global_store, iteration, **options)
-        self._progress.uses(self.checkpoints.store)
-        if step != self._trainer.iteration:
-            self.requests.autosave.turn_off()
+        self._after_load(step)
         return step
 
+    def _after_load(self, step: int) -> None:
+        self._progress.uses(self.checkpoints.store)
+        self._progress.note(self.checkpoints.recovery)
+        if step != self._trainer.iteration:
+            self.requests.autosave.turn_off()
+
     def resume(self, global_store: PathLike) -> None:
-        """Load the newest complete checkpoint, if there is one."""
-        step = self.checkpoints.newest(global_store)
-        if step is None:
-            self.checkpoints.store = open_store(os.fspath(global_store)).url
-        else:
-            self.load(global_store, step)
+        """Load the newest checkpoint that verifies, if there is one."""
+        step = self.checkpoints.resume(global_store)
+        if step is not None:
+            self._after_load(step)
         self._use_store()
 
     def close(self) -> None:

@@ -124,6 +124,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     iteration: int
     step_seconds: float
     store: str
+    checkpoint_note: str  # the last broken checkpoints that were set aside, and the steps that were lost
     saved_step: int | None
     losses: int
     save_seconds: float  # time that a checkpoint blocks training

@@ -22,12 +22,14 @@ def plan_ready(decision: Decision, event: events.PlanReady) -> None:
 
 def checkpoint_found(decision: Decision, event: events.CheckpointFound) -> None:
     decision.set(finding_checkpoint=False)
-    if event.problem:
+    if event.problem and not event.none_left:
         decision.log("no checkpoint", event.problem)
     proposal = decision.state.proposal
     if decision.state.phase != "gathering" or proposal is None:
         return
-    if proposal.machines == ready_machines(decision) and _can_launch(decision, proposal):
+    if event.none_left:
+        decision.finish(JobVerdict("failed", 1, event.problem))
+    elif proposal.machines == ready_machines(decision) and _can_launch(decision, proposal):
         decision.launch(proposal, event.step)
 
 

@@ -68,8 +68,12 @@ def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
     """Keep the facts that stay valid after the workers have ended."""
     state = decision.state
     saved = max(progress, key=lambda worker: worker.saved_step)
+    note = next((worker.note for worker in progress if worker.note), state.note)
+    if note != state.note:
+        decision.log("broken checkpoint", note)
     decision.set(
         best_iteration=max(state.best_iteration, *(w.iteration if w.steps else 0 for w in progress)),
+        note=note,
         store=next((worker.store for worker in progress if worker.store), state.store),
         saved_step=max(state.saved_step, saved.saved_step),
         save_seconds=saved.save_seconds or state.save_seconds,
@@ -111,6 +115,9 @@ def crash_when_cause_is_known(decision: Decision) -> None:
         return
     cause = find_cause(list(outcomes))
     reason = describe_failure(cause, decision.generation.layout, last_lines=outcomes[cause].last_lines)
+    if cause.broken_checkpoint and _takes_older(decision):
+        decision.end_generation(reason)
+        return
     crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1
     decision.set(
         crashes=crashes,
@@ -124,3 +131,16 @@ def crash_when_cause_is_known(decision: Decision) -> None:
         why = f"{crashes} times without progress in between; last, {reason}"
         decision.set(verdict=JobVerdict("failed", 1, why))
     decision.end_generation(reason)
+
+
+def _takes_older(decision: Decision) -> bool:
+    """Return whether the next generation can load an older checkpoint than the broken one.
+
+    The worker has set the broken one aside. If it is found again, the store cannot be written. A step that
+    the user chose is not replaced.
+    """
+    step = decision.generation.resume_step
+    if step is None or step in (decision.state.broken_step, decision.state.resume_step):
+        return False
+    decision.set(broken_step=step, losses=decision.state.losses + 1)
+    return True

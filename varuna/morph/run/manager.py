@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from varuna.environment import VarunaEnvironment
+from varuna.errors import BrokenCheckpoint
 from varuna.morph import commands, events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.decide import decide
@@ -325,6 +326,8 @@ class Manager:
     async def find_checkpoint(self, store: str) -> None:
         try:
             found = events.CheckpointFound(await asyncio.to_thread(self.newest, store))
+        except BrokenCheckpoint as error:
+            found = events.CheckpointFound(None, str(error), none_left=True)
         except Exception as error:
             found = events.CheckpointFound(None, f"{store}: {error}")
         self.events.put_nowait(found)

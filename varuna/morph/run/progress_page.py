@@ -18,6 +18,8 @@ _NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of SharedProgressWriter.
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 128
 MAX_TEXT = 2048
+_NOTE_AT = 2304
+MAX_NOTE = 1536
 
 
 class ProgressWriter:
@@ -39,6 +41,9 @@ class ProgressWriter:
 
     def uses(self, store: str | None) -> None:
         """Note the store that the job saves to or has loaded from."""
+
+    def note(self, text: str) -> None:
+        """Note what the user must know about the loaded checkpoint; the manager logs it."""
 
     def saved(self, step: int, seconds: float) -> None:
         """Note a complete checkpoint that blocked training for `seconds`."""
@@ -92,7 +97,10 @@ class SharedProgressWriter(ProgressWriter):
         if store == self._store or not store or len(data) > MAX_TEXT:
             return
         self._store = store
-        self._page[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
+        self._write_text(_TEXT_AT, data)
+
+    def note(self, text: str) -> None:
+        self._write_text(_NOTE_AT, text.encode()[:MAX_NOTE])
 
     def saved(self, step: int, seconds: float) -> None:
         self._saved_step = max(self._saved_step, step)
@@ -102,6 +110,9 @@ class SharedProgressWriter(ProgressWriter):
     def saves_every(self, seconds: float) -> None:
         self._save_every_seconds = seconds
         self._write()
+
+    def _write_text(self, place: int, data: bytes) -> None:
+        self._page[place : place + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
 
     def _write(self) -> None:
         _NUMBERS.pack_into(
@@ -145,8 +156,6 @@ class ProgressReader:
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, _, saved, compute, step, save, every = numbers
-        (length,) = _TEXT.unpack_from(self._page, _TEXT_AT)
-        start = _TEXT_AT + _TEXT.size
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -159,8 +168,14 @@ class ProgressReader:
             saved_step=saved if activity else -1,
             save_seconds=save,
             save_every_seconds=every,
-            store=self._page[start : start + min(length, MAX_TEXT)].decode(errors="replace"),
+            store=self._read_text(_TEXT_AT, MAX_TEXT),
+            note=self._read_text(_NOTE_AT, MAX_NOTE),
         )
+
+    def _read_text(self, place: int, longest: int) -> str:
+        (length,) = _TEXT.unpack_from(self._page, place)
+        start = place + _TEXT.size
+        return self._page[start : start + min(length, longest)].decode(errors="replace")
 
     @property
     def on_demand(self) -> bool:

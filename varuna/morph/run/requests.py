@@ -67,6 +67,7 @@ class RequestHandler:
             iteration=state.best_iteration,
             step_seconds=state.step_seconds,
             store=state.store,
+            checkpoint_note=state.note,
             saved_step=state.saved_step if state.saved_step >= 0 else None,
             losses=state.losses,
             save_seconds=state.save_seconds,
