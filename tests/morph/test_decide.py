@@ -36,6 +36,7 @@ class World:
         self.agents: dict[str, str] = {}  # those that are connected
         self.unresponsive: set[str] = set()  # connected, but silent and without effect
         self.workers: dict[str, int] = {}  # machine: generation of its live workers
+        self.last: dict[str, int] = {}  # agent: generation of its last workers
         self.pending: list[commands.Command] = []
         self.launched: list[commands.Launch] = []
         self.logged: list[str] = []
@@ -64,7 +65,7 @@ class World:
             assert self.state.members[machine].agent == agent != ""
             assert self.state.members[machine].listed
         assert generation.layout.num_ranks == len(generation.machines)
-        assert generation.number == len(self.launched) + 1
+        assert generation.number > max((one.generation.number for one in self.launched), default=0)
         self.launched.append(launch)
 
     def given_up(self) -> set[str]:
@@ -97,7 +98,7 @@ class World:
             elif isinstance(command, commands.Launch):
                 for machine in command.generation.machines:
                     if machine in self.agents and machine not in self.unresponsive:
-                        self.workers[machine] = command.generation.number
+                        self.start_workers(machine, command.generation.number)
                         self.happens(events.StoreReady(machine, self.agents[machine], 2000))
             elif isinstance(command, commands.SaveAndEnd):
                 if not self.hung and not self.unresponsive & set(command.machines):
@@ -117,6 +118,11 @@ class World:
             elif isinstance(command, commands.Finish):
                 assert self.verdict is None
                 self.verdict = command
+
+    def start_workers(self, machine: str, number: int) -> None:
+        agent = self.agents[machine]
+        if number > self.last.get(agent, 0):  # else the agent takes it for an outdated message
+            self.workers[machine] = self.last[agent] = number
 
     def plan(self, machines: tuple[str, ...]) -> MachinePlan:
         try:
@@ -150,8 +156,10 @@ class World:
         """Reconnect with the same workers."""
         if machine in self.unresponsive:
             self.unresponsive.discard(machine)
-            has = self.workers.get(machine)
+            has = self.last.get(self.agents[machine])
             self.happens(events.AgentJoined(machine, self.agents[machine], has, machine, 999))
+            if has is not None and machine not in self.workers:
+                self.happens(events.WorkersEnded(machine, self.agents[machine], has, (SAVED,)))
 
     def end_workers(self, machine: str, outcome: Outcome) -> None:
         if machine in self.workers and machine in self.agents and machine not in self.unresponsive:

@@ -1,10 +1,14 @@
 """A restarted manager restores its state from the journal."""
 
+import errno
+import os
 from pathlib import Path
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 
+from varuna.files import LineFile
 from varuna.morph import commands, events
 from varuna.morph.decide import decide
 from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
@@ -16,8 +20,10 @@ from varuna.morph.journal import (
     JournalRecord,
     SaveRequested,
     StoreSeen,
+    _line,
     counts_changed,
     counts_record,
+    last_logged_number,
     read_journal,
     restore_state,
 )
@@ -34,32 +40,131 @@ RECORDS: list[JournalRecord] = [
 
 
 def write(path: Path, records: list[JournalRecord]) -> None:
-    journal = Journal(path)
+    journal = Journal(path, read_journal(path).records)
     for record in records:
         journal.write(record)
     journal.close()
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000))
-def test_an_incomplete_last_line_is_ignored_and_the_next_record_is_complete(
-    tmp_path_factory: object, cut: int
+def launched(number: int) -> GenerationLaunched:
+    generation = Generation(number, ("a", "b"), ((0,), (1,)), ("x", "y"), LAYOUT, None, "a", 4001)
+    return GenerationLaunched(generation)
+
+
+def lines_of(path: Path, records: list[JournalRecord]) -> list[bytes]:
+    """Write each record as a journal appends it, and return the lines."""
+    path.unlink(missing_ok=True)
+    journal = Journal(path)
+    for record in records:
+        journal.write(record)
+    journal.close()
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@given(st.data())
+def test_a_cut_journal_is_read_up_to_its_last_whole_record(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """V45"""
-    path = Path(tmp_path_factory.mktemp("journal")) / "journal"  # type: ignore[attr-defined]
-    write(path, RECORDS)
-    data = path.read_bytes()[:cut]
-    path.write_bytes(data)
-    whole = data.count(b"\n")
-    assert list(read_journal(path)) == RECORDS[:whole]
-    write(path, [StoreSeen("/other")])
-    assert list(read_journal(path)) == [*RECORDS[:whole], StoreSeen("/other")]
+    """V45, REL-3: and the next record is whole."""
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    lines = lines_of(path, RECORDS)
+    kept = b"".join(lines)[: data.draw(st.integers(0, len(b"".join(lines))))]
+    path.write_bytes(kept)
+    num_whole = sum(len(b"".join(lines[: index + 1])) - 1 <= len(kept) for index in range(len(lines)))
+    assert list(read_journal(path).records) == RECORDS[:num_whole]
+    LineFile(path).append(_line(StoreSeen("/other")))
+    assert list(read_journal(path).records) == [*RECORDS[:num_whole], StoreSeen("/other")]
+
+
+@given(st.data())
+def test_a_flipped_bit_costs_its_record_alone(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """REL-3: two records, if it joins their lines."""
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    lines = lines_of(path, RECORDS)
+    content = bytearray(b"".join(lines))
+    place = data.draw(st.integers(0, len(content) - 2))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(bytes(content))
+    starts = [len(b"".join(lines[:index])) for index in range(len(lines))]
+    hit = max(index for index, start in enumerate(starts) if start <= place)
+    lost = {hit, hit + 1} if place == starts[hit] + len(lines[hit]) - 1 else {hit}
+    found = read_journal(path)
+    assert list(found.records) == [record for index, record in enumerate(RECORDS) if index not in lost]
+    assert found.num_damaged > 0
+
+
+class FullDisk:
+    """Stands for os.write on a disk with some bytes of space left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, space: int, code: int = errno.ENOSPC) -> None:
+        self.space = space
+        self.code = code
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, fd: int, data: bytes) -> int:
+        if not self.space:
+            raise OSError(self.code, os.strerror(self.code))
+        written = self._write(fd, data[: self.space])
+        self.space -= written
+        return written
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("space", [0, 1, 40])
+def test_a_full_disk_leaves_whole_records_and_the_rest_follows_when_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, space: int, code: int
+) -> None:
+    """REL-3: a short write is taken back, the journal says why, and later it is complete."""
+    path = tmp_path / "journal"
+    journal = Journal(path, RECORDS[:2])
+    monkeypatch.setattr(
+        "varuna.morph.journal.write_atomic", lambda *_, **__: (_ for _ in ()).throw(OSError(code, "full"))
+    )
+    FullDisk(monkeypatch, space, code)
+    journal.write(StoreSeen("/store"))
+    assert list(read_journal(path).records) == RECORDS[:2] and read_journal(path).num_damaged == 0
+    assert os.strerror(code) in journal.problem and str(path) in journal.problem
+    journal.write(launched(5))
+    journal.retry(100.0)
+    assert "full" in journal.problem
+    monkeypatch.undo()
+    journal.retry(101.0)
+    assert journal.problem, "it does not try all the time"
+    journal.retry(105.0)
+    assert not journal.problem
+    assert list(read_journal(path).records) == [RECORDS[0], StoreSeen("/store"), launched(5)]
+    journal.write(SaveRequested(5))
+    assert read_journal(path).records[-1] == SaveRequested(5)
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """REL-3"""
+    written = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: written(fd, data[:7]))
+    assert len(lines_of(tmp_path / "journal", RECORDS)) == len(RECORDS)
+    assert list(read_journal(tmp_path / "journal").records) == RECORDS
+
+
+def test_numbers_of_generations_are_above_those_of_log_folders(tmp_path: Path) -> None:
+    """REL-3: also if the journal has lost its last records."""
+    for name in ("generation_3", "generation_12", "generation_x", "other_40"):
+        (tmp_path / name).mkdir()
+    last = last_logged_number(tmp_path)
+    assert last == 12 and last_logged_number(tmp_path / "nowhere") == 0
+    state = restore_state(RECORDS, settings=ManagerSettings(), now=0.0, last_number=last)
+    assert state.next_number == 13
+    state, _ = decide(state, events.MachineListRead(("a", "b", "c")), 1.0)
+    state, _ = decide(state, events.AgentJoined("c", "w", 20), 1.0)
+    assert state.next_number == 21
 
 
 def test_a_restarted_manager_expects_the_agents_of_its_last_generation(tmp_path: Path) -> None:
     """V45"""
     write(tmp_path / "journal", RECORDS)
-    state = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
+    state = restore_state(read_journal(tmp_path / "journal").records, settings=ManagerSettings(), now=50.0)
     assert state.phase == "running" and state.next_number == 3 and state.store == "/store"
     assert {name: member.agent for name, member in state.members.items()} == {"a": "z", "b": "y"}
 
@@ -67,7 +172,7 @@ def test_a_restarted_manager_expects_the_agents_of_its_last_generation(tmp_path:
 def test_a_manager_killed_during_a_save_continues_the_change(tmp_path: Path) -> None:
     """V45: the job continues after its workers have saved and exited on request."""
     write(tmp_path / "journal", [*RECORDS, SaveRequested(2)])
-    state = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
+    state = restore_state(read_journal(tmp_path / "journal").records, settings=ManagerSettings(), now=50.0)
     for machine, agent in (("b", "y"), ("a", "z")):
         state, found = decide(state, events.AgentJoined(machine, agent, 2), 51.0)
         assert any(isinstance(command, commands.SaveAndEnd) for command in found), (
@@ -94,7 +199,7 @@ def test_a_restarted_manager_continues_to_count_crashes(tmp_path: Path) -> None:
     assert failed.crashes == failed.losses == 1 and failed.verdict is None
 
     write(tmp_path / "journal", [*RECORDS, counts_record(failed, 3.0), RECORDS[-1]])
-    again = restore_state(read_journal(tmp_path / "journal"), settings=ManagerSettings(), now=50.0)
+    again = restore_state(read_journal(tmp_path / "journal").records, settings=ManagerSettings(), now=50.0)
     assert (again.crashes, again.losses, again.best_iteration) == (1, 1, 3)
     assert counts_record(again, 4.0).seconds == 7.0
     failed, _ = decide(again, failure, 51.0)
@@ -116,7 +221,7 @@ OLD_JOURNAL = b"""
 def test_a_journal_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     """The tags and field names are part of the file format."""
     (tmp_path / "journal").write_bytes(OLD_JOURNAL.lstrip().replace(b"\\\n", b""))
-    records = read_journal(tmp_path / "journal")
+    records = read_journal(tmp_path / "journal").records
     state = restore_state(records, settings=ManagerSettings(), now=0.0)
     assert [type(record).__struct_config__.tag for record in records] == [
         *["Begun", "Launched", "Saving", "StoreSeen", "Counted", "Over"]
@@ -128,6 +233,6 @@ def test_a_journal_of_an_earlier_release_is_read(tmp_path: Path) -> None:
 def test_only_records_of_the_last_job_count(tmp_path: Path) -> None:
     over = JobOver(JobVerdict("finished", 0, "well"))
     write(tmp_path / "journal", [*RECORDS, over, JobBegun("next", 1, "/logs")])
-    assert list(read_journal(tmp_path / "journal")) == [JobBegun("next", 1, "/logs")]
+    assert list(read_journal(tmp_path / "journal").records) == [JobBegun("next", 1, "/logs")]
     assert restore_state([*RECORDS, over], settings=ManagerSettings(), now=0.0).phase == "over"
-    assert not read_journal(tmp_path / "nowhere")
+    assert not read_journal(tmp_path / "nowhere").records

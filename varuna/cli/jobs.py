@@ -23,6 +23,8 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
         typer.echo(encode(found))
         return
     typer.echo(f"{found.job}: {found.phase} for {found.phase_seconds:.0f} s ({found.reason})")
+    for topic, why in found.problems.items():
+        typer.echo(f"{topic}: {why}")
     if found.generation is not None:
         typer.echo(f"generation {found.generation}: {found.layout}, iteration {found.iteration}")
     if found.store:

@@ -17,7 +17,15 @@ from varuna.checkpoint.load import newest_whole, none_left
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
 from varuna.morph.clock import SuspendAwareClock
-from varuna.morph.journal import JobBegun, JobOver, Journal, StoreSeen, read_journal, restore_state
+from varuna.morph.journal import (
+    JobBegun,
+    JobOver,
+    Journal,
+    StoreSeen,
+    last_logged_number,
+    read_journal,
+    restore_state,
+)
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol.orders import Starter
 from varuna.morph.run.job_folder import JobFolder, ManagerContact, listen
@@ -40,24 +48,29 @@ def manage(
     """Manage the job until it ends. Return its exit status."""
     lock = folder.lock()
     try:
-        records = read_journal(folder.journal)
+        found = read_journal(folder.journal)
+        records = found.records
+        if found.num_damaged:
+            say(f"{folder.journal}: {found.num_damaged} damaged lines are skipped")
         attach = resume and bool(records) and not any(isinstance(record, JobOver) for record in records)
         address_for = addresses(machines, job.manager_ip)
         listener, contact = open_contact(job, folder, address_for(machines[0]), attach=attach)
         job = msgspec.structs.replace(job, log_dir=contact.log_dir)
-        journal = Journal(folder.journal)
         clock, settings = SuspendAwareClock(time.monotonic), settings_of(job)
         if attach:
             say(f"job {contact.job} is resumed")
-            state = restore_state(records, settings=settings, now=clock.now())
+            last_number = last_logged_number(Path(job.log_dir))
+            state = restore_state(records, settings=settings, now=clock.now(), last_number=last_number)
         else:
-            journal.write(JobBegun(contact.job, contact.port, contact.log_dir))
             now = clock.now()
             state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
-            stores = [record.store for record in records if isinstance(record, StoreSeen)]
-            if resume and stores:  # continue from the last one
-                journal.write(StoreSeen(stores[-1]))
-                state = msgspec.structs.replace(state, store=stores[-1])
+            stores = [record for record in records if isinstance(record, StoreSeen)] if resume else []
+            if stores:  # continue from the last one
+                state = msgspec.structs.replace(state, store=stores[-1].store)
+            records = (JobBegun(contact.job, contact.port, contact.log_dir), *stores)
+        journal = Journal(folder.journal, records)
+        if journal.problem and not attach:
+            folder.journal.unlink(missing_ok=True)  # it is another job's
         here, elsewhere = LocalStarter(Path(job.log_dir)), make_starter(job)
 
         async def run() -> JobVerdict:

@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -97,4 +97,5 @@ def warn(text: str) -> None:
 
 def say(text: str, *, error: bool = False) -> None:
     """Print progress of a job. The text may have several lines."""
-    print(f"varuna: {text}", file=sys.stderr if error else sys.stdout, flush=True)
+    with suppress(OSError):  # the terminal is gone, or its file is on a full disk: the job continues
+        print(f"varuna: {text}", file=sys.stderr if error else sys.stdout, flush=True)

@@ -27,6 +27,7 @@ EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
     events.NoticeWithdrawn: membership.notice_withdrawn,
     events.WorkerFailed: workers.worker_failed,
     events.WorkersEnded: workers.workers_ended,
+    events.ProblemChanged: lambda decision, event: decision.report_problem(event.topic, event.why),
     events.Tick: workers.tick,
     events.PlanReady: phases.plan_ready,
     events.CheckpointFound: phases.checkpoint_found,

@@ -89,6 +89,13 @@ class StopRequested(Event, frozen=True):
     exit_code: int = 0
 
 
+class ProblemChanged(Event, frozen=True):
+    """The manager lacks something, such as space for its journal, or has it again."""
+
+    topic: str
+    why: str  # "": the problem is solved
+
+
 class Tick(Event, frozen=True):
     """Time has passed. `heartbeats` holds the last heartbeat of each machine since the last tick."""
 

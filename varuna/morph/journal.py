@@ -1,15 +1,22 @@
-"""The manager's journal: JSON lines that let a restarted manager continue the job.
+"""The manager's journal: lines that let a restarted manager continue the job.
 
-Each line is on disk before the manager acts on it. The last line may be incomplete after a crash and
-is then ignored. Heartbeats are not recorded: live agents reconnect and report their state.
+    8f3a01c2 {"type":"Launched","generation":{"number":2,...}}
+
+Each line holds the CRC-32 of a record and the record as JSON. It is on disk before the manager acts on it.
+A line that a crash has cut or a disk has changed is skipped; the others still count. Heartbeats are not
+recorded: live agents reconnect and report their state.
+
+If the disk is full, the manager continues without the journal. It tries again later, and then writes all
+records that are still needed.
 """
 
-import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from varuna.files import LineFile, write_atomic
 from varuna.morph.state import Generation, JobState, JobVerdict, ManagerSettings, Member
 
 
@@ -53,39 +60,108 @@ class JobOver(JournalRecord, frozen=True, tag="Over"):
     verdict: JobVerdict
 
 
-_decoder = msgspec.json.Decoder(
+_decoder: msgspec.json.Decoder[JournalRecord] = msgspec.json.Decoder(
     JobBegun | GenerationLaunched | SaveRequested | StoreSeen | CountsChanged | JobOver
 )
+
+
+RETRY_SECONDS = 5.0
+"""Time between attempts to write a journal that could not be written."""
+
+
+class JournalReading(msgspec.Struct, frozen=True):
+    """The content of a journal file."""
+
+    records: tuple[JournalRecord, ...] = ()  # of the last job
+    num_damaged: int = 0  # lines that were skipped
 
 
 class Journal:
     """The journal file, open for writing. Only one manager may have it open."""
 
-    def __init__(self, path: Path) -> None:
-        complete = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, complete)  # remove an incomplete last line
+    def __init__(self, path: Path, records: Sequence[JournalRecord] = ()) -> None:
+        """Replace the file by `records`, which are all that a restarted manager needs to know."""
+        self.problem = ""  # why the file lacks records; "": it is complete
+        self._file = LineFile(path, fsync=True)
+        self._needed: list[JournalRecord] = []
+        self._retry_at = 0.0
+        for record in records:
+            self._keep(record)
+        self._write_needed()
 
     def write(self, record: JournalRecord) -> None:
-        os.write(self._fd, msgspec.json.encode(record) + b"\n")
-        os.fsync(self._fd)
+        """Append a record. If that fails, `problem` says why, and `retry` writes it later."""
+        self._keep(record)
+        if self.problem:
+            self._write_needed()
+            return
+        try:
+            self._file.append(_line(record))
+        except OSError as error:
+            self._fail(error)
+
+    def retry(self, now: float) -> None:
+        """Write what is missing, if something is."""
+        if self.problem and now >= self._retry_at:
+            self._retry_at = now + RETRY_SECONDS
+            self._write_needed()
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
+    def _keep(self, record: JournalRecord) -> None:
+        """Keep the last record of each kind, in order; drop those that `record` replaces."""
+        if isinstance(record, JobBegun):
+            self._needed.clear()
+        replaced: tuple[type[JournalRecord], ...] = (type(record),)
+        if isinstance(record, GenerationLaunched):
+            replaced = (GenerationLaunched, SaveRequested)
+        self._needed = [*(kept for kept in self._needed if not isinstance(kept, replaced)), record]
 
-def read_journal(path: Path) -> tuple[JournalRecord, ...]:
-    """Return the records of the last job, up to the first line that cannot be read."""
-    records: list[JournalRecord] = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    def _write_needed(self) -> None:
+        """Replace the file, atomically, by the records that are still needed."""
+        self._file.close()
+        text = b"".join(_line(record) + b"\n" for record in self._needed).decode()
         try:
-            record = _decoder.decode(line)
-        except msgspec.DecodeError:
-            break
+            write_atomic(self._file.path, text, mode=0o600)
+            self.problem = ""
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.problem = f"{self._file.path} cannot be written: {error.strerror or error}"
+
+
+def _line(record: JournalRecord) -> bytes:
+    data = msgspec.json.encode(record)
+    return b"%08x %b" % (zlib.crc32(data), data)
+
+
+def _read_line(line: bytes) -> JournalRecord | None:
+    """Return the record, or None if the line is damaged. Earlier releases wrote no checksum."""
+    if not line.startswith(b"{"):
+        checksum, _, line = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(line):
+            return None
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def read_journal(path: Path) -> JournalReading:
+    """Return the records of the last job. Skip damaged lines."""
+    records: list[JournalRecord] = []
+    num_damaged = 0
+    for line in filter(None, path.read_bytes().split(b"\n")) if path.exists() else ():
+        record = _read_line(line)
+        if record is None:
+            num_damaged += 1
+            continue
         if isinstance(record, JobBegun):
             records.clear()
         records.append(record)
-    return tuple(records)
+    return JournalReading(tuple(records), num_damaged)
 
 
 def counts_changed(before: JobState, after: JobState) -> bool:
@@ -107,15 +183,28 @@ def counts_record(state: JobState, seconds: float) -> CountsChanged:
     )
 
 
-def restore_state(records: Iterable[JournalRecord], *, settings: ManagerSettings, now: float) -> JobState:
-    """Return the state of a restarted manager, which expects its agents to reconnect."""
-    state = JobState(settings=settings, since=now, attach_until=now + settings.attach_seconds)
+def restore_state(
+    records: Iterable[JournalRecord], *, settings: ManagerSettings, now: float, last_number: int = 0
+) -> JobState:
+    """Return the state of a restarted manager, which expects its agents to reconnect.
+
+    The journal may lack its last records. So the next generation gets a number above all known ones:
+    those of the records, `last_number`, and those that the agents report when they connect.
+    """
+    state = JobState(
+        settings=settings,
+        since=now,
+        attach_until=now + settings.attach_seconds,
+        next_number=last_number + 1,
+        save_requested=True,
+    )
     for record in records:
         if isinstance(record, GenerationLaunched):
             state = _with_generation(state, record.generation, now)
         elif isinstance(record, SaveRequested):
-            deadline = state.attach_until + settings.save_seconds
-            state = msgspec.structs.replace(state, phase="saving", deadline=deadline)
+            if state.generation is not None and state.generation.number == record.generation:
+                deadline = state.attach_until + settings.save_seconds
+                state = msgspec.structs.replace(state, phase="saving", deadline=deadline)
         elif isinstance(record, StoreSeen):
             state = msgspec.structs.replace(state, store=record.store)
         elif isinstance(record, CountsChanged):
@@ -132,6 +221,12 @@ def restore_state(records: Iterable[JournalRecord], *, settings: ManagerSettings
     return state
 
 
+def last_logged_number(log_dir: Path) -> int:
+    """Return the highest generation that has a log folder on this machine; 0 if there is none."""
+    numbers = [path.name.removeprefix("generation_") for path in log_dir.glob("generation_*")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
 def _with_generation(state: JobState, generation: Generation, now: float) -> JobState:
     # The agents count as connected until `attach_until`; those that do not reconnect by then are lost.
     seen = state.attach_until - state.settings.lost_seconds
@@ -144,7 +239,7 @@ def _with_generation(state: JobState, generation: Generation, now: float) -> Job
         phase="running",
         reason="the manager was restarted",
         generation=generation,
-        next_number=generation.number + 1,
+        next_number=max(state.next_number, generation.number + 1),
         members=members,
         progressed_at=now,
     )

@@ -29,6 +29,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     attach_seconds: float = 10.0  # agents must find a restarted manager within this time
     save_seconds: float = 60.0  # limit for a save; a notice can set an earlier deadline
     end_seconds: float = 10.0  # an agent must confirm that its workers are killed within this time
+    begin_seconds: float = 10.0  # an agent must report the workers that it was told to start within this time
     second_hand_seconds: float = 2.0  # wait this long for the failure that caused the reported ones
     crash_limit: int = 3  # crashes without progress that are retried; one more ends the job
     flap_seconds: float = 600.0  # forget losses of a machine that are older than this
@@ -180,6 +181,8 @@ class JobState(msgspec.Struct, frozen=True):
     seconds_before: float = 0.0  # run time of earlier managers of this job
     attach_until: float = 0.0  # until then agents of an earlier manager may connect; start no second one
     verdict: JobVerdict | None = None  # result of the job, reported once all workers have ended
+    save_requested: bool = False  # workers of this generation that save and exit may do so on our request
+    problems: Mapping[str, str] = {}  # by topic; `varuna status` shows them
 
     @property
     def active(self) -> bool:

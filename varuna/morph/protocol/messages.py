@@ -132,6 +132,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     slow_machines: tuple[str, ...]
     log_dir: str
     machines: tuple[MachineStatus, ...]
+    problems: Mapping[str, str] = {}  # by topic: what the manager lacks or waits for
 
 
 ToManager = (

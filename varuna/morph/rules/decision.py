@@ -24,6 +24,14 @@ class Decision:
     def log(self, what: str, why: str) -> None:
         self.do(commands.LogEvent(what, why))
 
+    def report_problem(self, topic: str, why: str) -> None:
+        """Log a problem once, and keep it for `varuna status`; an empty `why` says that it is solved."""
+        if self.state.problems.get(topic, "") == why:
+            return
+        others = {name: known for name, known in self.state.problems.items() if name != topic}
+        self.set(problems={**others, topic: why} if why else others)
+        self.log(topic, why or "solved")
+
     def set(self, **fields: Any) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)
 
@@ -89,6 +97,7 @@ class Decision:
             next_number=generation.number + 1,
             ended={},
             failures=(),
+            save_requested=False,
             activity=0,
             in_step=False,
             progressed_at=self.now,
@@ -101,7 +110,7 @@ class Decision:
         members = [self.state.members[name] for name in machines if name in self.state.members]
         deadlines = [member.leave_by for member in members if member.leave_by is not None]
         limit = self.now + self.settings.save_seconds
-        self.enter("saving", why, deadline=min([limit, *deadlines]))
+        self.enter("saving", why, deadline=min([limit, *deadlines]), save_requested=True)
         self.do(commands.SaveAndEnd(self.generation.number, machines, why))
 
     def end_generation(self, why: str) -> None:

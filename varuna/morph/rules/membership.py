@@ -31,6 +31,8 @@ def machine_list_read(decision: Decision, event: events.MachineListRead) -> None
 def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
     name = event.machine
     member = decision.state.members.get(name)
+    # An agent ignores numbers that are not above its last one, so none is given twice.
+    decision.set(next_number=max(decision.state.next_number, (event.generation or 0) + 1))
     if member is None or not (member.listed or decision.is_working(name)):
         decision.do(commands.EndAgent(name, "the machine is not in the list"))
         return

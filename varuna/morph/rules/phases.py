@@ -89,7 +89,9 @@ def run(decision: Decision) -> None:
     if decision.state.failures:
         crash_when_cause_is_known(decision)
     elif decision.all_ended():
-        if _saved_on_demand(decision):
+        if _saved_on_demand(decision) and decision.state.save_requested and not decision.state.verdict:
+            decision.enter("gathering", decision.state.reason)
+        elif _saved_on_demand(decision):
             stopped = JobVerdict("stopped", 0, "all workers saved and exited after SIGUSR1")
             decision.finish(decision.state.verdict or stopped)
         else:

@@ -29,6 +29,9 @@ def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
         decision.set(ended={**decision.state.ended, event.machine: event.outcomes})
         if event.progress:
             _keep_facts(decision, event.progress)
+    elif not decision.state.store:  # a journal that was cut does not name it
+        stores = (worker.store for worker in event.progress if worker.store)
+        decision.set(store=next(stores, ""))
     if member.workers == event.generation:
         decision.set_member(event.machine, workers=None)
 
@@ -62,6 +65,20 @@ def tick(decision: Decision, event: events.Tick) -> None:
         )
         _keep_facts(decision, progress)
     lose_silent_machines(decision)
+    _end_if_not_begun(decision, event)
+
+
+def _end_if_not_begun(decision: Decision, event: events.Tick) -> None:
+    """End a generation if a connected machine reports that it has no workers of it."""
+    if decision.state.phase not in ("running", "saving"):
+        return
+    if decision.now - decision.state.since <= decision.settings.begin_seconds:
+        return
+    for name, (agent, generation, _) in event.heartbeats.items():
+        is_working = decision.member_of_agent(name, agent) and decision.is_working(name)
+        if is_working and generation != decision.generation.number:
+            decision.end_generation(f"{name} does not run its workers")
+            return
 
 
 def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:

@@ -24,7 +24,7 @@ def request_manager(code_dir: str, what: str, **fields: object) -> ManagerReply:
     try:
         return send_request(contact.address, contact.port, contact.credential, request)
     except (OSError, FramingError) as error:
-        for record in read_journal(folder.journal):
+        for record in read_journal(folder.journal).records:
             if isinstance(record, JobOver):
                 how, reason = record.verdict.how, shorten_reason(record.verdict.reason)
                 raise ValueError(

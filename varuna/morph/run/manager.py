@@ -22,6 +22,7 @@ import msgspec
 
 from varuna.environment import VarunaEnvironment
 from varuna.errors import BrokenCheckpoint
+from varuna.files import LineFile
 from varuna.morph import commands, events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.decide import decide
@@ -105,8 +106,7 @@ class Manager:
             on_close=self.connection_closed,
             log=self.log,
         )
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-        self.event_log = (Path(job.log_dir) / "events.jsonl").open("ab", buffering=0)
+        self.event_log = LineFile(Path(job.log_dir) / "events.jsonl")
 
     # ------------------------------------------------------------ main loop
 
@@ -155,6 +155,8 @@ class Manager:
                     del self.started[machine]
                     if machine not in self.agents:
                         self.events.put_nowait(events.AgentNotStarted(machine, why))
+            self.journal.retry(self.clock.now())
+            self.report_journal()
             heartbeats, self.heartbeats = self.heartbeats, {}
             self.find_slow_machines(heartbeats)
             self.events.put_nowait(events.Tick(heartbeats))
@@ -172,11 +174,25 @@ class Manager:
     def find_slow_machines(self, heartbeats: Mapping[str, Heartbeat]) -> None:
         if self.state.generation is None or not heartbeats:
             return
-        for machine in self.slow_machines.find(heartbeats, self.state.generation):
+        slow = self.slow_machines.find(heartbeats, self.state.generation)
+        self.report_problem("slow machines", self.slow_machines.problem)
+        for machine in slow:
             why = f"{machine} computes more slowly than other machines with the same stage"
             self.log("slow machine", f"{why}; see {self.job.slow_file}")
             if self.job.exclude_slow:
                 self.events.put_nowait(events.NoticeReceived(machine, None, why))
+
+    def report_journal(self) -> None:
+        why = self.journal.problem and (
+            f"{self.journal.problem}; the job continues, but `varuna run --resume` may go back to an "
+            "earlier generation (free some space)"
+        )
+        self.report_problem("journal", why)
+
+    def report_problem(self, topic: str, why: str) -> None:
+        """Report a problem, or its end, if it has changed."""
+        if self.state.problems.get(topic, "") != why:
+            self.events.put_nowait(events.ProblemChanged(topic, why))
 
     async def wait_for_agents(self) -> None:
         """Wait until all agents have exited, then kill those that have not."""
@@ -220,8 +236,9 @@ class Manager:
             self.events.put_nowait(events.NoticeReceived(machine, deadline, message.why))
         elif isinstance(message, messages.WorkerOutput):
             stream = sys.stderr if message.is_stderr else sys.stdout
-            for line in message.text.splitlines():
-                print(f"[rank {message.rank}] {line}", file=stream, flush=True)
+            with suppress(OSError):  # the terminal is gone, or its file is on a full disk
+                for line in message.text.splitlines():
+                    print(f"[rank {message.rank}] {line}", file=stream, flush=True)
         elif isinstance(message, messages.LogReply):
             self.requests.forward_log(message)
 
@@ -335,6 +352,8 @@ class Manager:
     def launch(self, command: commands.Launch) -> None:
         generation = command.generation
         self.journal.write(GenerationLaunched(generation))
+        with suppress(OSError):  # a second record of the number, if the journal is lost
+            (Path(self.job.log_dir) / f"generation_{generation.number}").mkdir(parents=True, exist_ok=True)
         self.slow_machines.reset()
         resumed = "" if generation.resume_step is None else f", from step {generation.resume_step}"
         machines = ", ".join(generation.machines)
@@ -384,5 +403,10 @@ class Manager:
 
     def record(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with suppress(OSError):  # a full disk must not end the job
-            self.event_log.write(msgspec.json.encode({"at": now, "what": what, "why": why}) + b"\n")
+        why_not = ""
+        try:
+            self.event_log.path.parent.mkdir(parents=True, exist_ok=True)
+            self.event_log.append(msgspec.json.encode({"at": now, "what": what, "why": why}))
+        except OSError as error:  # a full disk must not end the job
+            why_not = f"{self.event_log.path} cannot be written: {error.strerror or error}"
+        self.report_problem("event log", why_not)

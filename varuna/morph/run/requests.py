@@ -77,6 +77,7 @@ class RequestHandler:
             machines=tuple(
                 machine_status(state, name, self._agents.get(name), now=now) for name in state.members
             ),
+            problems=state.problems,
         )
 
     def _request_log(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from varuna.files import write_atomic
 from varuna.morph.machines import read_machines
 from varuna.morph.state import Generation, Heartbeat
 from varuna.morph.stragglers import StragglerWatch, find_stragglers
@@ -38,6 +39,7 @@ class SlowMachineWatcher:
         self._path = path
         self._watch = StragglerWatch()
         self.machines: dict[str, None] = {}  # in order of detection
+        self.problem = ""  # why the file lacks machines
 
     def reset(self) -> None:
         """Start again with a new generation."""
@@ -56,5 +58,10 @@ class SlowMachineWatcher:
         new = [machine for machine in slow if machine is not None and machine not in self.machines]
         if new:
             self.machines.update(dict.fromkeys(new))
-            self._path.write_text("".join(f"{name}\n" for name in self.machines))
+        if new or self.problem:
+            try:
+                write_atomic(self._path, "".join(f"{name}\n" for name in self.machines), fsync=False)
+                self.problem = ""
+            except OSError as error:  # a full disk must not end the job
+                self.problem = f"{self._path} cannot be written: {error.strerror or error}"
         return new
