@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from pyrannc.pipeline import Pipeline
 from pyrannc.process import switches
 from pyrannc.profile import ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
-from varuna.capture.model.state import adopted_state
+from varuna.capture.model.state import adopted_state, model_values
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
+from varuna.execute.update.initial_values import share_initial_values
 from varuna.execute.update.shard import shard_optimizer
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
@@ -33,9 +34,6 @@ from varuna.train.assemble import assemble
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
-
-SYNC_BYTES = 64 << 20
-"""Most bytes of parameters that rank 0 broadcasts at once."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,6 @@ class ModelPartitioning:
         own_seed = torch.initial_seed() if options.seed is None else options.seed
         seed = session.gather(own_seed)[0] % 2**63
         pinned = self._choose(source, captured, call, session)
-        if options.configuration.sync_params_on_init and switches.syncs_parameters:
-            self._sync_parameters(session)
         return PlannedModel(source, captured, pinned, seed, call.number)
 
     def build(self, planned: PlannedModel, session: Session) -> PartitionedModel:
@@ -97,9 +93,12 @@ class ModelPartitioning:
         source, captured, pinned, seed, number = planned
         options, plan = self.options, pinned.plan
         own = plan.stages[session.stage]
+        whole = model_values(source) if session.rank == 0 and session.num_ranks > 1 else {}
         state = adopted_state(
             source, captured, own.first, own.stop, model=self.model, device=options.device, seed=seed
         )
+        if options.configuration.sync_params_on_init and switches.syncs_parameters:
+            share_initial_values(session, state.by_name(), whole, log)
         owners: dict[str, int] = {}
         for rank, held in enumerate(session.gather(tuple(state.canonical))):
             for name in held:
@@ -207,18 +206,6 @@ class ModelPartitioning:
                         "(build the same model on all ranks)"
                     )
         check_same_forward(session, [fingerprint for *_, fingerprint in everyone], captured)
-
-    @torch.no_grad()
-    def _sync_parameters(self, session: Session) -> None:
-        """Copy the values of rank 0 to all ranks: random initial values differ between processes."""
-        tensors = [t for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta]
-        if session.group is None or not tensors:
-            return
-        on_host = [t.detach().cpu().contiguous() for t in tensors]
-        broadcast: Any = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
-        broadcast(session.group, on_host, SYNC_BYTES, 0)
-        for tensor, value in zip(tensors, on_host, strict=True):
-            tensor.copy_(value)
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

@@ -1,15 +1,18 @@
 """The steps that wrap a model, in the order in which `Varuna` runs them."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from varuna.capture import Source, StageState, stage_state
+from varuna.capture.model.state import model_values
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.session import Session
 from varuna.execute.step.trainer import Trainer
+from varuna.execute.update.initial_values import share_initial_values
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.train.assemble import assemble
@@ -26,6 +29,8 @@ from varuna.train.programs import CapturedModel, StagePrograms, batch_of
 from varuna.train.training_state import TrainingState
 from varuna.train.validate import WrapOptions, all_names, plan_stages, refuse_detached, refuse_inseparable
 from varuna.types import Plan
+
+log = logging.getLogger("varuna")
 
 FIRST_RUN_PATIENCE = 15.0
 """Other ranks wait this many times the timeout for a step that compiles."""
@@ -109,6 +114,9 @@ def build_stage(
         initialize=options.initialize,
         seed=sampled.seed,
     )
+    is_first = session.rank == session.ranks[0]
+    whole = model_values(sampled.source, options.initialize) if is_first and session.num_ranks > 1 else {}
+    share_initial_values(session, state.by_name(), whole, log)
     programs = StagePrograms(sampled, options, plan, session.stage, state)
     trainer = assemble(
         plan,

@@ -8,7 +8,8 @@ layout. These functions make the tensors of a module, the first one that knows h
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +48,8 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
             module._buffers[leaf] = poisoned(buffer.shape, buffer.dtype)
     parts = path.split(".") if path else []
     outer = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
-    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest, "little"))
+        with seeded(seed, path), torch.no_grad():
             for candidate in [module, *outer]:
                 own = getattr(candidate, "_reset_parameters", None)
                 reset = getattr(candidate, "reset_parameters", own)
@@ -72,6 +71,15 @@ def _make(model: nn.Module, path: str, leaves: Sequence[str], seed: int) -> dict
                 "pass initialize=, a mapping of names to tensors or a function that fills a tensor."
             )
     return made
+
+
+@contextmanager
+def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
+    """Draw random numbers by the seed and the name, on the CPU and on the device."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        yield
 
 
 def own_tensor(module: nn.Module, leaf: str) -> Tensor:

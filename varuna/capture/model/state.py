@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.initialization import initialized, is_poisoned, own_tensor, poisoned
+from varuna.capture.model.initialization import initialized, is_poisoned, own_tensor, poisoned, seeded
 from varuna.capture.model.source import Source
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.run.captured import Captured
@@ -46,6 +46,10 @@ class StageState(nn.Module):
         """Return the current tensor of a canonical name (`to()` may have replaced it)."""
         return own_tensor(*self._places[name])
 
+    def by_name(self) -> dict[str, Tensor]:
+        """Return all tensors by canonical name."""
+        return {name: self.tensor(name) for name in self._places}
+
     def is_persistent(self, name: str) -> bool:
         """Return whether a canonical name is in `state_dict()`."""
         return name not in self._transient
@@ -69,6 +73,18 @@ def stage_state(
     shells = _shells(source, captured, first, stop)
     values = _values(source, list(shells), torch.device(device), initialize, seed)
     return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
+
+
+def model_values(source: Source, initialize: Initialize | None = None) -> dict[str, Tensor]:
+    """Return the model's own tensors by canonical name, without those on `meta` or set by a mapping."""
+    given = initialize if isinstance(initialize, Mapping) else {}
+    return {
+        name: source.value(name)
+        for name in named_tensors(source.meta_model)
+        if source.canonical.get(name, name) == name
+        and not any(alias in given for alias in source.names_of(name))
+        and not source.on_meta(name)
+    }
 
 
 def adopted_state(
@@ -151,7 +167,7 @@ def _values(
                     values.update(initialized(source.meta_model, [name], device=device, seed=seed))
             if name not in values:
                 tensor = poisoned(source.shape(name), source.dtype(name), device)
-                with torch.no_grad():
+                with seeded(seed, name, device), torch.no_grad():
                     fill(name, tensor)
                 if not is_poisoned(tensor):
                     values[name] = tensor
