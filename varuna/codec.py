@@ -15,5 +15,5 @@ def decode(text: str | bytes, kind: type[Decoded], source: str = "the text") -> 
     """Decode JSON. An error names the source and the position of the wrong value."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # too deep: no file of ours is
         raise ValueError(f"{source} is not a valid {kind.__name__}: {error}") from None

@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 from varuna.checkpoint.format.manifest import (
     MANIFEST,
     Facts,
+    FileEntry,
     Json,
     Manifest,
+    TensorEntry,
+    check_places,
     folder_of,
     seal,
 )
@@ -253,6 +256,15 @@ def test_a_manifest_that_points_out_of_its_folder_is_refused(name: str, store: S
     forged = msgspec.json.encode(seal(msgspec.json.decode(text, type=Manifest)))
     (Path(store.url) / folder_of(1) / MANIFEST).write_bytes(forged)
     assert "not a plain file name: refused" in status_of(store, 1).problem
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2**40,)), ("load", (4,)), ("float32", (-1, -1))])
+def test_a_manifest_with_a_tensor_of_another_size_is_refused(dtype: str, shape: tuple[int, ...]) -> None:
+    """A hostile manifest must not make a loader allocate all memory."""
+    files = {"w0.safetensors": FileEntry(100, "")}
+    entry = TensorEntry("w0.safetensors", dtype, shape, 50, 54, "")
+    with pytest.raises(CheckpointError, match="which is not the size of"):
+        check_places(files, {"model/a": entry}, "m")
 
 
 def test_a_newer_version_and_a_foreign_document_are_refused_by_name(store: Store) -> None:

@@ -14,7 +14,7 @@ from tests.cli.commands import Cli, parse_options
 from tests.without_torch import run_without_torch
 from varuna.cli.launch import LaunchOptions, launch_script
 from varuna.cli.main import app, main
-from varuna.cli.options import add_command, new_app
+from varuna.cli.options import add_command, new_app, say, warn
 from varuna.cli.run import RunOptions
 
 
@@ -40,6 +40,17 @@ def test_an_error_is_one_line_unless_debugging(
     monkeypatch.setattr(sys, "argv", ["varuna", "checkpoint", "ls", str(tmp_path / "nowhere")])
     with pytest.raises(FileNotFoundError):
         main()
+
+
+def test_text_from_elsewhere_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """SEC-2: a title, a colour and a cursor movement from another machine are shown, not obeyed."""
+    hostile = "lost: \x1b]0;title\x07\x1b[2J \x9b31m\r ok\n\tnext line"
+    say(hostile)
+    assert capsys.readouterr().out == (
+        "varuna: lost: \\x1b]0;title\\x07\\x1b[2J \\x9b31m\\x0d ok\n\tnext line\n"
+    )
+    warn(hostile)
+    assert not set(capsys.readouterr().err) & {"\x1b", "\x9b", "\x07", "\r"}
 
 
 # ---------------------------------------------------------------- flags

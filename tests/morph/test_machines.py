@@ -26,3 +26,11 @@ def test_an_invalid_line_of_an_env_file_is_reported(line: str) -> None:
     """V31"""
     with pytest.raises(ValueError, match="f, line 2"):
         parse_environment(f"OK=1\n{line}\n", source="f")
+
+
+@pytest.mark.parametrize("line", ["KEY='hunter2", "my-key=hunter2", "KEY=a hunter2", 'export "KEY=hunter2'])
+def test_an_error_in_an_env_file_does_not_show_its_values(line: str) -> None:
+    """SEC-3"""
+    with pytest.raises(ValueError, match="f, line 1") as raised:
+        parse_environment(f"{line}\n", source="f")
+    assert "hunter2" not in str(raised.value)

@@ -196,6 +196,7 @@ WRONG = {
     "no UTF-8": (200, {}, b"\xff\xfe"),
     "nothing": (200, {}, b""),
     "too long": (200, {}, LONG),
+    "too deep": (200, {}, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "an error of its own": (503, {}, b"try later"),
     "not there": (404, {}, b"not found"),
     "a strange date": (200, {"Date": "yesterday"}, b'{"action": "stop", "time": "2027-01-15T08:02:00Z"}'),

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from varuna.cli.options import AsJson
+from varuna.cli.options import AsJson, printable
 from varuna.codec import decode, encode
 from varuna.morph.protocol.messages import JobStatus, ManagerReply
 from varuna.morph.run.client import request_manager
@@ -22,7 +22,7 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(encode(found))
         return
-    typer.echo(f"{found.job}: {found.phase} for {found.phase_seconds:.0f} s ({found.reason})")
+    typer.echo(f"{found.job}: {found.phase} for {found.phase_seconds:.0f} s ({printable(found.reason)})")
     for topic, why in found.problems.items():
         typer.echo(f"{topic}: {why}")
     if found.generation is not None:
@@ -31,7 +31,7 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
         saved = "nothing saved yet" if found.saved_step is None else f"saved step {found.saved_step}"
         cost = f" in {found.save_seconds:.2g} s" if found.save_seconds else ""
         every = f"; automatic every {found.save_every_seconds:.1f} s" if found.save_every_seconds else ""
-        typer.echo(f"checkpoints: {found.store}, {saved}{cost}{every}")
+        typer.echo(f"checkpoints: {printable(found.store)}, {saved}{cost}{every}")
     if found.checkpoint_note:
         typer.echo(f"broken checkpoint: {found.checkpoint_note}")
     if found.slow_machines:

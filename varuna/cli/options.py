@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,9 @@ from varuna.environment import VarunaEnvironment
 from varuna.errors import VarunaError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, without tab and newline."""
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -92,10 +96,15 @@ def run_app(app: typer.Typer, program: str) -> None:
 
 def warn(text: str) -> None:
     """Print one line to stderr."""
-    print("varuna:", " ".join(text.split()), file=sys.stderr)
+    print("varuna:", printable(" ".join(text.split())), file=sys.stderr)
 
 
 def say(text: str, *, error: bool = False) -> None:
     """Print progress of a job. The text may have several lines."""
     with suppress(OSError):  # the terminal is gone, or its file is on a full disk: the job continues
-        print(f"varuna: {text}", file=sys.stderr if error else sys.stdout, flush=True)
+        print(f"varuna: {printable(text)}", file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def printable(text: str) -> str:
+    """Escape control characters: text from other machines must not control the terminal."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

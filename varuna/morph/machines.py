@@ -47,12 +47,14 @@ def parse_environment(text: str, *, source: str) -> dict[str, str]:
         try:
             tokens = shlex.split(line, comments=True)
         except ValueError as error:
-            raise ValueError(f"{place}: {error} in {line!r}") from None
+            raise ValueError(f"{place}: {error}") from None  # not the line: values may be secrets
         for token in tokens[1:] if tokens[:1] == ["export"] else tokens:
             name, equals, value = token.partition("=")
             if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                found_name = repr(name) if equals else "a word without ="
                 raise ValueError(
-                    f"{place}: expected KEY=VALUE, found {token!r} (put quotes around a value with spaces)"
+                    f"{place}: expected KEY=VALUE, found {found_name} (a key has letters, digits and _; "
+                    "put quotes around a value with spaces)"
                 )
             found[name] = value
     return found

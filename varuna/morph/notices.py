@@ -224,7 +224,7 @@ Kind = TypeVar("Kind")
 def parse_body(body: bytes, kind: type[Kind], what: str) -> Kind:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise NoticeError(f"invalid {what}: {error}; found {body[:80]!r}") from None
 
 

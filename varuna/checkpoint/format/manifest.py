@@ -9,6 +9,7 @@ leaves parts, each with its own document (`PartManifest`), and no manifest.
         stage-0-replica-0-<attempt>.json         their PartManifest
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from varuna.checkpoint.format.part import DTYPES
 from varuna.errors import CheckpointError
 from varuna.types import Plan
 
@@ -150,7 +152,7 @@ def decode_part(data: bytes, where: str) -> PartManifest:
 
 
 def check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry], where: str) -> None:
-    """Check that each file has a plain name and each tensor lies within its file."""
+    """Check that each file has a plain name, and each tensor lies within its file and has its size."""
     for name in files:
         if not PLAIN_NAME.fullmatch(name):
             raise CheckpointError(f"{where} names the file {name!r}, which is not a plain file name: refused")
@@ -160,10 +162,17 @@ def check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry], w
                 f"{where} places {key!r} at {entry.first} to {entry.stop} of {entry.file!r}, "
                 "which are outside of that file"
             )
+        _, item_bytes = DTYPES.get(entry.dtype, ("", 0))
+        sized = item_bytes * math.prod(entry.shape) == entry.stop - entry.first
+        if not item_bytes or not sized or any(length < 0 for length in entry.shape):
+            raise CheckpointError(
+                f"{where} gives {key!r} {entry.stop - entry.first} bytes, which is not the size of "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
 
 
 def _decode(data: bytes, kind: type[Document], where: str) -> Document:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None
