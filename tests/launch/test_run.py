@@ -50,6 +50,7 @@ def test_resume_restarts_the_last_job_of_the_folder(tmp_path: Path, here: list[s
     ("arguments", "complaint"),
     [
         ([*SIZES, "script.py"], "cannot read the machine list"),
+        (["--machine_list", "typo", *SIZES, "script.py"], "typo, line 2: '127.0.0' is not an IPv4 address"),
         (["--machine_list", "empty", *SIZES, "script.py"], "the machine list is empty"),
         (["--machine_list", "machines", *SIZES], "no training script"),
         (["--machine_list", "machines", *SIZES, "nowhere.py"], "no script 'nowhere.py'"),
@@ -79,6 +80,7 @@ def test_invalid_input_is_refused_before_anything_starts(
 ) -> None:
     """V29, V32: exit status 2, and a message that says what to do."""
     (tmp_path / "empty").write_text("# nobody\n")
+    (tmp_path / "typo").write_text("127.0.0.1\n127.0.0\n")
     job = run([*RUN, *arguments], tmp_path, SHOW)
     assert job.returncode == 2
     assert complaint in job.stderr

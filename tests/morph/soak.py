@@ -527,7 +527,7 @@ class Soak:
         text, log_line = self.random.choice(
             [
                 ("", "list ignored"),
-                ("\0\1 rm -rf\n-oProxyCommand=no\n", "list ignored"),
+                ("\0\1 rm -rf\n-oProxyCommand=no\n", "is not a machine address"),
                 ("\n".join([*addresses, *addresses]), "appears more than once"),
             ]
         )

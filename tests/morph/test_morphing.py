@@ -26,7 +26,7 @@ def test_losses_do_not_change_when_machines_join_and_leave_and_processes_are_kil
         assert "on 127.0.0.1, 127.0.0.2, 127.0.0.3" in job.wait_for("generation: 3: 1 stage x 3 replicas")
 
         (tmp_path / "machines").write_text("127.0.0.1\n127.0.0.1\n127.0.0.2\n127.0.0.3\n-oProxyCommand=no\n")
-        job.wait_for("'-oProxyCommand=no' is not a machine address")
+        job.wait_for("machines, line 5: '-oProxyCommand=no' is not a machine address")
         (tmp_path / "machines").write_text("")
         job.wait_for("list ignored")
         job.wait_for_steps(3)

@@ -138,10 +138,11 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
         options = resumed(saved, code_dir, options)
     options = with_absolute_paths(options)
     assert options.machine_list is not None
-    machines, problems = read_machines(read_file(options.machine_list, "machine list"))
-    for problem in problems:
-        say(problem)
-    require_machines(machines)
+    data = read_file(options.machine_list, "machine list")
+    found = read_machines(data, source=options.machine_list)
+    for sentence in found.repeated:
+        say(sentence)
+    machines = require_machines(found, source=options.machine_list)
     job = job_spec(options)
     request = LayoutRequest(
         batch_size=options.batch_size,
@@ -218,9 +219,9 @@ def job_spec(options: RunOptions) -> JobSpec:
     )
 
 
-def read_file(path: str, what: str) -> str:
+def read_file(path: str, what: str) -> bytes:
     try:
-        return Path(path).read_text()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the {what} {path!r}: {error.strerror}") from None
 

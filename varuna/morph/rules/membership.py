@@ -6,10 +6,13 @@ from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
 from varuna.morph.state import Member
 
+EMPTY_LIST = "it names no machine; nothing changes (`varuna stop` ends the job)"
+
 
 def machine_list_read(decision: Decision, event: events.MachineListRead) -> None:
     if not event.machines:
-        decision.log("list ignored", "it names no machine; nothing changes (`varuna stop` ends the job)")
+        decision.log("list ignored", EMPTY_LIST)
+        decision.report_problem("machine list", EMPTY_LIST)
         return
     members = dict(decision.state.members)
     for name in event.machines:

@@ -165,11 +165,15 @@ class Manager:
     def read_machine_list(self) -> None:
         if self.machine_list.was_read and not self.state.settings.morphs:
             return
-        if (found := self.machine_list.poll()) is not None:
-            machines, problems = found
-            for problem in problems:
-                self.log("list", problem)
-            self.events.put_nowait(events.MachineListRead(machines))
+        if (found := self.machine_list.poll(self.clock.now())) is None:
+            return
+        why = found.problem and f"{found.problem}; the machines stay as they are until the list is valid"
+        if why or found.machines:
+            self.report_problem("machine list", why)
+        for sentence in found.repeated:
+            self.log("machine list", sentence)
+        if not found.problem:
+            self.events.put_nowait(events.MachineListRead(found.machines))
 
     def find_slow_machines(self, heartbeats: Mapping[str, Heartbeat]) -> None:
         if self.state.generation is None or not heartbeats:

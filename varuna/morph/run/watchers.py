@@ -5,31 +5,51 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from varuna.files import write_atomic
-from varuna.morph.machines import read_machines
+from varuna.morph.machines import MAX_BYTES, MachineList, read_machines
 from varuna.morph.state import Generation, Heartbeat
 from varuna.morph.stragglers import StragglerWatch, find_stragglers
 
+WHOLE_SECONDS = 1.0
+"""A list that ends within a line is whole after this time without a change."""
+
 
 class MachineListWatcher:
+    """Reads the machine list when it has changed, by whole lines."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: object = None
+        self._seen: object = None  # file that was parsed last
+        self._unfinished: tuple[object, float] = (None, 0.0)  # file with half a line, and when it was seen
         self.was_read = False
 
-    def poll(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the machines and the problems of the list if the file has changed, else None."""
-        problem = ""
+    def poll(self, now: float) -> MachineList | None:
+        """Return the list if it has changed, else None.
+
+        A last line without an end may still be written: it counts once the file has stayed the same for
+        `WHOLE_SECONDS`. A file that cannot be read is an empty list.
+        """
         try:
             found = os.stat(self._path)
             seen: object = (found.st_mtime_ns, found.st_size, found.st_ino)
-            text = self._path.read_text(errors="replace") if seen != self._seen else ""
+            if seen == self._seen:
+                return None
+            with self._path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
         except OSError as error:
-            seen, text, problem = str(error), "", f"it cannot be read: {error}"
-        if seen == self._seen:
-            return None
-        self._seen, self.was_read = seen, True
-        machines, problems = read_machines(text)
-        return machines, (problem,) if problem else problems
+            seen = str(error)
+            if seen == self._seen:
+                return None
+            self._seen = seen
+            return MachineList(problem=f"{self._path} cannot be read: {error.strerror or error}")
+        if self.was_read and data and not data.endswith(b"\n"):
+            if self._unfinished[0] != (seen, data):
+                self._unfinished = ((seen, data), now)
+            if now - self._unfinished[1] < WHOLE_SECONDS:
+                return None
+        self._seen = seen
+        machines = read_machines(data, source=str(self._path))
+        self.was_read = self.was_read or not machines.problem
+        return machines
 
 
 class SlowMachineWatcher:
