@@ -19,6 +19,7 @@ from varuna.capture.model.call_convention import StructuredCall
 from varuna.errors import CaptureError
 from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.execute.comm.session import Session
+from varuna.execute.comm.values import PlainValue
 from varuna.execute.step.same_data import find_equal_replicas, hash_batch
 from varuna.types import PrecisionName
 
@@ -48,12 +49,16 @@ class TensorInput(NamedTuple):
         return f"{self.dtype}{shape}" + (" with gradient" if self.has_gradient else "")
 
 
+Constant = None | bool | int | float | str
+"""An argument that is not a tensor."""
+
+
 class CallSignature(NamedTuple):
     """The properties of a call that must be equal on all ranks."""
 
     nesting: str
     tensors: tuple[TensorInput, ...]
-    constants: tuple[tuple[str, str, Any], ...]
+    constants: tuple[tuple[str, str, Constant], ...]
     training: bool
     grad_enabled: bool
     precision: PrecisionName
@@ -112,6 +117,31 @@ class AgreedCall(NamedTuple):
         )
 
 
+class SentCall(NamedTuple):
+    """The form of rank 0's call, for ranks that call without arguments."""
+
+    names: tuple[str, ...]
+    nesting: PlainValue
+    gradients: frozenset[str]
+
+    @classmethod
+    def of(cls, call: StructuredCall) -> "SentCall":
+        return cls(call.names, PlainValue(call.nesting), call.gradients)
+
+    @property
+    def call(self) -> StructuredCall:
+        return StructuredCall.from_nesting(self.names, self.nesting.value, self.gradients)
+
+
+class CallDescription(NamedTuple):
+    """A rank's call, as all ranks compare it."""
+
+    signature: CallSignature | None  # None: this rank calls without arguments
+    sizes: dict[str, int]
+    sent: SentCall | None
+    hashes: dict[str, list[bytes]]
+
+
 class CurrentCall(NamedTuple):
     """One call of the model on this rank."""
 
@@ -160,7 +190,7 @@ class AgreedCalls:
         self,
         session: Session,
         signature: CallSignature | None,
-        sizes: Sizes,
+        sizes: dict[str, int],
         convention: StructuredCall | None,
         leaves: Mapping[str, Any],
         training: bool,
@@ -169,9 +199,9 @@ class AgreedCalls:
         # Only in the first call: a script that gives all ranks the same data does so from the start.
         compares = self.gather_inputs and training and not self.calls
         hashes = hash_batch(leaves) if compares else {}
-        sent_convention = None if self.gather_inputs else convention
-        everyone = session.gather((signature, sizes, sent_convention, hashes))
-        equal = find_equal_replicas([theirs for *_, theirs in everyone])
+        sent = None if self.gather_inputs or convention is None else SentCall.of(convention)
+        everyone = session.gather(CallDescription(signature, sizes, sent, hashes), CallDescription)
+        equal = find_equal_replicas([theirs.hashes for theirs in everyone])
         if equal is not None and session.rank == 0:
             log.warning(
                 "ranks %d and %d called the model with the same samples, so each sample counts twice (give "
@@ -180,9 +210,10 @@ class AgreedCalls:
                 *equal,
             )
         callers = everyone if self.gather_inputs else everyone[:1]
-        calls = [(theirs, its_sizes) for theirs, its_sizes, *_ in callers if theirs is not None]
-        convention = convention or everyone[0][2]
-        assert convention is not None
+        calls = [(theirs.signature, theirs.sizes) for theirs in callers if theirs.signature is not None]
+        if convention is None:
+            assert everyone[0].sent is not None, "rank 0 calls with arguments"
+            convention = everyone[0].sent.call
         signatures, all_sizes = zip(*calls, strict=True)
         call = agree_on_call(signatures, all_sizes, self.batch_dims, convention)
         self.calls.append(call)

@@ -242,7 +242,9 @@ class RaNNCModule(nn.Module):
         with self._report_errors("get_param"):
             owner = partitioned.owners[name]
             own = select(partitioned.state.tensor(name)) if owner == self._rank else None
-            return self._session.broadcast(None if own is None else own.detach().cpu().clone(), owner)
+            return self._session.broadcast(
+                None if own is None else own.detach().cpu().clone(), owner, Tensor | None
+            )
 
     @property
     def plan(self) -> Plan:

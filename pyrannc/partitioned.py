@@ -16,6 +16,7 @@ from varuna.capture import Captured, Source, SpanProgram
 from varuna.capture.model.state import StageState
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.session import Session
+from varuna.execute.comm.values import PlainValue
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
@@ -23,6 +24,7 @@ from varuna.observe.record import on_one_clock
 from varuna.plan.plan_file import PinnedPlan
 from varuna.train.rank_errors import explain_out_of_memory
 from varuna.train.validate import refuse_inseparable
+from varuna.types import Timeline
 
 RunBackward = Callable[[BatchInFlight, Any], dict[str, Tensor]]
 
@@ -84,7 +86,9 @@ class PartitionedModel:
             refuse_inseparable(plan, captured)
             own = plan.stages[self.session.stage]
             program = captured.carve(own.first, own.stop)
-            everyone = self.session.gather((captured.graph.fingerprint, frozenset(program.inputs)))
+            everyone = self.session.gather(
+                (captured.graph.fingerprint, frozenset(program.inputs)), tuple[str, frozenset[str]]
+            )
             check_same_forward(self.session, [fingerprint for fingerprint, _ in everyone], captured)
             state = self.state
 
@@ -109,15 +113,16 @@ class PartitionedModel:
         values: dict[str, Any] = {}
         for owner in sorted(set(self.owners.values())):
             mine = {name: value for name, value in own.items() if self.owners.get(name) == rank}
-            values.update(self.session.broadcast(mine if owner == rank else {}, owner))
+            found = self.session.broadcast(PlainValue(mine if owner == rank else {}), owner, PlainValue)
+            values.update(found.value)
         return values
 
     def write_trace(self, file: Path) -> None:
         """Write a trace of the last call of all ranks; all ranks call it."""
         session = self.session
         own = self.pipeline.trainer.engine.recorder.timeline(session.rank, session.stage)
-        machines = session.gather(machine_identity())
-        whole = merge(on_one_clock(session.gather(own), machines))
+        machines = session.gather(machine_identity(), str)
+        whole = merge(on_one_clock(session.gather(own, Timeline), machines))
         if session.rank == 0:
             write_atomic(file, to_perfetto({"last call": whole}))
 
@@ -150,7 +155,7 @@ def check_same_forward(session: Session, fingerprints: list[str], captured: Capt
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return
-    listings = session.gather(captured.listing)
+    listings = session.gather(captured.listing, list[str])
     rank = differing[0]
     pairs = zip(listings[rank], listings[0], strict=False)
     theirs, first = next(

@@ -20,11 +20,12 @@ from pyrannc.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel, check_same_forward
 from pyrannc.pipeline import Pipeline
 from pyrannc.process import switches
-from pyrannc.profile import ModelMeasurement, first_samples
+from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
 from varuna.capture.model.state import adopted_state, model_values
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
+from varuna.execute.comm.values import PlainValue
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.execute.update.shard import shard_optimizer
 from varuna.observe.progress_bar import capture_progress
@@ -84,7 +85,7 @@ class ModelPartitioning:
         captured = self.calls.calls[call.number].capture(source, training=True)
         self._check_same_model(captured, session)
         own_seed = torch.initial_seed() if options.seed is None else options.seed
-        seed = session.gather(own_seed)[0] % 2**63
+        seed = session.gather(own_seed, int)[0] % 2**63
         pinned = self._choose(source, captured, call, session)
         return PlannedModel(source, captured, pinned, seed, call.number)
 
@@ -100,7 +101,7 @@ class ModelPartitioning:
         if options.configuration.sync_params_on_init and switches.syncs_parameters:
             share_initial_values(session, state.by_name(), whole, log)
         owners: dict[str, int] = {}
-        for rank, held in enumerate(session.gather(tuple(state.canonical))):
+        for rank, held in enumerate(session.gather(tuple(state.canonical), tuple[str, ...])):
             for name in held:
                 owners.setdefault(name, rank)
         partitioned = PartitionedModel(self.calls, source, session, pinned, state, owners, options.device)
@@ -138,14 +139,18 @@ class ModelPartitioning:
             reducer.owned = frozenset(p for p in reducer.parameters if owners.get(p, 0) == session.replica)
         # Ranks whose stage has one replica take part as well: gathering is collective.
         optimizer.shard(
-            lambda own: {name: state for states in session.gather(own) for name, state in states.items()}
+            lambda own: {
+                name: state
+                for states in session.gather(PlainValue(own), PlainValue)
+                for name, state in states.value.items()
+            }
         )
 
     def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
         """Return the plan of rank 0: loaded from a file, or chosen."""
         configuration, is_first = self.options.configuration, session.rank == 0
         sample_bytes = self.calls.calls[call.number].sample_bytes
-        machines = session.gather(machine_identity())
+        machines = session.gather(machine_identity(), str)
         task = DeploymentTask(source, captured, sum(call.counts), sample_bytes, machines, self.options.device)
         file = self.options.deployment_file
         if file is None and configuration.load_deployment:
@@ -157,7 +162,7 @@ class ModelPartitioning:
             pinned = deployment.choose(task, configuration, measured) if is_first else None
             if pinned is not None and configuration.save_deployment:
                 write_plan(Path(configuration.deployment_file), pinned)
-        agreed = session.broadcast(pinned, 0)
+        agreed = session.broadcast(pinned, 0, PinnedPlan | None)
         assert agreed is not None
         return agreed
 
@@ -170,7 +175,7 @@ class ModelPartitioning:
             needed = measure_request(task, configuration)
             circumstances = str((needed, task.subject.device, task.machines, type(optimizer)))
             known = read_known_costs(task, configuration, circumstances)
-        request = session.broadcast(needed if known is None else None, 0)
+        request = session.broadcast(needed if known is None else None, 0, MeasureRequest | None)
         if request is None:
             return known
         donor = max(range(len(call.counts)), key=call.counts.__getitem__)
@@ -178,7 +183,7 @@ class ModelPartitioning:
         if donor == session.rank:
             dims = self.calls.calls[call.number].dims
             own = first_samples(call.leaves, dims, max(request.microbatch_sizes))
-        samples = session.broadcast(own, donor)
+        samples = session.broadcast(own, donor, MeasureSamples | None)
         assert samples is not None
         measurement = ModelMeasurement(
             session, task.source, task.captured, task.subject, samples, self.options.device, request
@@ -191,7 +196,10 @@ class ModelPartitioning:
     def _check_same_model(self, captured: Captured, session: Session) -> None:
         """Raise ValueError with the first difference, if ranks wrapped different models."""
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        everyone = session.gather((type(self.model).__name__, shapes, captured.graph.fingerprint))
+        everyone = session.gather(
+            (type(self.model).__name__, shapes, captured.graph.fingerprint),
+            tuple[str, dict[str, tuple[int, ...]], str],
+        )
         first_kind, first, _ = everyone[0]
         for rank, (kind, theirs, _) in enumerate(everyone):
             if kind != first_kind:

@@ -20,9 +20,9 @@ from pyrannc.calls import AgreedCall, TensorInput
 from pyrannc.outputs import ModelOutput, Reduction
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.errors import CaptureError, list_some
-from varuna.execute.comm.exchange import SampleTransfer, redistribute
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
+from varuna.execute.step.exchange import SampleTransfer, redistribute
 from varuna.execute.step.scatter import MicroBatch, join, put_in_order, samples_of
 from varuna.execute.step.spans import Span, even_spans, spans
 from varuna.execute.step.trainer import ForwardedBatch, Programs, Trainer

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from varuna.capture import Captured, Source
 from varuna.execute.comm.session import Session
+from varuna.execute.comm.values import PlainValue
 from varuna.execute.device.facts import available_bytes
 from varuna.measure.draft import ProfileDraft, ProfileSubject, new_draft
 from varuna.measure.reductions import measure_reductions
@@ -64,12 +65,12 @@ class MeasureRequest(NamedTuple):
 class MeasureSamples(NamedTuple):
     """Samples of one rank's batch, which all ranks measure with."""
 
-    inputs: Mapping[str, Any]
-    dims: Mapping[str, int]
+    inputs: PlainValue  # dict by flat name: tensors and constants
+    dims: dict[str, int]
 
     def of(self, size: int) -> dict[str, Any]:
         """Return `size` samples; if there are fewer, they repeat."""
-        inputs = dict(self.inputs)
+        inputs: dict[str, Any] = dict(self.inputs.value)
         for name, dim in self.dims.items():
             tensor: Tensor = inputs[name]
             inputs[name] = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
@@ -89,7 +90,7 @@ def first_samples(leaves: Mapping[str, Any], dims: Mapping[str, int], most: int)
                 value = value.narrow(dims[name], 0, rows)
             value = value.to("cpu", copy=True)  # a copy: a view would drag its whole storage along
         inputs[name] = value
-    return MeasureSamples(inputs, dict(dims))
+    return MeasureSamples(PlainValue(inputs), dict(dims))
 
 
 @contextmanager
@@ -248,7 +249,7 @@ class ModelMeasurement:
                 between = driver.measure_link(places.far_pair, LINK_BYTES, host=host, effort=LINK_EFFORT)
             if self.device.type == "cpu" or self.session.backend != "gloo":
                 far = places.far_pair is not None
-                measured = on_all(self.session, lambda: self._reduce(far))[0]
+                measured = on_all(self.session, lambda: self._reduce(far), list[ReduceCost])[0]
                 reductions = [cost for cost in reductions if cost.between_machines != far] + measured
             else:
                 draft = draft.with_note("reductions", "assumed, because ranks share a device")

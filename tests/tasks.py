@@ -153,7 +153,7 @@ def train(
 def gather_gradients(wrapped: Varuna) -> dict[str, Tensor]:
     own = {name: p.grad.cpu() for name, p in wrapped.named_parameters() if p.grad is not None}
     merged: dict[str, Tensor] = {}
-    for part in wrapped._session.gather(own):
+    for part in wrapped._session.gather(own, dict[str, Tensor]):
         for key, gradient in part.items():
             if key in merged:
                 assert torch.equal(merged[key], gradient), (

@@ -133,8 +133,8 @@ class Card:
 
     def handle(self, slot: slots.OwnSlot) -> slots.SlotHandle:
         path = self.new_file(slot.memory.nbytes)
-        slot.memory = map_file(None, str(path), slot.memory.nbytes)
-        memory = None, str(path), slot.memory.nbytes
+        slot.memory = map_file(None, str(path).encode(), slot.memory.nbytes)
+        memory = slots.SharedStorage(str(path).encode(), slot.memory.nbytes, 0, b"counter", 0, b"event", True)
         return slots.SlotHandle(slot.number, slot.memory.nbytes, "0", memory, slot.emptied.ipc_handle())
 
     def view(self, real: Callable[..., Tensor], slot: slots.RemoteSlot, place: int, like: Tensor) -> Any:
@@ -164,8 +164,8 @@ def _new_event(card: Card, interprocess: bool = False) -> Event:
     return Event(card.new_file(16))
 
 
-def map_file(_: object, path: str, num_bytes: int) -> Tensor:
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+def map_file(_: object, path: bytes, num_bytes: int, *_rest: object) -> Tensor:
+    return torch.from_file(path.decode(), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ def collective_of_all() -> Collective:
 def gather_and_broadcast() -> tuple[Any, ...]:
     ranks = collective_of_all()
     own = "x" * (1000 * ranks.rank)  # of different sizes
-    return ranks.gather(len(own)), ranks.gather_numbers([ranks.rank, 7]), ranks.broadcast(own, 1)
+    return ranks.gather(len(own), int), ranks.gather_numbers([ranks.rank, 7]), ranks.broadcast(own, 1, str)
 
 
 def test_values_are_gathered_in_the_order_of_ranks_and_broadcast_from_any(pool: Pool) -> None:
@@ -35,10 +35,10 @@ def test_values_are_gathered_in_the_order_of_ranks_and_broadcast_from_any(pool: 
 
 def test_a_single_rank_needs_no_group() -> None:
     alone = Collective(0, (0,))
-    assert alone.gather("a") == ["a"] and alone.broadcast("b", 0) == "b"
+    assert alone.gather("a", str) == ["a"] and alone.broadcast("b", 0, str) == "b"
     assert alone.gather_numbers((1, 2)) == [[1, 2]]
     with alone.patient(15):
-        assert alone.agree(lambda: "c", lambda failures, own: AssertionError()) == ["c"]
+        assert alone.agree(lambda: "c", lambda failures, own: AssertionError(), str) == ["c"]
 
 
 def agree_with_failures(failing: Sequence[int]) -> tuple[str, str]:
@@ -53,7 +53,7 @@ def agree_with_failures(failing: Sequence[int]) -> tuple[str, str]:
         return CheckpointError(", ".join(f"rank {f.rank}: {f.kind}: {f.message}" for f in failures))
 
     try:
-        return str(ranks.agree(act, error)), ""
+        return str(ranks.agree(act, error, int)), ""
     except CheckpointError as raised:
         return str(raised), str(raised.__cause__)
 

@@ -285,15 +285,15 @@ class TwoRanks(Collective):
         super().__init__(0, [0, 1])
         self.other = other
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, kind: Any) -> list[Any]:
         return [value, self.other]
 
 
 def test_an_error_of_another_rank_names_it() -> None:
     failed = TwoRanks((None, RankFailure(1, "KeyError", "'x'")))
     with pytest.raises(WorkerError, match="rank 1 failed while profiling: KeyError: 'x'"):
-        on_all(failed, lambda: 5)
-    assert on_all(TwoRanks((7, None)), lambda: 5) == [5, 7]
+        on_all(failed, lambda: 5, int)
+    assert on_all(TwoRanks((7, None)), lambda: 5, int) == [5, 7]
 
 
 def test_an_own_error_is_raised_as_it_is() -> None:
@@ -301,8 +301,8 @@ def test_an_own_error_is_raised_as_it_is() -> None:
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
-        on_all(TwoRanks((7, None)), fail)
+        on_all(TwoRanks((7, None)), fail, int)
 
 
 def test_work_of_the_first_rank_is_known_to_all() -> None:
-    assert on_first(TwoRanks((None, None)), lambda: "found") == "found"
+    assert on_first(TwoRanks((None, None)), lambda: "found", str) == "found"

@@ -151,12 +151,14 @@ def test_samples_repeat_if_there_are_too_few() -> None:
 def test_samples_are_few_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 100)
     samples = first_samples({"x": x}, {"x": 1}, most=8)
-    assert samples.inputs["x"].shape == (4, 8)
-    assert samples.inputs["x"].untyped_storage().nbytes() == 4 * 8 * 4, "not the storage of the whole batch"
+    assert samples.inputs.value["x"].shape == (4, 8)
+    assert samples.inputs.value["x"].untyped_storage().nbytes() == 4 * 8 * 4, (
+        "not the storage of the whole batch"
+    )
     monkeypatch.setattr(module, "SAMPLE_BYTES", 3 * 4 * 4)
-    assert first_samples({"x": x}, {"x": 1}, most=8).inputs["x"].shape == (4, 3)
+    assert first_samples({"x": x}, {"x": 1}, most=8).inputs.value["x"].shape == (4, 3)
     monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
-    assert first_samples({"x": x}, {"x": 1}, most=8).inputs["x"].shape == (4, 1), "at least one"
+    assert first_samples({"x": x}, {"x": 1}, most=8).inputs.value["x"].shape == (4, 1), "at least one"
     assert SAMPLE_BYTES == 64 << 20
 
 

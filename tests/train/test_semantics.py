@@ -354,7 +354,9 @@ def token_weighted(depth: int, width: int) -> tuple[float, Tensor]:
     order = SampleOrder(6, batch_size=6, shuffle=False)
     own = order.replica(step=0, replica=wrapped.rank_within_stage, num_replicas=width)
     loss, _ = wrapped.step(take(inputs, own, 6))
-    gradients = wrapped._session.gather({n: p.grad for n, p in wrapped.named_parameters()})
+    gradients = wrapped._session.gather(
+        {n: p.grad for n, p in wrapped.named_parameters()}, dict[str, torch.Tensor | None]
+    )
     wrapped.close()
     return loss, next(part["norm.weight"] for part in gradients if "norm.weight" in part)
 

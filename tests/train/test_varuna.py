@@ -407,7 +407,9 @@ def frozen_front(depth: int) -> dict[str, Tensor]:
     wrapped = wrap(FrozenFront(), mapping=stage_map(depth, 1), from_cache=False)
     wrapped.set_optimizer(make_optimizer("sgd", wrapped.parameters()))
     wrapped.step(sample(4))
-    parts = wrapped._session.gather({n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None})
+    parts = wrapped._session.gather(
+        {n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None}, dict[str, torch.Tensor]
+    )
     wrapped.close()
     return {name: gradient for part in parts for name, gradient in part.items()}
 

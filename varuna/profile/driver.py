@@ -92,6 +92,7 @@ class MeasurementDriver:
                         self._measure_size(size, batch, bench, policy),  # noqa: B023 - called here
                         time.monotonic() - started,
                     ),
+                    tuple[RankResult | None, float],
                 )
                 result = merge_results(gathered, all_or_nothing=policy.all_or_nothing)
                 draft, end = policy.record(self.file.draft, size, result)
@@ -157,12 +158,13 @@ class MeasurementDriver:
             lambda: measure_link_between(
                 pair,
                 self.ranks.rank,
-                self.ranks.gather,
+                lambda own: self.ranks.gather(own, str),
                 device=self.device,
                 sizes=sizes,
                 host=host,
                 effort=effort,
             ),
+            LinkCost,
         )[pair[0]]
         assert found is not None, "the first rank of a pair returns the costs"
         return found
@@ -206,7 +208,7 @@ class MeasurementDriver:
                 )
                 return fallback
 
-        costs = on_all(self.ranks, measure)
+        costs = on_all(self.ranks, measure, OptimizerCost)
         return merge_optimizer_costs([cost for cost in costs if cost is not None])
 
 

@@ -8,19 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from varuna.capture import Source
+from varuna.execute.comm.address import Exchange
 from varuna.execute.comm.link import PeerLink
 from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.update.shard import share_values
@@ -65,7 +67,7 @@ class NetworkEnd:
 def measure_link_between(
     ranks: tuple[int, int],
     rank: int,
-    exchange: Callable[[object], list[object]],
+    exchange: Exchange,
     *,
     device: torch.device,
     sizes: Sequence[int],
@@ -84,10 +86,11 @@ def measure_link_between(
 def measure_with_processes(count: int, device: torch.device, sizes: Sequence[int]) -> ProcessCosts:
     """Start `count` processes on the same device, and measure messages and reductions of these bytes."""
     free = _free_bytes(device)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=START_LIMIT)
     with ExitStack() as stack:
+        path = Path(stack.enter_context(TemporaryDirectory(prefix="varuna-links-"))) / "store"
+        store = _open_store(path)
         processes = [
-            stack.enter_context(_helper(store.port, rank, count + 1, device)) for rank in range(1, count + 1)
+            stack.enter_context(_helper(path, rank, count + 1, device)) for rank in range(1, count + 1)
         ]
         _wait_for_bytes(store, processes)
         resident = int(store.get("bytes"))
@@ -101,9 +104,9 @@ def measure_with_processes(count: int, device: torch.device, sizes: Sequence[int
 
 
 def main() -> None:
-    parent, port, rank, count, device = sys.argv[1:]
+    parent, path, rank, count, device = sys.argv[1:]
     die_with_parent(int(parent))
-    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=START_LIMIT)
+    store = _open_store(Path(path))
     matrix = torch.ones(64, 64, device=device, requires_grad=True)
     torch.autograd.backward((matrix @ matrix).sum())  # loads what any first computation loads
     if rank == "1":
@@ -113,6 +116,13 @@ def main() -> None:
         resident_pages = Path("/proc/self/statm").read_text().split()[1]
         store.set("bytes", str(int(resident_pages) * os.sysconf("SC_PAGE_SIZE")))
     _measure_all(store, int(rank), int(count), torch.device(device))
+
+
+def _open_store(path: Path) -> Store:
+    """Open the store of these processes: a file that only this user can read, so that nothing listens."""
+    store: Store = FileStore(str(path), -1)
+    store.set_timeout(START_LIMIT)
+    return store
 
 
 class _TinyModel(nn.Module):
@@ -131,8 +141,8 @@ def _measure_all(
     """Measure one link and all group sizes; every process runs this."""
     sizes = [int(size) for size in store.get("sizes").decode().split(",")]
 
-    def exchange(own: object) -> list[object]:
-        store.set(f"contact/{rank}", str(own))
+    def exchange(own: str) -> list[str]:
+        store.set(f"contact/{rank}", own)
         return [store.get(f"contact/{other}").decode() for other in range(2)]
 
     link = measure_link_between((0, 1), rank, exchange, device=device, sizes=sizes) if rank < 2 else None
@@ -143,7 +153,7 @@ def _measure_all(
                 # A group without torch.distributed, which the user's process may use differently.
                 group_store = PrefixStore(f"group/{size}", store)
                 group: Any = ProcessGroup(group_store, rank, size)
-                backend: Any = ProcessGroupGloo(group_store, rank, size, START_LIMIT)
+                backend: Any = ProcessGroupGloo(group_store, rank, size, _loopback_options())
                 group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
                 reductions += measure_reductions(
                     lambda tensor: group.allreduce([tensor]).wait(),  # noqa: B023 - called here
@@ -154,17 +164,26 @@ def _measure_all(
                     stopwatch=stopwatch_for(device),
                     sizes=sizes,
                 )
-    # The store belongs to the first process, which must not end before the others are done with it.
+    # The store is removed by the first process, which must not end before the others are done with it.
     store.set(f"done/{rank}", "")
     if rank == 0:
         store.wait([f"done/{other}" for other in range(count)])
     return link, reductions
 
 
+def _loopback_options() -> Any:
+    """Return options of a gloo group that listens on the loopback interface only."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = START_LIMIT
+    return options
+
+
 @contextmanager
-def _helper(port: int, rank: int, count: int, device: torch.device) -> Iterator[subprocess.Popen[bytes]]:
+def _helper(path: Path, rank: int, count: int, device: torch.device) -> Iterator[subprocess.Popen[bytes]]:
     modules = os.pathsep.join(path or os.getcwd() for path in sys.path)  # same modules as here
-    arguments = [str(os.getpid()), str(port), str(rank), str(count), str(device)]
+    arguments = [str(os.getpid()), str(path), str(rank), str(count), str(device)]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "varuna.profile.link_probe", *arguments],
         stdin=subprocess.DEVNULL,

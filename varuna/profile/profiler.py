@@ -16,7 +16,7 @@ from varuna.execute.comm.address import own_address
 from varuna.execute.comm.groups import make_group
 from varuna.execute.device.facts import find_device
 from varuna.execute.update.shard import share_values
-from varuna.measure.draft import ProfileSubject
+from varuna.measure.draft import ProfileDraft, ProfileSubject
 from varuna.measure.links import MESSAGE_BYTES
 from varuna.measure.optimizer import NO_OPTIMIZER, MakeOptimizer
 from varuna.measure.reductions import measure_reductions
@@ -26,7 +26,7 @@ from varuna.plan.cut.blocks import partition
 from varuna.profile.description import GetBatch, ProfileBatches, describe
 from varuna.profile.draft_file import DraftFile, open_draft
 from varuna.profile.driver import CompleteSizes, MeasurementDriver
-from varuna.profile.link_probe import measure_with_processes
+from varuna.profile.link_probe import ProcessCosts, measure_with_processes
 from varuna.profile.ranks import find_places, join_ranks, on_all, on_first
 from varuna.profile.report import open_report
 from varuna.profile.runnable import SegmentFactory
@@ -126,7 +126,7 @@ class Profiler:
         devices_per_machine = self._gpus_per_node or places.num_on_machine(ranks.rank)
         batches, captured, subject = self._prepare(self._get_batch, devices_per_machine)
         folder = Path(out_folder or self._out_folder)
-        draft = on_first(ranks, lambda: open_draft(folder, subject, extends=self._extends))
+        draft = on_first(ranks, lambda: open_draft(folder, subject, extends=self._extends), ProfileDraft)
         file = DraftFile(draft, folder if ranks.rank == 0 else None)
         with open_report(enabled=ranks.rank == 0) as report:
             driver = MeasurementDriver(ranks, places, self._source, self.device, file, report)
@@ -156,7 +156,7 @@ class Profiler:
             prepared.append((batches, captured, subject))
             return subject.fingerprint
 
-        fingerprints = on_all(self._ranks, prepare)
+        fingerprints = on_all(self._ranks, prepare, str)
         if len(set(fingerprints)) > 1:
             differing = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
             raise ValueError(
@@ -173,7 +173,9 @@ class Profiler:
                 processes = max(1, min((self._gpus_per_node or 2) - 1, MOST_PROCESSES))
             with driver.report.item("links within a machine"):
                 found = on_first(
-                    ranks, lambda: measure_with_processes(processes, self.device, self._message_bytes)
+                    ranks,
+                    lambda: measure_with_processes(processes, self.device, self._message_bytes),
+                    ProcessCosts,
                 )
                 file.add(fixed_bytes=found.fixed_bytes, within=found.link)
                 if len(ranks.ranks) == 1:
@@ -199,7 +201,11 @@ class Profiler:
                 continue
             where = "over machines" if between else "within a machine"
             with driver.report.item(f"all-reduce over {len(ranks)} ranks {where}"):
-                found = on_all(self._ranks, lambda: self._reduce(ranks, between))  # noqa: B023 - called here
+                found = on_all(
+                    self._ranks,
+                    lambda: self._reduce(ranks, between),  # noqa: B023 - called here
+                    list[ReduceCost],
+                )
                 file.add(file.draft.without_note("reductions"))
                 file.add(reductions=(*file.draft.reductions, *found[ranks[0]]))
 

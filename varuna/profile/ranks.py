@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,19 @@ def join_ranks() -> Collective:
     return Collective(dist.get_rank(), range(size), dist.new_group(backend="gloo", timeout=WAIT_LIMIT))
 
 
-def on_all(ranks: Collective, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and return all results; an error on one rank raises on all ranks."""
+def on_all(ranks: Collective, work: Callable[[], T], kind: Any) -> list[T]:
+    """Run `work` on every rank and return all results, of type `kind`; an error on one raises on all."""
 
     def error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
         first = failures[0]
         return own or WorkerError(f"rank {first.rank} failed while profiling: {first.kind}: {first.message}")
 
-    return ranks.agree(work, error)
+    return ranks.agree(work, error, kind)
 
 
-def on_first(ranks: Collective, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result on all ranks."""
-    result = on_all(ranks, lambda: work() if ranks.rank == 0 else None)[0]
+def on_first(ranks: Collective, work: Callable[[], T], kind: Any) -> T:
+    """Run `work` on rank 0 and return its result, of type `kind`, on all ranks."""
+    result = on_all(ranks, lambda: work() if ranks.rank == 0 else None, kind)[0]
     return result  # type: ignore[return-value]
 
 
@@ -107,4 +107,4 @@ class RankPlaces:
 def find_places(ranks: Collective, device: torch.device) -> RankPlaces:
     """Return the places of all ranks; every rank calls it."""
     cores = len(os.sched_getaffinity(0)) // torch.get_num_threads()
-    return RankPlaces(ranks.gather(RankPlace(machine_identity(), str(device), cores)))
+    return RankPlaces(ranks.gather(RankPlace(machine_identity(), str(device), cores), RankPlace))

@@ -54,7 +54,7 @@ def capture(
     refuse_detached(captured, model)
     seed = torch.initial_seed() if options.seed is None else options.seed
     own = (captured.graph.fingerprint, seed, machine_identity())
-    everyone = session.gather(own)
+    everyone = session.gather(own, tuple[str, int, str])
     differing = [r for r, other in zip(session.ranks, everyone, strict=True) if other[0] != own[0]]
     if differing:
         raise ValueError(
@@ -81,7 +81,7 @@ def choose_plan(
         profile = find_profile(folder, sampled, options, required=given is None)
     if profile is not None and given is None:
         by_time = plan_stages_by_time(profile, sampled, options)
-    by_time = session.gather(by_time)[0]
+    by_time = session.gather(by_time, Plan | None)[0]
     schedule, recompute, spans = choose_layout(options, by_time if given is None else given.plan)
     plan = Plan(
         stages=plan_stages(options.stage_map, captured, spans, recompute, from_cache=options.from_cache),

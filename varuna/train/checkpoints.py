@@ -16,11 +16,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 
 import varuna
 from varuna.checkpoint.background import BackgroundSaver
-from varuna.checkpoint.format.manifest import Facts, Manifest, PartManifest, folder_of
+from varuna.checkpoint.format.manifest import (
+    Facts,
+    Manifest,
+    decode_manifest,
+    decode_part,
+    folder_of,
+    seal,
+)
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
 from varuna.checkpoint.load import (
@@ -127,8 +135,11 @@ class Agreement:
         self.is_first = self.index == self.first
         self.description = self._describe(session.rank)
 
-    def run(self, act: Callable[[], Value], failure: str) -> list[Value]:
-        """Return the results of all ranks. If any rank fails, all raise the same error with its reason."""
+    def run(self, act: Callable[[], Value], failure: str, kind: Any) -> list[Value]:
+        """Return the results of all ranks, of type `kind`.
+
+        If any rank fails, all raise the same error with its reason.
+        """
 
         def error(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
             kinds = {one.kind for one in failures}
@@ -136,17 +147,17 @@ class Agreement:
             reasons = [f"{self._describe(one.rank)}: {one.message}" for one in failures]
             return kind(f"{failure}: {'; '.join(reasons)}")
 
-        return self._session.agree(act, error)
+        return self._session.agree(act, error, kind)
 
-    def run_on_first(self, act: Callable[[], Value], failure: str) -> Value:
-        """Run on the first rank only; return its result on all ranks."""
-        found = self.run(lambda: act() if self.is_first else None, failure)[self.first]
+    def run_on_first(self, act: Callable[[], Value], failure: str, kind: Any) -> Value:
+        """Run on the first rank only; return its result, of type `kind`, on all ranks."""
+        found = self.run(lambda: act() if self.is_first else None, failure, kind)[self.first]
         return found  # type: ignore[return-value]
 
     def run_locally(self, act: Callable[[], Value], failure: str) -> Value:
         """Return this rank's result, once all ranks have succeeded. Results are not exchanged."""
         results: list[Value] = []
-        self.run(lambda: results.append(act()), failure)
+        self.run(lambda: results.append(act()), failure, None)
         return results[0]
 
     def _describe(self, rank: int) -> str:
@@ -211,7 +222,7 @@ class Checkpoints:
         store = open_retrying(global_store)
         with self._session.patient(LONG_WAIT_FACTOR):
             self._finish_earlier_save()
-            summaries = self._ranks.run(lambda: self._summary(store, step, autosave), failure)
+            summaries = self._ranks.run(lambda: self._summary(store, step, autosave), failure, RankSummary)
             check_summaries(summaries)
             self.training.find_first_stages(self._ranks.places)
             content = self._ranks.run_locally(
@@ -238,32 +249,36 @@ class Checkpoints:
         store, facts, content, writers, keep_last = save
         writes = self._writer in writers
 
-        def write() -> PartManifest | None:
+        def write() -> bytes | None:
             if not writes:
                 return None
             plain = {key: as_plain(key, tensor) for key, tensor in content.tensors.items()}
             specs = [spec_of(key, tensor) for key, tensor in plain.items()]
             layout = lay_out(specs, metadata={"format": "pt"})
-            return write_part(
+            part = write_part(
                 store, facts, self._writer, specs, layout, lambda key: memory_of(plain[key]), content.trees
             )
+            return msgspec.json.encode(part)  # as in a file: JSON keeps ints of any size
 
         def finish() -> None:
             self._claim(store)  # the job may have continued without this run
-            manifest = commit(store, [part for part in parts if part is not None])
+            manifest = commit(
+                store, [decode_part(part, "the part of a rank") for part in parts if part is not None]
+            )
             try:
                 remove_old(store, manifest, keep_last=keep_last)
             except OSError as error:  # the new checkpoint is complete
                 log.warning("checkpoint %d is saved, but old ones were not removed: %s", facts.step, error)
 
         try:
-            parts = self._ranks.run(write, failure)
+            parts = self._ranks.run(write, failure, bytes)
         except CheckpointError:
             if writes:
                 with suppress(OSError):
                     remove_part(store, facts, self._writer)
             raise
-        self._ranks.run_on_first(finish, failure)  # after a failure the manifest may exist: the parts stay
+        # After a failure the manifest may exist: the parts stay.
+        self._ranks.run_on_first(finish, failure, None)
 
     def _save_in_background(self, save: PendingSave, tempdir: str) -> "Future[str]":
         done: Future[str] = Future()
@@ -301,7 +316,7 @@ class Checkpoints:
         while True:
             if background is not None:
                 background.wait(STATUS_SECONDS)
-            states = self._session.gather(self._background_state())
+            states = self._session.gather(self._background_state(), str)
             failures = [state.removeprefix("failed: ") for state in states if state.startswith("failed")]
             if failures:
                 if background is not None and background.busy:
@@ -404,7 +419,9 @@ class Checkpoints:
                 return None
             manifest, chosen, views = verified
             self._ranks.run(
-                lambda: self.training.restore(manifest, chosen, views), "a checkpoint was only partly loaded"
+                lambda: self.training.restore(manifest, chosen, views),
+                "a checkpoint was only partly loaded",
+                None,
             )
         self.recovery = describe_recovery(request.set_aside, manifest.facts)
         if self.recovery:  # only the first rank knows
@@ -429,9 +446,10 @@ class Checkpoints:
         """Return a checkpoint whose bytes are verified on all ranks; None if the store has none."""
         while True:
             # Only one rank looks, so that all load the same checkpoint while others write or remove some.
-            manifest = self._ranks.run_on_first(lambda: find_checkpoint(store, request), failure)
-            if manifest is None:
+            document = self._ranks.run_on_first(partial(_find_document, store, request), failure, bytes)
+            if document is None:
                 return None
+            manifest = decode_manifest(document, "the manifest of the first rank")
             chosen = self._ranks.run_locally(partial(self._select, manifest, request), failure)
             views = self._read(store, manifest, chosen.keys, request, failure)
             if views is not None:
@@ -468,10 +486,11 @@ class Checkpoints:
                     raise CheckpointError(data.text)
             return ""
 
-        problems = [problem for problem in self._ranks.run(read, failure) if problem]
+        problems = [problem for problem in self._ranks.run(read, failure, str) if problem]
         if not problems:
             return views
-        self._ranks.run_on_first(lambda: give_up(store, manifest, "; ".join(problems), request), failure)
+        problem = "; ".join(problems)
+        self._ranks.run_on_first(lambda: give_up(store, manifest, problem, request), failure, None)
         return None
 
 
@@ -502,6 +521,12 @@ def find_checkpoint(store: Store, request: LoadRequest) -> Manifest | None:
     if manifest is None and (request.required or any(one.broken for one in newer) or request.set_aside):
         raise none_left(store, newer, request.set_aside)
     return manifest
+
+
+def _find_document(store: Store, request: LoadRequest) -> bytes | None:
+    """Return the requested checkpoint as a document, for other ranks: JSON keeps ints of any size."""
+    manifest = find_checkpoint(store, request)
+    return None if manifest is None else msgspec.json.encode(seal(manifest))
 
 
 def give_up(store: Store, manifest: Manifest, problem: str, request: LoadRequest) -> None:

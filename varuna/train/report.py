@@ -78,7 +78,9 @@ class Reporter:
         self.pace.interrupt()
         forecast = None if self._prediction is None else self._prediction.forecast
         pace = self.pace.found(self._session.stage)
-        gathered = self._session.gather((pace, forecast, self._folder is not None))
+        gathered = self._session.gather(
+            (pace, forecast, self._folder is not None), tuple[RankPace | None, Forecast | None, bool]
+        )
         paces = [pace for pace, _, _ in gathered if pace is not None]
         return paces if len(paces) == len(gathered) else None, *gathered[0][1:]
 
@@ -91,7 +93,7 @@ class Reporter:
             return None
         entries = self.pace.entries(number) if self._session.replica == 0 else ()
         own = to_timeline(entries, self._session.rank, self._session.stage)
-        return merge(on_one_clock(self._session.gather(own), self.machines))
+        return merge(on_one_clock(self._session.gather(own, Timeline), self.machines))
 
     def _write(self, report: StepReport, measured: Timeline | None, folder: Path) -> None:
         assert self._prediction is not None

@@ -15,7 +15,7 @@ from varuna.execute.device.facts import available_bytes
 from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.checkpoints import Checkpoints, PathLike
-from varuna.train.save_requests import SaveRequests, decide, usr1
+from varuna.train.save_requests import RankRequest, SaveRequests, decide, usr1
 
 log = logging.getLogger("varuna")
 
@@ -94,7 +94,7 @@ class Saver:
                 ranks_on_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             ),
         )
-        decision = decide(self._session.gather(request))
+        decision = decide(self._session.gather(request, RankRequest))
         if decision.warning:
             log.error(decision.warning)
         if decision.autosave_to is not None:

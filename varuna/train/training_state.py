@@ -102,7 +102,7 @@ class TrainingState:
     def find_first_stages(self, places: Sequence[tuple[int, int]]) -> None:
         """Find the first stage that holds each tensor: that stage saves it. All ranks call this."""
         if not self._first_stage:
-            held = self.trainer.session.gather(tuple(self.stage.canonical))
+            held = self.trainer.session.gather(tuple(self.stage.canonical), tuple[str, ...])
             for (stage, _), names in zip(places, held, strict=True):
                 for name in names:
                     self._first_stage[name] = min(stage, self._first_stage.get(name, stage))

@@ -199,7 +199,7 @@ class Varuna(nn.Module):
             weakref.finalize(self, self._checkpoints.resources.close)
             self._saver = Saver(self._checkpoints, self._requests, self._trainer, self._progress)
             # The gather also keeps all ranks together until each has built its stage.
-            predicted = session.gather(prediction is not None)[0]
+            predicted = session.gather(prediction is not None, bool)[0]
             self._reporter = Reporter(
                 session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir
             )
@@ -295,7 +295,7 @@ class Varuna(nn.Module):
         """Return the operations of all ranks in the last step. All ranks call this."""
         self._reporter.pace.interrupt()
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
-        return merge(on_one_clock(self._session.gather(own), self._reporter.machines))
+        return merge(on_one_clock(self._session.gather(own, Timeline), self._reporter.machines))
 
     def report(self) -> StepReport:
         """Return measured and predicted step times. All ranks call this and get the same report."""
@@ -465,7 +465,7 @@ class Varuna(nn.Module):
         """Return the state of the whole model on every rank, on the CPU. All ranks call this."""
         own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         merged: dict[str, Tensor] = {}
-        for part in self._session.gather(own if self._session.replica == 0 else {}):
+        for part in self._session.gather(own if self._session.replica == 0 else {}, dict[str, Tensor]):
             merged.update(part)
         return merged
 

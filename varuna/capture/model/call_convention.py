@@ -79,10 +79,14 @@ class StructuredCall(CallConvention):
         self._spec = spec
         self._structure: OutputStructure | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle the nested names: a pytree spec cannot always be pickled.
-        nesting = pytree.tree_unflatten(list(self.names), self._spec)
-        return _from_nesting, (self.names, nesting, self.gradients)
+    @property
+    def nesting(self) -> Any:
+        """The arguments by name, with the flat name of each leaf in its place."""
+        return pytree.tree_unflatten(list(self.names), self._spec)
+
+    @classmethod
+    def from_nesting(cls, names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> StructuredCall:
+        return cls(names, pytree.tree_structure(nesting), gradients)
 
     @classmethod
     def of(
@@ -181,10 +185,6 @@ def _signature(model: nn.Module) -> inspect.Signature:
     if method not in _signatures:
         _signatures[method] = inspect.signature(model.forward)
     return _signatures[method]
-
-
-def _from_nesting(names: Sequence[str], nesting: Any, gradients: frozenset[str]) -> StructuredCall:
-    return StructuredCall(names, pytree.tree_structure(nesting), gradients)
 
 
 def _identifier(path: Sequence[Any]) -> str:

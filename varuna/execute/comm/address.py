@@ -36,8 +36,8 @@ HELLO_SECONDS = 5.0
 KEEPALIVE_SECONDS = 5
 """Probe interval: after 3 unanswered probes the peer's machine counts as lost."""
 
-Exchange = Callable[[object], list[object]]
-"""Takes this rank's object and returns those of all ranks."""
+Exchange = Callable[[str], list[str]]
+"""Takes this rank's text and returns those of all ranks."""
 
 HELLO = struct.Struct("!8sqq32s")  # magic, from, to, proof
 MAGIC = b"varuna/1"
@@ -121,7 +121,7 @@ def _exchange_addresses(
     own: RankAddress, peers: Collection[int], exchange: Exchange
 ) -> dict[int, RankAddress]:
     texts = exchange(codec.encode(own))
-    decoded = [codec.decode(str(text), RankAddress, "a rank's address") for text in texts]
+    decoded = [codec.decode(text, RankAddress, "a rank's address") for text in texts]
     addresses = {address.rank: address for address in decoded}
     if missing := sorted(set(peers) - set(addresses)):
         raise ValueError(

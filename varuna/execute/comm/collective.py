@@ -1,18 +1,29 @@
-"""Collectives of Python values over a group of ranks: gather, broadcast, and agree on errors."""
+"""Collectives of Python values over a group of ranks: gather, broadcast, and agree on errors.
 
-import pickle
+Every value has a type, with which all ranks decode it (`values.py`). A message that is not of this type is an
+error that names the rank.
+"""
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna.errors import WorkerError
+from varuna.execute.comm.values import decode, encode, printable
 from varuna.execute.comm.wait import Waiter
 
 T = TypeVar("T")
+
+FIRST_BYTES = 2048
+"""Bytes of each rank in the first message of a gather. Most values need no second message."""
+MAX_BYTES = 2**42
+"""Limit for the value of one rank: a wrong length must not allocate all memory."""
+LENGTH_BYTES = 8
 
 
 class RankFailure(NamedTuple):
@@ -39,41 +50,64 @@ class Collective:
     group: dist.ProcessGroup | None = None
     waiter: Waiter | None = None
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of `ranks`."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Return the values of all ranks, in the order of `ranks`. `kind` is their type."""
         if self.group is None:
             return [value]
-        data = _pickled(value)
-        sizes = [int(size) for (size,) in self.gather_numbers([len(data)])]
+        messages = self._gather_bytes(encode(value))
+        return [self._decoded(data, kind, rank) for data, rank in zip(messages, self.ranks, strict=True)]
+
+    def _gather_bytes(self, data: Tensor) -> list[Tensor]:
+        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
+        first[:LENGTH_BYTES].view(torch.int64)[0] = len(data)
+        first[LENGTH_BYTES:][: len(data)] = data[: FIRST_BYTES - LENGTH_BYTES]
+        starts = self._all_gather(first)
+        sizes = [int(start[:LENGTH_BYTES].view(torch.int64)) for start in starts]
+        for size, rank in zip(sizes, self.ranks, strict=True):
+            _check_size(size, rank)
+        starts = [start[LENGTH_BYTES:][:size] for start, size in zip(starts, sizes, strict=True)]
+        if max(sizes) <= FIRST_BYTES - LENGTH_BYTES:
+            return starts
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
-        parts = [torch.empty_like(padded) for _ in sizes]
-        self._wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size] for part, size in zip(self._all_gather(padded), sizes, strict=True)]
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, equally many each. One small message, so cheaper than `gather`."""
-        if self.group is None:
-            return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.float64)
+    def _all_gather(self, own: Tensor) -> list[Tensor]:
+        assert self.group is not None
         parts = [torch.empty_like(own) for _ in range(self.group.size())]
         self._wait(dist.all_gather(parts, own, group=self.group, async_op=True))
-        return [part.tolist() for part in parts]
+        return parts
 
-    def broadcast(self, value: T, source: int) -> T:
-        """Return the value of rank `source` on every rank."""
+    def _decoded(self, data: Tensor, kind: Any, rank: int) -> Any:
+        try:
+            return decode(data, kind, f"the message of rank {rank}")
+        except ValueError as error:
+            raise WorkerError(
+                f"{error} (run the same version of varuna and of the script on all ranks; otherwise rank "
+                f"{rank} is not a process of this job)"
+            ) from None
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of all ranks, equally many each. The cheapest gather."""
+        if self.group is None:
+            return [list(numbers)]
+        return [part.tolist() for part in self._all_gather(torch.tensor(numbers, dtype=torch.float64))]
+
+    def broadcast(self, value: T, source: int, kind: Any) -> T:
+        """Return the value of rank `source` on every rank. `kind` is its type."""
         if self.group is None:
             return value
-        data = _pickled(value)
-        size = int(self.gather_numbers([len(data)])[self.ranks.index(source)][0])
-        if self.rank != source:
+        data = encode(value) if self.rank == source else None
+        sizes = self.gather_numbers([0 if data is None else len(data)])
+        size = _check_size(sizes[self.ranks.index(source)][0], source)
+        if data is None:
             data = torch.empty(size, dtype=torch.uint8)
         self._wait(dist.broadcast(data, source, group=self.group, async_op=True))
-        found: T = value if self.rank == source else pickle.loads(data.numpy().tobytes())
+        found: T = self._decoded(data, kind, source)
         return found
 
-    def agree(self, action: Callable[[], T], error: MakeError) -> list[T]:
-        """Run the action on every rank and return all results.
+    def agree(self, action: Callable[[], T], error: MakeError, kind: Any) -> list[T]:
+        """Run the action on every rank and return all results. `kind` is their type.
 
         If it fails on any rank, every rank raises `error(failures, own_exception)`.
         """
@@ -83,8 +117,8 @@ class Collective:
             value = action()
         except Exception as raised:
             own = raised
-        failure = None if own is None else RankFailure(self.rank, type(own).__name__, str(own))
-        outcomes = self.gather((value, failure))
+        failure = None if own is None else RankFailure(self.rank, type(own).__name__, printable(str(own)))
+        outcomes = self.gather((value, failure), tuple[Optional[kind], Optional[RankFailure]])  # noqa: UP045
         failures = [failed for _, failed in outcomes if failed is not None]
         if failures:
             problem = error(failures, own)
@@ -105,5 +139,10 @@ class Collective:
             self.waiter.for_work(work, lambda: "a collective call of all ranks")
 
 
-def _pickled(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _check_size(size: float, rank: int) -> int:
+    if not (0 <= size <= MAX_BYTES and size == int(size)):
+        raise WorkerError(
+            f"rank {rank} announced a message of {size} bytes (run the same version of varuna on all ranks; "
+            f"otherwise rank {rank} is not a process of this job)"
+        )
+    return int(size)

@@ -31,6 +31,7 @@ from varuna.execute.comm.frames import (
     OFFER_SLOT,
     REQUEST_SLOT,
     RETURN_SLOTS,
+    InvalidFrame,
     OutgoingFrame,
     describe,
     memory_of,
@@ -145,6 +146,18 @@ class PeerLink(FrameSocket):
         if slots_in is None or slots_out is None or self.over:
             return
         slots_out.release_copied()
+        try:
+            self._exchange_slots(slots_in, slots_out)
+        except InvalidFrame as error:
+            self.lost = f"it sent something that is not a message: {error}"
+            return
+        numbers = slots_in.take_freed()
+        if numbers:
+            packed = struct.pack(f"<{len(numbers)}I", *numbers)
+            self._send_header(RETURN_SLOTS, packed, number=len(numbers))
+
+    def _exchange_slots(self, slots_in: SlotReceiver, slots_out: SlotSender) -> None:
+        """Answer the peer's messages about slots."""
         while self._control:
             kind, number, text = self._control.popleft()
             if kind == REQUEST_SLOT:
@@ -159,10 +172,6 @@ class PeerLink(FrameSocket):
                 slots_in.accepted(number, text)
             else:
                 slots_out.returned(struct.unpack(f"<{number}I", text))
-        numbers = slots_in.take_freed()
-        if numbers:
-            packed = struct.pack(f"<{len(numbers)}I", *numbers)
-            self._send_header(RETURN_SLOTS, packed, number=len(numbers))
 
     def take(self) -> list[Tensor]:
         """Return the oldest message that has arrived."""

@@ -153,7 +153,7 @@ def open_session(
     session.network = connect(
         rank,
         {other: describe(other) for other in adjacent | beside},
-        session.gather,
+        lambda own: session.gather(own, str),
         host=host,
         device=device,
         delay=link_delay,
@@ -169,7 +169,7 @@ def _exchange_devices(
 ) -> tuple[dict[int, RankDevice], distributed_c10d.Store]:
     """Return the device of every rank, and a store with keys that no other session uses."""
     global _num_sessions
-    gathered = session.gather((_num_sessions, describe_device(device)))
+    gathered = session.gather((_num_sessions, describe_device(device)), tuple[int, RankDevice])
     _num_sessions = 1 + max(number for number, _ in gathered)  # ranks may have opened unequally many
     store = distributed_c10d.PrefixStore(f"varuna/{_num_sessions}", distributed_c10d._get_default_store())
     return {rank: found for rank, (_, found) in zip(session.ranks, gathered, strict=True)}, store

@@ -19,15 +19,15 @@ counts as arrived only once it is filled (`is_filled`).
 import contextlib
 import functools
 import logging
-import pickle
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from varuna.execute.comm.frames import TensorMeta
+from varuna.execute.comm.frames import InvalidFrame, TensorMeta
 
 log = logging.getLogger("varuna")
 cuda: Any = torch.cuda  # only partly typed
@@ -47,14 +47,43 @@ def message_bytes(sizes: Sequence[int]) -> int:
     return sum(map(padded, sizes))
 
 
+class SharedStorage(NamedTuple):
+    """GPU memory as torch shares it: the result of `_share_cuda_`, without the sender's device index."""
+
+    handle: bytes
+    num_bytes: int
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
 class SlotHandle(NamedTuple):
     """Everything the other process needs to use a slot."""
 
     number: int
     num_bytes: int
     device_uuid: str
-    memory: Any  # as torch shares a storage
+    memory: SharedStorage
     emptied: bytes  # IPC handle of an event
+
+
+class SlotAcceptance(NamedTuple):
+    """The event that the other process waits for before it reads a slot."""
+
+    device_uuid: str
+    filled: bytes  # IPC handle
+
+
+Message = TypeVar("Message")
+
+
+def _decode(packed: bytes, kind: type[Message]) -> Message:
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidFrame(f"expected a {kind.__name__}: {error}") from None
 
 
 class OwnSlot:
@@ -74,7 +103,7 @@ class OwnSlot:
             self.number,
             self.memory.nbytes,
             device_uuid(self.memory.device),
-            storage._share_cuda_(),
+            SharedStorage(*storage._share_cuda_()[1:]),
             self.emptied.ipc_handle(),
         )
 
@@ -117,12 +146,12 @@ class SlotReceiver:
             return None
         self.shares_gpu = to == device_uuid(self.device)
         self._slots.append(slot)
-        return pickle.dumps(tuple(handle))
+        return msgspec.msgpack.encode(handle)
 
     def accepted(self, number: int, packed: bytes) -> None:
         """Store the event that the other process records when it has filled the slot."""
-        uuid, handle = pickle.loads(packed)
-        self._slots[number].filled = cuda.Event.from_ipc_handle(find_reachable(self.device, uuid), handle)
+        sender, handle = _decode(packed, SlotAcceptance)
+        self._slots[number].filled = cuda.Event.from_ipc_handle(find_reachable(self.device, sender), handle)
 
     def is_filled(self, number: int) -> bool:
         """Return False while a process on the same GPU fills the slot: it should get the GPU until then."""
@@ -160,8 +189,7 @@ class RemoteSlot:
     def __init__(self, handle: SlotHandle, *, own: torch.device, device: torch.device) -> None:
         self.number = handle.number
         self.num_bytes = handle.num_bytes
-        _, *rest = handle.memory
-        storage: Any = torch.UntypedStorage._new_shared_cuda(device.index, *rest)
+        storage: Any = torch.UntypedStorage._new_shared_cuda(device.index, *handle.memory)
         self.memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         with cuda.device(own):
             self.filled = cuda.Event(interprocess=True)
@@ -191,20 +219,20 @@ class SlotSender:
 
     def accept(self, packed: bytes) -> tuple[int, bytes] | None:
         """Open an offered slot. Return its number and the acceptance to send; None if it is out of reach."""
-        handle = SlotHandle(*pickle.loads(packed))
+        handle = _decode(packed, SlotHandle)
         device = find_reachable(self.device, handle.device_uuid)
         try:
             if device is None:
                 raise RuntimeError(f"{self.device} cannot reach the memory of GPU {handle.device_uuid}")
             slot = RemoteSlot(handle, own=self.device, device=device)
-            acceptance = pickle.dumps((device_uuid(self.device), slot.filled.ipc_handle()))
+            acceptance = SlotAcceptance(device_uuid(self.device), slot.filled.ipc_handle())
         except RuntimeError as error:
             self.unreachable = True
             log.warning("stages exchange tensors through host memory: %s", error)
             return None
         self._free.append(slot)
         self.num_slots += 1
-        return slot.number, acceptance
+        return slot.number, msgspec.msgpack.encode(acceptance)
 
     def returned(self, numbers: Sequence[int]) -> None:
         self._free.extend(self._used.pop(number) for number in numbers)

@@ -310,7 +310,9 @@ class Trainer:
         if len(ranks) == 1 or training in self._checked:
             return
         self._checked.add(training)
-        found = dict(zip(ranks, self.session.gather(hash_samples(inputs, dims)), strict=True))
+        found = dict(
+            zip(ranks, self.session.gather(hash_samples(inputs, dims), dict[str, list[bytes]]), strict=True)
+        )
         by_stage = [[found[rank] for rank in row] for row in self.session.stage_map]
         check_same_samples(by_stage)
         equal = find_equal_replicas(by_stage[0])

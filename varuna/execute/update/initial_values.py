@@ -32,7 +32,7 @@ def share_initial_values(
     if session.group is None:
         return
     own = {**passing, **kept}
-    gathered = session.gather({name: hash_tensor(tensor) for name, tensor in own.items()})
+    gathered = session.gather({name: hash_tensor(tensor) for name, tensor in own.items()}, dict[str, bytes])
     found = dict(zip(session.ranks, gathered, strict=True))
     sources: dict[str, int] = {}  # of each tensor, the first rank that has it
     for rank, hashes in found.items():
