@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from varuna.cli.launch import free_port
 from varuna.codec import encode
 from varuna.files import write_atomic
 from varuna.morph import events
@@ -182,7 +181,8 @@ def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]
         (Path(folder) / "machines").write_text("".join(f"{name}\n" for name in names))
         credential = make_credential("job")
         write_atomic(Path(folder) / CREDENTIAL, encode(credential), mode=0o600)
-        port = free_port()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
         with subprocess.Popen([sys.executable, "-m", "benchmarks.heartbeats", folder, str(port)]) as manager:
             try:
                 wait_until_it_listens(port)

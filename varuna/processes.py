@@ -1,4 +1,4 @@
-"""Processes that must not outlive the process that started them."""
+"""Processes that must not outlive the process that started them, and their names."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 
 
 def die_with_parent(parent: int) -> None:
@@ -17,3 +18,9 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Set the name that `ps` and `top` show, at most 15 characters. Works on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())

@@ -15,6 +15,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
+from varuna.execute.comm.job_store import JobStore
+from varuna.secure.credential import make_credential
+from varuna.secure.store_server import store_in_thread
 
 PATIENCE = 60.0  # far above what anything here takes: reached only by a failure
 
@@ -114,6 +117,24 @@ def test_ranks_that_all_wait_are_reported() -> None:
     with boards(2) as (first, second):
         second.set_waiting("rank 0's gradient 1")
         assert str(first.find_hanging_rank()).startswith("no rank progresses")
+
+
+def test_a_board_in_the_jobs_store_says_that_the_store_has_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    """REL-2, SEC-2: the board needs no connection beside the authenticated one."""
+    credential, before = make_credential("test"), threading.active_count()
+    with store_in_thread(credential) as port:
+        store = JobStore("127.0.0.1", port, credential)
+        stack = contextlib.ExitStack()
+        mine, theirs = stack.enter_context(boards(2, store))
+        mine.watch(lambda error: None)
+        post_failure(theirs, "step")
+        assert isinstance(mine.read_error(wait_seconds=PATIENCE), WorkerError)
+    with stack:
+        assert mine.read_error() is None
+        error = str(mine.find_hanging_rank())
+        assert error.startswith(f"the job's store hangs or is gone: the job's store at 127.0.0.1:{port} ")
+    assert threading.active_count() == before
+    assert capfd.readouterr().err == ""
 
 
 def test_closing_leaves_no_thread_behind_and_a_dead_store_prints_nothing(

@@ -7,7 +7,6 @@ the signals, the terminal output, and the failure that caused the others.
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,23 +16,30 @@ from typing import Annotated
 import msgspec
 import typer
 
+from varuna.cli.job_key import make_job_key, read_job_key
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
 from varuna.morph.run.supervisor import Supervisor, last_lines
 from varuna.morph.run.worker_env import WORKER_FLAGS, accepted_flags, name_idle_devices, ranks_of_machine
 from varuna.plan.search.choose import LayoutRequest, lay_out_as_typed
+from varuna.secure.credential import JobCredential, make_credential
 from varuna.types import JobSpec, MachineWorkers, format_stage_map
 
 POLL_SECONDS = 0.05
 LAST_ERROR_SECONDS = 3.0
 """Time limit for a failing worker to exit, and for the cause to show after failures that quote it."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STORE_SECONDS = 60.0
+"""Time limit for the fork server to start and open the store."""
 CLOSE_SECONDS = 5
 """Time from SIGTERM to SIGKILL."""
 
 
-def launch(group: MachineWorkers) -> int:
-    """Run this machine's workers until they end. Return the exit status."""
+def launch(group: MachineWorkers, credential: JobCredential | None = None) -> int:
+    """Run this machine's workers until they end. Return the exit status.
+
+    `credential` is that of a job on several machines; a job on one machine gets its own.
+    """
     layout, job = group.layout, group.job
     say(f"{layout}; stage to rank map {format_stage_map(layout.stage_map)!r}; logs in {job.log_dir}")
     if layout.idle:
@@ -43,16 +49,43 @@ def launch(group: MachineWorkers) -> int:
     if not group.ranks:
         say("finished: this machine has no rank in this layout")
         return 0
-    return asyncio.run(run_workers(group))
+    if credential is None and len(group.ranks) == layout.num_ranks:
+        credential = make_credential("launcher")
+    if credential is None:
+        say(
+            "warning: this job has no --job-key, so strangers on the network can read and write its store "
+            "(make a key with `python -m varuna.launcher --make-job-key FILE`, copy it to all machines, and "
+            "pass --job-key FILE on each)",
+            error=True,
+        )
+    return asyncio.run(run_workers(group, credential))
 
 
-async def run_workers(group: MachineWorkers) -> int:
+async def run_workers(group: MachineWorkers, credential: JobCredential | None) -> int:
     started, log_dir = time.monotonic(), group.job.log_dir
-    supervisor = Supervisor()
+    opened: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    supervisor = Supervisor(
+        credential,
+        on_store=lambda port, error: opened.set_result((port, error)),
+        on_store_end=lambda port, why: say(
+            f"warning: the job's store has ended: {why} (training continues; an error of one rank may not "
+            "reach the others)",
+            error=True,
+        ),
+    )
     received = catch_signals(supervisor)
     try:
         await supervisor.open(group.job.environment)
-        supervisor.start_workers(group, Path(log_dir))
+        environment = {}
+        if credential is not None and 0 in group.ranks:
+            supervisor.open_store(group.master_addr, group.master_port)
+            port, error = await asyncio.wait_for(opened, STORE_SECONDS)
+            if error:
+                say(f"failed: the job's store cannot be opened: {error} (see --master-port)", error=True)
+                return 1
+            group = msgspec.structs.replace(group, master_port=port)
+            environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it is open before the workers start
+        supervisor.start_workers(group, Path(log_dir), environment=environment)
         if signal.SIGUSR1 in received:  # it came before there were workers
             supervisor.signal_workers(signal.SIGUSR1)
         failures = await watch(supervisor, group, received)
@@ -171,14 +204,28 @@ class LaunchOptions(ScriptOptions, frozen=True, kw_only=True):
         int | None,
         typer.Option(help="Port on machine 0. Default: a free port; 29500 if there are several machines."),
     ] = None
+    job_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Key of a job on several machines, the same file on each. Keeps strangers out of the job.",
+        ),
+    ] = None
+    make_job_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a new key for --job-key, and exit.")
+    ] = None
 
 
 @takes(LaunchOptions)
 def launch_script(options: LaunchOptions) -> None:
     """Start this machine's workers of a job, and wait for them."""
     with exit_2_on_error():
+        if options.make_job_key is not None:
+            make_job_key(options.make_job_key)
+            raise typer.Exit(0)
         group = machine_workers(options)
-    raise typer.Exit(launch(group))
+        credential = None if options.job_key is None else read_job_key(options.job_key)
+    raise typer.Exit(launch(group, credential))
 
 
 def main() -> None:
@@ -203,7 +250,7 @@ def machine_workers(options: LaunchOptions) -> MachineWorkers:
         ranks=ranks_of_machine(layout, options.node_rank, devices_per_machine=devices),
         master_addr=options.master_addr,
         # Machines that start separately must use the same port without communicating.
-        master_port=options.master_port or (free_port() if options.nservers == 1 else 29500),
+        master_port=options.master_port or (0 if options.nservers == 1 else 29500),
         resume_step=job.resume_step,
     )
 
@@ -235,9 +282,3 @@ def choose_flags(script: Path, worker_args: bool | None) -> tuple[str, ...]:
     if worker_args is not None:
         return WORKER_FLAGS if worker_args else ()
     return tuple(sorted(accepted_flags(script.read_text(errors="replace"))))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

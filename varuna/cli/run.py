@@ -14,7 +14,7 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
-from varuna.cli.launch import ScriptOptions, free_port, launch, script_spec
+from varuna.cli.launch import ScriptOptions, launch, script_spec
 from varuna.cli.manage import manage
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.codec import decode, encode
@@ -251,7 +251,7 @@ def run_here(ready: PreparedRun) -> int:
         layout=layout,
         ranks=ranks_of_machine(layout, 0, devices_per_machine=job.devices_per_machine),
         master_addr="127.0.0.1",
-        master_port=free_port(),
+        master_port=0,  # a free one
         resume_step=job.resume_step,
         environment={**ready.planned, **saves.write()},
     )

@@ -23,6 +23,7 @@ EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
     events.AgentLeft: membership.agent_left,
     events.AgentNotStarted: membership.agent_not_started,
     events.StoreReady: membership.store_ready,
+    events.StoreEnded: workers.store_ended,
     events.NoticeReceived: membership.notice_received,
     events.NoticeWithdrawn: membership.notice_withdrawn,
     events.WorkerFailed: workers.worker_failed,

@@ -42,6 +42,15 @@ class StoreReady(Event, frozen=True):
     port: int
 
 
+class StoreEnded(Event, frozen=True):
+    """A store of this or the next generation has ended unexpectedly. Sent by agents."""
+
+    machine: str
+    agent: str
+    port: int
+    why: str
+
+
 class WorkerFailed(Event, frozen=True):
     """One worker failed while others still run. Sent by agents."""
 

@@ -89,12 +89,16 @@ def describe_failure(cause: WorkerFailure, layout: Layout, *, last_lines: str = 
     if cause.error is not None:
         message = cause.error.message
         return f"{who} raised {message.message}\n\n{message.extra_info.py_callstack.rstrip()}"
-    code = cause.exit_code or 0
-    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    end = f"was killed by {name}" if code < 0 else f"exited with code {code}"
+    end = describe_exit(cause.exit_code or 0)
     text = last_lines.rstrip()
     log = f"last lines of its stderr:\n\n{text}" if text.strip() else "it wrote nothing to stderr"
     return f"{who} {end}, without a Python exception; {log}"
+
+
+def describe_exit(code: int) -> str:
+    """Return "exited with code 1" or "was killed by SIGKILL"."""
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return f"was killed by {name}" if code < 0 else f"exited with code {code}"
 
 
 def shorten_reason(reason: str) -> str:

@@ -37,6 +37,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     hang_seconds: float = 60.0  # lower limit of the time above
     stacks_seconds: float = 0.5  # wait this long for the stack traces of a hang
     idle_seconds: float = 900.0  # lower limit for a hang between steps
+    first_step_seconds: float = 1800.0  # lower limit for a hang from wrapping the model to the first step
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ at once.
 """
 
 import asyncio
+import os
 import resource
 import socket
 import sys
@@ -291,7 +292,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
         return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
     except OSError as error:
         if not is_foreign_address(family, str(address[0])):
-            raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from None
+            raise OSError(error.errno, f"{host}:{port}: {os.strerror(error.errno or 0)}") from None
         return socket.create_server(("", port), family=family, backlog=BACKLOG)
 
 

@@ -189,9 +189,11 @@ class Varuna(nn.Module):
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             sampled = build.capture(model, inputs, options, session)
+            self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
             if session.rank == session.ranks[0]:
                 check_once(model, sampled.captured, inputs, self.plan, from_cache=options.from_cache)
+            self._progress.alive()
             self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
                 model, sampled, self.plan, session, options, self._requests.is_pending
             )
@@ -203,6 +205,7 @@ class Varuna(nn.Module):
             self._reporter = Reporter(
                 session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir
             )
+        self._progress.alive()
         # torch refuses an optimizer without parameters, and a stage may have none.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from varuna import codec
 from varuna.errors import PeerHangs, PeerLost, WorkerError
+from varuna.execute.comm.job_store import JobStore
 
 if TYPE_CHECKING:  # torch declares these names elsewhere than it exports them
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -40,7 +41,7 @@ BEAT_SECONDS = 2.0
 """A process whose counter does not change for this long is stopped or disconnected."""
 MAX_TRACEBACK = 20_000
 STORE_HOST = 0
-"""Rank that hosts the store."""
+"""Rank that hosts the store under torchrun."""
 
 T = TypeVar("T")
 
@@ -124,8 +125,10 @@ class StatusBoard:
         try:
             statuses, alive = self._client.run(self._observe, seconds=STORE_SECONDS + BEAT_SECONDS)
         except StoreUnavailable as error:
+            torchs = f"{self.describe(STORE_HOST)}, which hosts the store,"
+            host = "the job's store" if self._client.secured else torchs
             return PeerHangs(
-                f"{self.describe(STORE_HOST)}, which hosts the store, hangs or is gone: {error} "
+                f"{host} hangs or is gone: {error} "
                 "(check whether its process is stopped or its machine is disconnected)"
             )
         return PeerHangs(self._diagnose(statuses, alive))
@@ -237,8 +240,8 @@ class StatusBoard:
 class StoreClient:
     """A client of the store that sends requests from a thread of its own, so that the caller can time out.
 
-    A bare connection to the store's server shows whether the server lives. It is checked before each request:
-    a request to a dead server makes torch print a page of C++ frames.
+    Under torchrun the store is a TCPStore. There a bare connection to its server shows whether it lives. It
+    is checked before each request: a request to a dead server makes torch print a page of C++ frames.
     """
 
     def __init__(self, store: Store) -> None:
@@ -246,6 +249,7 @@ class StoreClient:
         self._socket: socket.socket | None = None
         while isinstance(store, PrefixStore):
             store = store.underlying_store
+        self.secured = isinstance(store, JobStore)
         if isinstance(store, TCPStore):
             with contextlib.suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=STORE_SECONDS)
@@ -277,6 +281,11 @@ class StoreClient:
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join(timeout=STORE_SECONDS)
+        store: Any = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, JobStore):
+            store.close()
         if self._socket is not None:
             self._socket.close()
 

@@ -158,8 +158,8 @@ class JobStore(Store):
         )
 
 
-def join_job(
-    url: str, credential: JobCredential, *, timeout: timedelta = default_pg_timeout
+def rendezvous(
+    url: str, credential: JobCredential, *, timeout: timedelta = default_pg_timeout, **options: object
 ) -> Iterator[tuple[Store, int, int]]:
     """Yield the job's store, this process's rank, and the number of ranks, as torch's rendezvous does."""
     pairs = (pair.split("=", 1) for pair in url.partition("?")[2].split("&") if "=" in pair)

@@ -139,6 +139,7 @@ ToManager = (
     AgentHello
     | AgentHeartbeat
     | events.StoreReady
+    | events.StoreEnded
     | events.WorkerFailed
     | events.WorkersEnded
     | PreemptionReport

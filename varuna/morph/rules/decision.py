@@ -100,6 +100,7 @@ class Decision:
             save_requested=False,
             activity=0,
             in_step=False,
+            step_seconds=0.0,
             progressed_at=self.now,
         )
         self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))

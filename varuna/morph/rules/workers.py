@@ -46,6 +46,29 @@ def _add_failure(decision: Decision, outcome: Outcome) -> None:
     decision.set(failures=(*failures, outcome), failed_at=failed_at)
 
 
+def store_ended(decision: Decision, event: events.StoreEnded) -> None:
+    """Restart the generation if it lost its store: it could report no error any more."""
+    member = decision.member_of_agent(event.machine, event.agent)
+    if member is None:
+        return
+    if member.store_port == event.port:
+        decision.set_member(event.machine, store_port=0)
+        decision.log("store ended", f"{event.machine}: {event.why}; it opens another one")
+    elif decision.state.phase == "running" and _is_store_of(decision, event):
+        reason = f"the store of the job on {event.machine} has ended: {event.why}"
+        if decision.state.step_seconds:
+            decision.save_and_end(reason)
+        else:
+            _count_crash(decision, reason)
+            decision.end_generation(reason)
+
+
+def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
+    generation = decision.generation
+    host = (generation.machines[0], generation.agents[0], generation.master_port)
+    return host == (event.machine, event.agent, event.port)
+
+
 def tick(decision: Decision, event: events.Tick) -> None:
     members = dict(decision.state.members)
     progress: list[WorkerProgress] = []
@@ -100,9 +123,11 @@ def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
 
 def is_hung(decision: Decision) -> bool:
     settings, step = decision.settings, decision.state.step_seconds
+    if not step and not decision.state.activity:
+        return False  # no model is wrapped yet: importing and loading have no limit
     if not step:
-        return False  # before the first step: loading and compiling have no limit
-    if decision.state.in_step:
+        limit = max(settings.first_step_seconds, 10 * settings.hang_seconds)
+    elif decision.state.in_step:
         limit = max(settings.hang_seconds, settings.hang_steps * step)
     else:
         limit = max(settings.idle_seconds, 10 * settings.hang_steps * step)
@@ -116,8 +141,13 @@ def end_hang(decision: Decision) -> None:
         decision.set(stacks_at=decision.now)
         decision.do(commands.DumpStacks(generation.number, generation.machines))
     elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
-        silence = state.stacks_at - state.progressed_at
-        decision.end_generation(f"no progress for {silence:.0f} s (a step takes {state.step_seconds:.2g} s)")
+        silence = f"no progress for {state.stacks_at - state.progressed_at:.0f} s"
+        if state.step_seconds:
+            decision.end_generation(f"{silence} (a step takes {state.step_seconds:.2g} s)")
+        else:
+            reason = f"{silence} before the first step"
+            _count_crash(decision, reason)
+            decision.end_generation(reason)
 
 
 def crash_when_cause_is_known(decision: Decision) -> None:
@@ -135,6 +165,15 @@ def crash_when_cause_is_known(decision: Decision) -> None:
     if cause.broken_checkpoint and _takes_older(decision):
         decision.end_generation(reason)
         return
+    _count_crash(decision, reason)
+    if cause.in_script and not state.best_iteration:
+        decision.set(verdict=JobVerdict("failed", 1, f"before its first step, {reason}"))
+    decision.end_generation(reason)
+
+
+def _count_crash(decision: Decision, reason: str) -> None:
+    """Wait ever longer before the next start, and end the job after too many crashes without progress."""
+    state = decision.state
     crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1
     decision.set(
         crashes=crashes,
@@ -142,12 +181,9 @@ def crash_when_cause_is_known(decision: Decision) -> None:
         iteration_at_crash=state.best_iteration,
         wait_until=decision.now + (0.0 if crashes == 1 else min(60.0, 2.0 ** (crashes - 2))),
     )
-    if cause.in_script and not state.best_iteration:
-        decision.set(verdict=JobVerdict("failed", 1, f"before its first step, {reason}"))
-    elif crashes > decision.settings.crash_limit:
+    if crashes > decision.settings.crash_limit:
         why = f"{crashes} times without progress in between; last, {reason}"
         decision.set(verdict=JobVerdict("failed", 1, why))
-    decision.end_generation(reason)
 
 
 def _takes_older(decision: Decision) -> bool:

@@ -33,6 +33,8 @@ RECONNECT_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """Assumed time until the machine is taken away after SIGTERM."""
+MAX_STORE_ENDS = 10
+"""Stores that may end unexpectedly in one generation; one more ends the agent."""
 MAX_REFUSALS = 8
 """Refusals in a row after which the agent exits: the manager at this address runs another job."""
 
@@ -44,11 +46,14 @@ class Agent:
         self.address = "127.0.0.1"  # of this machine, as the manager sees it
         self.start: messages.StartWorkers | None = None
         self.reported_end = False
+        self.num_store_ends = 0  # since the last generation
         self.supervisor = Supervisor(
+            orders.credential,
             on_worker_end=self.worker_ended,
             on_ready=lambda: self.supervisor.open_store(self.address),
-            on_store=lambda port: self.send(events.StoreReady(orders.machine, self.name, port)),
-            on_exit=lambda status: self.end(f"the fork server exited with status {status}"),
+            on_store=self.store_opened,
+            on_store_end=self.store_ended,
+            on_exit=self.end,
         )
         self.cloud = CloudListener(orders, self.send) if orders.cloud else None
         self.tls = orders.credential.client_context()
@@ -180,6 +185,8 @@ class Agent:
         self.send_output()
         if self.reported_end:
             self.report_end()
+        elif self.start is not None:
+            self.check_store(self.start)
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
         if self.writer is not None:
@@ -224,6 +231,33 @@ class Agent:
         elif isinstance(message, messages.Dismiss):
             self.end(message.why)
 
+    # ------------------------------------------------------------ stores
+
+    def store_opened(self, port: int, error: str) -> None:
+        if error:
+            self.end(f"no store can be opened: {error}")
+        else:
+            self.send(events.StoreReady(self.orders.machine, self.name, port))
+
+    def store_ended(self, port: int, why: str) -> None:
+        """Report the end of a store; open another one if it was the store for the next generation."""
+        self.report_store_end(port, why)
+        self.num_store_ends += 1
+        if self.num_store_ends > MAX_STORE_ENDS:
+            self.end(f"{self.num_store_ends} stores have ended; last, {why}")
+        elif not self.supervisor.store_port:
+            self.supervisor.open_store(self.address)
+
+    def check_store(self, start: messages.StartWorkers) -> None:
+        """Report the end of the workers' store, which the manager may not know."""
+        port = start.workers.master_port
+        if 0 in start.workers.ranks and port not in self.supervisor.store_ports:
+            self.report_store_end(port, "it was gone before this message")
+
+    def report_store_end(self, port: int, why: str) -> None:
+        print(f"the store at port {port} has ended: {why}", flush=True)
+        self.send(events.StoreEnded(self.orders.machine, self.name, port, why))
+
     # ------------------------------------------------------------ workers
 
     def start_workers(self, start: messages.StartWorkers) -> None:
@@ -232,7 +266,7 @@ class Agent:
         self.supervisor.close_old_stores()
         if start.workers.master_port == self.supervisor.store_port:
             self.supervisor.open_store(self.address)
-        self.start, self.reported_end = start, False
+        self.start, self.reported_end, self.num_store_ends = start, False, 0
         ours = VarunaEnvironment(
             generation=start.generation, machine=self.orders.machine, agent_socket=self.socket_name
         )
@@ -247,6 +281,7 @@ class Agent:
             )
         except OSError as error:  # a full disk: the job continues without this machine
             self.end(f"no worker can be started: {error}")
+        self.check_store(start)
 
     def log_folder(self, generation: int) -> Path:
         assert self.start is not None

@@ -4,11 +4,13 @@ A supervisor starts it as `python -P forkserver.py LEASE_SECONDS [MODULE ...]`, 
 lines over its stdin and stdout:
 
     to the fork server    {"fork": {"key": "2/0", ...}}, {"signal": {"key": "2/0", "number": 9}},
-                          {"store": {"key": "store 1", "host": "10.0.0.4"}}, {"beat": {}}
-    from the fork server  {"ready": {}}, {"forked": {"key": "2/0", "pid": 7}},
-                          {"ended": {"key": "2/0", "code": -9}}, {"store": {"key": "store 1", "port": 40001}}
+                          {"store": {"key": "store 1", "host": "10.0.0.4", ...}}, {"beat": {}}
+    from the fork server  {"ready": {}}, {"forked": {"key": "2/0", "pid": 7}}, {"beat": {}},
+                          {"ended": {"key": "2/0", "code": -9}},
+                          {"store": {"key": "store 1", "port": 40001, "pid": 8, "error": ""}}
 
-It never starts a thread and never uses a GPU, because it forks. When its supervisor dies, its stdin
+The job's credential is a field of "fork" and "store", so it appears in no argument list or environment. It
+never starts a thread and never uses a GPU, because it forks. When its supervisor dies, its stdin
 ends, and it kills all workers and everything that they started. When the supervisor is silent for
 LEASE_SECONDS (0: no limit), for example because it is stopped, the workers are killed too: the manager
 has given this machine up.
@@ -31,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch", "torch.distributed", "varuna.train.varuna")
+PRELOADED = ("torch", "torch.distributed", "varuna.train.varuna", "varuna.execute.comm.job_store")
 """Modules that an agent's fork server imports before the first fork."""
 PRELOADED_LATER = ("torch.export._trace",)
 """Modules that wrapping a model imports: loaded after the first fork, while the server is idle."""
@@ -82,6 +84,8 @@ class ForkServer:
             self.signal(**request["signal"])
         elif "store" in request:
             return self.fork_store(**request["store"])
+        elif "beat" in request:
+            self.answer("beat", {})
         elif "fork" in request:
             worker: dict[str, Any] = request["fork"]
             if not self._fork(worker["key"]):
@@ -98,16 +102,20 @@ class ForkServer:
                 else:
                     os.kill(pid, number)
 
-    def fork_store(self, key: str, host: str) -> dict[str, Any] | None:
-        """Fork a process for a rendezvous store, which has threads and outlives its workers."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as listener:
-            listener.bind((host, 0))
-            listener.listen(1024)
+    def fork_store(self, key: str, host: str, port: int, credential: dict[str, str]) -> dict[str, Any] | None:
+        """Fork a process for the store of a generation, which outlives its workers."""
+        from varuna.secure.store_server import listen
+
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            self.answer("store", {"key": key, "port": 0, "pid": 0, "error": error.strerror or str(error)})
+            return None
+        with listener:
             port = listener.getsockname()[1]
             if not self._fork(key):
-                return {"store": listener.detach(), "port": port, "host": host}
-        self.answer("store", {"key": key, "port": port})
+                return {"store": listener.detach(), "credential": credential}
+        self.answer("store", {"key": key, "port": port, "pid": self.children[key], "error": ""})
         return None
 
     def _fork(self, key: str) -> bool:
@@ -163,17 +171,18 @@ def preload(names: Sequence[str]) -> None:
     gc.enable()
 
 
-def become_store(parent: int, listener: int, host: str, port: int) -> None:
-    import torch.distributed as dist
-
-    from varuna.processes import die_with_parent
+def become_store(parent: int, listener: int, credential: dict[str, str]) -> None:
+    from varuna.processes import die_with_parent, name_process
+    from varuna.secure.credential import JobCredential
+    from varuna.secure.store_server import run_store
 
     die_with_parent(parent)
-    kept = dist.TCPStore(  # type: ignore[attr-defined]  # torch declares it elsewhere
-        host, port, is_master=True, master_listen_fd=listener, wait_for_workers=False
-    )
-    while kept is not None:
-        signal.pause()
+    name_process("varuna-store")
+    run_store(socket.socket(fileno=listener), JobCredential(**credential), log_store_line)
+
+
+def log_store_line(line: str) -> None:
+    print(f"varuna: the job's store: {line}", file=sys.stderr, flush=True)
 
 
 def become_worker(parent: int, request: dict[str, Any]) -> None:
@@ -181,6 +190,8 @@ def become_worker(parent: int, request: dict[str, Any]) -> None:
     from varuna.processes import die_with_parent
 
     os.environ.update(request["environment"])
+    if (credential := request.pop("credential", None)) is not None:
+        worker.join_job(credential)
     for path, number in ((request["out"], 1), (request["err"], 2)):
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, number)
@@ -223,7 +234,7 @@ def main() -> None:
     if request is None:
         server.kill(stores=True)
     elif "store" in request:
-        become_store(parent, request["store"], request["host"], request["port"])
+        become_store(parent, request["store"], request["credential"])
     else:
         try:
             become_worker(parent, request)

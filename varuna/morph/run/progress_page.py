@@ -65,7 +65,7 @@ class SharedProgressWriter(ProgressWriter):
         self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
         self._entered = 0.0
         self._store = ""
-        self._write()
+        self.alive()  # from now on a hang is detected
 
     def enter(self) -> None:
         now = time.monotonic()

@@ -15,14 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from varuna.codec import decode
 from varuna.environment import VarunaEnvironment
-from varuna.morph.failures import ErrorFile, WorkerFailure
+from varuna.morph.failures import ErrorFile, WorkerFailure, describe_exit
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_arguments, worker_environment
 from varuna.morph.state import Outcome, WorkerProgress
+from varuna.secure.credential import JobCredential
 from varuna.types import MachineWorkers
 
+MAX_UNANSWERED = 240
+"""A fork server that leaves so many heartbeats unanswered hangs. An agent sends two per second."""
 CLOSE_SECONDS = 5.0
 """Time limit for the fork server to exit."""
 MAX_OUTPUT = 16 * 2**10
@@ -89,28 +94,43 @@ class Supervisor:
 
     def __init__(
         self,
+        credential: JobCredential | None = None,
         *,
         on_worker_end: Callable[[WorkerProcess], None] = lambda worker: None,
         on_ready: Callable[[], None] = lambda: None,
-        on_store: Callable[[int], None] = lambda port: None,
-        on_exit: Callable[[int], None] = lambda status: None,
+        on_store: Callable[[int, str], None] = lambda port, error: None,
+        on_store_end: Callable[[int, str], None] = lambda port, why: None,
+        on_exit: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`on_exit` is called with the status of a fork server that exits unexpectedly."""
+        """`credential` None: the workers use torch's own store, which is open to strangers.
+
+        `on_store` gets the port of a new store, or 0 and an error; `on_store_end` the port of a store that
+        ended unexpectedly, `on_exit` the reason for an unexpected end of the fork server.
+        """
         self.workers: dict[int, WorkerProcess] = {}  # by rank
         self.store_port = 0  # of the store for the next generation
+        self._credential = None if credential is None else msgspec.structs.asdict(credential)
         self._on_worker_end = on_worker_end
         self._on_ready = on_ready
         self._on_store = on_store
+        self._on_store_end = on_store_end
         self._on_exit = on_exit
         self._server: asyncio.subprocess.Process | None = None
         self._closing = False
         self._generation = 0
-        self._stores: list[str] = []  # keys; the last one is for the next generation
+        self._stores: dict[str, int] = {}  # port by key; the last one is for the next generation
         self._num_stores = 0
+        self._ready = False  # it has imported its modules
+        self._unanswered = 0  # heartbeats since the last answer
 
     @property
     def is_open(self) -> bool:
         return self._server is not None
+
+    @property
+    def store_ports(self) -> list[int]:
+        """Ports of the live stores."""
+        return list(self._stores.values())
 
     @property
     def live_workers(self) -> list[WorkerProcess]:
@@ -139,21 +159,34 @@ class Supervisor:
             ((what, facts),) = json.loads(line).items()
             self._handle_answer(what, facts)
         status = await server.wait()
+        self._end_live_workers()
+        if not self._closing:
+            self._on_exit(f"the fork server exited with status {status}")
+
+    def _end_live_workers(self) -> None:
         for worker in self.live_workers:  # they died with the fork server, but not their own children
             if worker.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
             worker.end(-signal.SIGKILL)
-        if not self._closing:
-            self._on_exit(status)
 
     def _handle_answer(self, what: str, facts: dict[str, Any]) -> None:
+        self._unanswered = 0
         if what == "ready":
+            self._ready = True
             self._on_ready()
         elif what == "store":
-            self._stores.append(facts["key"])
+            if not facts["error"]:
+                self._stores[facts["key"]] = facts["port"]
             self.store_port = facts["port"]
-            self._on_store(self.store_port)
+            self._on_store(self.store_port, facts["error"])
+        elif what == "ended" and facts["key"] in self._stores:
+            port = self._stores.pop(facts["key"])
+            if port == self.store_port:
+                self.store_port = 0
+            self._on_store_end(port, f"its process {describe_exit(facts['code'])}")
+        elif what == "beat":
+            pass
         else:
             worker = next((w for w in self.workers.values() if self._key(w.rank) == facts["key"]), None)
             if worker is not None and what == "forked":
@@ -172,20 +205,25 @@ class Supervisor:
 
     def send_heartbeat(self) -> None:
         """Renew the lease of the workers: without it the fork server kills them."""
-        if self.is_open:
+        if self.is_open and not self._closing:
             self._request("beat")
+            self._unanswered += self._ready
+            if self._unanswered > MAX_UNANSWERED:  # counted: this process may have slept
+                self._on_exit(f"the fork server has left {MAX_UNANSWERED} heartbeats unanswered")
 
-    def open_store(self, host: str) -> None:
-        """Open a rendezvous store for the next generation; `on_store` gets its port."""
+    def open_store(self, host: str, port: int = 0) -> None:
+        """Open a store for the next generation; `on_store` gets its port. 0: choose a free port."""
+        assert self._credential is not None, "a store needs the credential of its job"
         self.store_port = 0
         self._num_stores += 1
-        self._request("store", key=f"store {self._num_stores}", host=host)
+        key = f"store {self._num_stores}"
+        self._request("store", key=key, host=host, port=port, credential=self._credential)
 
     def close_old_stores(self) -> None:
         """Kill all stores but the last."""
-        for key in self._stores[:-1]:
+        for key in list(self._stores)[:-1]:
             self._request("signal", key=key, number=int(signal.SIGKILL))
-            self._stores.remove(key)
+            del self._stores[key]
 
     def start_workers(
         self,
@@ -213,6 +251,7 @@ class Supervisor:
                 code_dir=workers.job.code_dir,
                 script=workers.job.script,
                 arguments=worker_arguments(workers, local_rank),
+                credential=self._credential,
             )
 
     def signal_workers(self, number: int) -> None:
@@ -227,8 +266,9 @@ class Supervisor:
             self._server.stdin.close()
             try:
                 await asyncio.wait_for(self._watching, CLOSE_SECONDS)
-            except TimeoutError:
+            except TimeoutError:  # it hangs; its workers and stores die with it
                 self._server.kill()
+                self._end_live_workers()
 
 
 def read_error(path: Path) -> ErrorFile | None:

@@ -4,18 +4,25 @@ It imports neither torch nor the rest of the library, so a script imports only w
 """
 
 import atexit
+import functools
+import importlib
 import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 from varuna.files import write_atomic
+
+RENDEZVOUS = "torch.distributed.rendezvous"
+JOB_STORE = "varuna.execute.comm.job_store"
 
 
 class EarlySignal:
@@ -28,6 +35,59 @@ class EarlySignal:
 
 
 early_signal = EarlySignal()
+
+
+def join_job(credential: Mapping[str, str]) -> None:
+    """Adopt the job's credential, and make `init_process_group()` use the job's store.
+
+    Torch need not be imported yet: the change is made when the script imports it.
+    """
+    from varuna.secure.credential import JobCredential, adopt_credential
+
+    adopt_credential(JobCredential(**credential))
+    if RENDEZVOUS in sys.modules:
+        use_job_store(sys.modules[RENDEZVOUS])
+    else:
+        sys.meta_path.insert(0, RendezvousFinder())
+
+
+class RendezvousFinder:
+    """An import hook: changes torch's rendezvous module when it is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != RENDEZVOUS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                use_job_store(module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def use_job_store(rendezvous: ModuleType) -> None:
+    """Replace torch's handlers of "env://", and of "tcp://" with the address of the job's store."""
+    handlers = rendezvous._rendezvous_handlers
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = functools.partial(open_job_store, handlers[scheme])
+
+
+def open_job_store(original: Callable[..., Iterator[Any]], url: str, **options: Any) -> Iterator[Any]:
+    from varuna.secure.credential import own_credential
+
+    store = f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    credential = own_credential()
+    if credential is None or not (url.startswith("env:") or url.partition("?")[0].rstrip("/") == store):
+        return original(url, **options)
+    found: Iterator[Any] = importlib.import_module(JOB_STORE).rendezvous(url, credential, **options)
+    return found
 
 
 def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
