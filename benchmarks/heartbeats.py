@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,13 @@ from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.manager import Manager
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import JobState, MachinePlan, WorkerProgress
 from varuna.plan.search.choose import lay_out
 from varuna.secure.credential import JobCredential, make_credential
-from varuna.secure.framing import FrameReader, pack_frame
 from varuna.types import JobSpec
 
 DEVICES, STAGES = 4, 8
@@ -104,16 +105,17 @@ class Agent:
 
     def __init__(self, machine: str) -> None:
         self.machine = machine
+        self.welcomed = asyncio.Event()
         self.at_work = asyncio.Event()
         self.start: messages.StartWorkers | None = None
         self.step = 0
 
     async def live(self, port: int, tls: ssl.SSLContext) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
-        frames = FrameReader()
+        frames = MessageReader()
 
         def send(message: messages.ManagerMessage | events.Event) -> None:
-            writer.write(pack_frame(messages.write_message(message)))
+            writer.write(pack_message(messages.write_message(message)))
 
         joined = events.AgentJoined(self.machine, self.machine, None, "127.0.0.1", 0)
         send(messages.AgentHello("job", 1, joined))
@@ -123,7 +125,9 @@ class Agent:
             while data := await reader.read(65536):
                 for payload in frames.feed(data):
                     message = messages.read_from_manager(payload)
-                    if isinstance(message, messages.StartWorkers):
+                    if isinstance(message, messages.Welcome):
+                        self.welcomed.set()
+                    elif isinstance(message, messages.StartWorkers):
                         self.start = message
                         self.at_work.set()
         finally:
@@ -174,30 +178,29 @@ async def share_of_a_core(
     return found
 
 
-def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]:
-    """Return the manager's share of one core."""
+@contextmanager
+def managed(machines: int) -> Iterator[tuple[int, int, JobCredential, list[Agent], Path]]:
+    """Start a manager. Yield its process id, port, credential, an agent of each machine, and its folder."""
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as folder:
         names = [f"10.{n // 250}.{n % 250}.1" for n in range(machines)]
         (Path(folder) / "machines").write_text("".join(f"{name}\n" for name in names))
         credential = make_credential("job")
-        write_atomic(Path(folder) / CREDENTIAL, encode(credential), mode=0o600)
+        write_atomic(Path(folder) / CREDENTIAL, encode(credential), private=True)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         with subprocess.Popen([sys.executable, "-m", "benchmarks.heartbeats", folder, str(port)]) as manager:
             try:
                 wait_until_it_listens(port)
-                return asyncio.run(
-                    share_of_a_core(
-                        manager.pid,
-                        [Agent(name) for name in names],
-                        port,
-                        credential.client_context(),
-                        seconds=seconds,
-                        repeats=repeats,
-                    )
-                )
+                yield manager.pid, port, credential, [Agent(name) for name in names], Path(folder)
             finally:
                 manager.kill()
+
+
+def manager_share(machines: int, *, seconds: float, repeats: int) -> list[float]:
+    """Return the manager's share of one core."""
+    with managed(machines) as (pid, port, credential, agents, _):
+        tls = credential.client_context()
+        return asyncio.run(share_of_a_core(pid, agents, port, tls, seconds=seconds, repeats=repeats))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,10 +1,11 @@
-"""Atomic writes."""
+"""Atomic writes, and files that only this user can read."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from varuna.files import write_atomic
+from varuna.files import make_private_folder, open_private, write_atomic
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -26,5 +27,22 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "secret", "x", mode=0o600)
-    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    umask = os.umask(0)
+    try:
+        write_atomic(tmp_path / "a" / "b" / "secret", "x", private=True)
+        with os.fdopen(open_private(tmp_path / "log"), "w") as log:
+            log.write("x")
+        (tmp_path / "old").touch(mode=0o644)
+        os.close(open_private(tmp_path / "old"))
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"a": 0o700, "b": 0o700, "secret": 0o600, "log": 0o600, "old": 0o600}
+
+
+def test_the_permissions_of_devices_and_of_folders_of_the_user_stay(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    before = os.stat("/dev/full").st_mode, tmp_path.stat().st_mode
+    os.close(open_private(tmp_path / "full"))
+    make_private_folder(tmp_path)
+    assert (os.stat("/dev/full").st_mode, tmp_path.stat().st_mode) == before

@@ -647,6 +647,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     cloud: str = ""  # aws, azure, gcp: watch for preemption notices
     cloud_url: str = ""  # metadata service, if not at the cloud's own address
 
+    def __repr__(self) -> str:
+        return repr_without_values(self)
+
+
+def repr_without_values(value: msgspec.Struct) -> str:
+    """Return the repr with the names of environment variables only: their values may be secrets."""
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    fields["environment"] = sorted(fields["environment"])
+    return f"{type(value).__name__}({', '.join(f'{name}={field!r}' for name, field in fields.items())})"
+
 
 class MachineWorkers(msgspec.Struct, frozen=True, kw_only=True):
     """The workers of a job on one machine, under one layout."""

@@ -29,13 +29,13 @@ from varuna.morph.protocol.messages import (
     write_message,
 )
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
+from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.run import connections
 from varuna.morph.run.client import send_request
 from varuna.morph.run.job_folder import JobFolder, ManagerContact
 from varuna.morph.run.manager import Manager
 from varuna.morph.state import JobState, MachinePlan
 from varuna.secure.credential import JobCredential, make_credential
-from varuna.secure.framing import FrameReader, pack_frame
 from varuna.types import JobSpec
 
 CREDENTIAL = make_credential("job")
@@ -166,7 +166,7 @@ def record(manager: RunningManager) -> bytes:
         while not sent:
             try:
                 friend.do_handshake()
-                friend.write(pack_frame(write_message(ManagerRequest("job", "stop"))))
+                friend.write(pack_message(write_message(ManagerRequest("job", "stop"))))
                 sent = True
             except ssl.SSLWantReadError:
                 pass
@@ -179,7 +179,7 @@ def record(manager: RunningManager) -> bytes:
 
 def test_unknown_callers_are_refused_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """V46, SEC-4: whoever does not prove that it has the job's key gets no reply, and the log names it."""
-    request = pack_frame(write_message(ManagerRequest("job", "stop")))
+    request = pack_message(write_message(ManagerRequest("job", "stop")))
     attacks: list[tuple[str, bytes, ssl.SSLContext | None]] = [
         ("TLS 1.3 handshake", b"GET / HTTP/1.1\r\n\r\n", None),
         ("TLS 1.3 handshake", os.urandom(300), None),
@@ -188,7 +188,7 @@ def test_unknown_callers_are_refused_and_logged(tmp_path: Path, capfd: pytest.Ca
         ("no certificate of the job", request, careless(None)),
         ("not the job's", request, careless(OTHER)),
         ("4294967295 bytes, but the limit is", b"\xff\xff\xff\xff", CREDENTIAL.client_context()),
-        ("JSON is malformed", pack_frame(b"hello"), CREDENTIAL.client_context()),
+        ("JSON is malformed", pack_message(b"hello"), CREDENTIAL.client_context()),
     ]
     with led(tmp_path) as manager:
         for reason, data, context in attacks:
@@ -272,10 +272,10 @@ def test_an_agent_gets_the_environment_and_is_dismissed_if_its_machine_is_not_li
 ) -> None:
     with led(tmp_path) as manager:
         for machine, answers in [("10.9.9.9", ["Welcome"]), ("10.8.8.8", ["Welcome", "Dismiss"])]:
-            frames, heard = FrameReader(), list[object]()
+            frames, heard = MessageReader(), list[object]()
             with CREDENTIAL.client_context().wrap_socket(manager.dial()) as connection:
                 hello = AgentHello("job", 1, events.AgentJoined(machine, "agent", None, "127.0.0.1"))
-                connection.sendall(pack_frame(write_message(hello)))
+                connection.sendall(pack_message(write_message(hello)))
                 while len(heard) < len(answers):
                     heard += [read_from_manager(payload) for payload in frames.feed(connection.recv(65536))]
             assert [type(message).__name__ for message in heard] == answers

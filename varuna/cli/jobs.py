@@ -1,6 +1,7 @@
 """The commands `varuna status`, `stop`, `drain` and `logs`: they talk to the manager of a running job."""
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -11,7 +12,7 @@ from rich.table import Table
 from varuna.cli.options import AsJson, printable
 from varuna.codec import decode, encode
 from varuna.morph.protocol.messages import JobStatus, ManagerReply
-from varuna.morph.run.client import request_manager
+from varuna.morph.run.client import connect_manager, request_manager
 
 CodeDir = Annotated[str, typer.Option(help="Code folder that the job was started with.")]
 
@@ -69,12 +70,31 @@ def drain(
 def logs(
     rank: Annotated[int, typer.Argument(help="Worker rank.")],
     code_dir: CodeDir = ".",
-    lines: Annotated[int, typer.Option(help="Number of trailing lines to show.")] = 50,
+    lines: Annotated[int, typer.Option(min=1, help="Number of trailing lines to show.")] = 50,
     generation: Annotated[int | None, typer.Option(help="Generation. Default: the current one.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the last lines of a worker's output."""
-    show_answer(request_manager(code_dir, "logs", rank=rank, lines=lines, generation=generation), as_json)
+    with connect_manager(code_dir) as (client, job):
+        pieces = client.read_log(job, rank, lines=lines, generation=generation)
+        if as_json:
+            show_answer(ManagerReply(True, "".join(with_titles(pieces))), as_json)
+        else:
+            for text in with_titles(pieces):
+                typer.echo(text, nl=False)
+
+
+def with_titles(pieces: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the text with a title before each file. End every file with a newline."""
+    last_title = last = ""
+    for title, text in pieces:
+        if title != last_title:
+            newline = "" if last.endswith("\n") or not last_title else "\n"
+            yield f"{newline}{title}\n"
+        last_title, last = title, text or last
+        yield text
+    if last and not last.endswith("\n"):
+        yield "\n"
 
 
 def machine_table(found: JobStatus) -> Table:

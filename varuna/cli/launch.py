@@ -19,7 +19,8 @@ import typer
 from varuna.cli.job_key import make_job_key, read_job_key
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
-from varuna.morph.run.supervisor import Supervisor, last_lines
+from varuna.morph.run.log_pages import last_lines
+from varuna.morph.run.supervisor import Supervisor
 from varuna.morph.run.worker_env import WORKER_FLAGS, accepted_flags, name_idle_devices, ranks_of_machine
 from varuna.plan.search.choose import LayoutRequest, lay_out_as_typed
 from varuna.secure.credential import JobCredential, make_credential

@@ -153,7 +153,8 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
     )
     choice = choose(request, num_machines=len(machines), devices_per_machine=job.devices_per_machine)
     fields = msgspec.structs.asdict(options)
-    write_atomic(saved, encode({name: value for name, value in fields.items() if name not in NOT_SAVED}))
+    kept = {name: value for name, value in fields.items() if name not in NOT_SAVED}
+    write_atomic(saved, encode(kept), private=True)
     return PreparedRun(
         job,
         choice,

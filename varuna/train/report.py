@@ -98,14 +98,14 @@ class Reporter:
     def _write(self, report: StepReport, measured: Timeline | None, folder: Path) -> None:
         assert self._prediction is not None
         try:
-            write_atomic(folder / "report.json", encode(report))
+            write_atomic(folder / "report.json", encode(report), private=True)
             if measured is not None:
                 predicted = self._prediction.timeline
                 panels = {} if predicted is None else {"predicted": predicted()}
                 panels["measured"] = measured
                 title = f"Step {report.step}, first replica"
-                write_atomic(folder / "timeline.svg", to_svg(panels, title))
-                write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels))
+                write_atomic(folder / "timeline.svg", to_svg(panels, title), private=True)
+                write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels), private=True)
         except OSError as error:  # training continues
             log.warning("the report of step %d cannot be written: %s", report.step, error)
 

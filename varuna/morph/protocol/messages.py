@@ -4,12 +4,15 @@ Some events and commands travel as they are: see `ToManager` and `FromManager`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.state import WorkerProgress
-from varuna.types import MachineWorkers
+from varuna.types import MachineWorkers, repr_without_values
+
+LogStream = Literal["out", "err"]
 
 
 class ManagerMessage(msgspec.Struct, frozen=True, tag=True):
@@ -45,13 +48,25 @@ class WorkerOutput(ManagerMessage, frozen=True):
     is_stderr: bool = False
 
 
+class LogPage(msgspec.Struct, frozen=True):
+    """A part of a worker's log, or the result of a search in it. Numbers are places in the file."""
+
+    start: int  # after a search: start of the lines; after a read: end of the data
+    stop: int  # end of what was searched or read
+    lines: int = 0  # the search is not complete: search for this many lines before `start`
+    data: bytes = b""
+
+
 class LogReply(ManagerMessage, frozen=True):
     request: int
-    text: str
+    page: LogPage | None  # None: there is no such log
 
 
 class Welcome(ManagerMessage, frozen=True):
     environment: Mapping[str, str]  # for all processes of the agent
+
+    def __repr__(self) -> str:
+        return repr_without_values(self)
 
 
 class StartWorkers(ManagerMessage, frozen=True):
@@ -68,21 +83,29 @@ class Dismiss(ManagerMessage, frozen=True):
 
 
 class LogRequest(ManagerMessage, frozen=True):
+    """Search for the last `lines` lines before `stop`, or, if `lines` is 0, read from `start` to `stop`."""
+
     request: int
     generation: int
     rank: int
+    stream: LogStream
     lines: int
+    start: int = 0
+    stop: int | None = None  # None: the end of the file
 
 
 class ManagerRequest(ManagerMessage, frozen=True):
-    """The only message of a command such as `varuna status`."""
+    """The message of a command such as `varuna status`. `varuna logs` sends several."""
 
     job: str
     what: str  # status, stop, drain, logs, preempt
     machine: str = ""
     rank: int = 0
-    lines: int = 50
     generation: int | None = None
+    stream: LogStream = "out"
+    lines: int = 0  # this and the next two: see LogRequest
+    start: int = 0
+    stop: int | None = None
     seconds: float | None = None
     save: bool = True
     why: str = ""
@@ -92,6 +115,9 @@ class ManagerReply(ManagerMessage, frozen=True):
     ok: bool
     text: str
     status: msgspec.Raw = msgspec.Raw(b"null")
+    log: LogPage | None = None
+    machine: str = ""  # that has the log
+    generation: int | None = None  # of the log
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

@@ -15,8 +15,10 @@ import ssl
 import sys
 import time
 import traceback
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from varuna.codec import decode
 from varuna.environment import VarunaEnvironment
@@ -24,10 +26,12 @@ from varuna.morph import commands, events
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
+from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.run.cloud_poll import CloudListener
 from varuna.morph.run.forkserver import LEASE_SECONDS, PRELOADED
-from varuna.morph.run.supervisor import Supervisor, WorkerProcess, last_lines
-from varuna.secure.framing import FrameReader, FramingError, pack_frame
+from varuna.morph.run.log_pages import find_lines, read_page
+from varuna.morph.run.supervisor import Supervisor, WorkerProcess
+from varuna.secure.framing import FramingError
 
 RECONNECT_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
@@ -64,6 +68,7 @@ class Agent:
         self.over = asyncio.Event()
         self.socket_name = f"varuna-{secrets.token_hex(8)}"
         self.got_sigterm = False
+        self.tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ start and end
 
@@ -149,7 +154,7 @@ class Agent:
         reader, writer = await asyncio.wait_for(
             asyncio.open_connection(host, port, ssl=self.tls), CONNECT_SECONDS
         )
-        frames = FrameReader()
+        frames = MessageReader()
         try:
             self.set_up(writer.get_extra_info("socket"))
             self.writer = writer
@@ -190,7 +195,7 @@ class Agent:
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
         if self.writer is not None:
-            self.writer.write(pack_frame(messages.write_message(message)))
+            self.writer.write(pack_message(messages.write_message(message)))
             self.connected_at = time.monotonic()
 
     async def send_heartbeats(self) -> None:
@@ -222,7 +227,7 @@ class Agent:
             else:
                 self.signal_workers(message.generation, signal.SIGKILL)
         elif isinstance(message, messages.LogRequest):
-            self.send(messages.LogReply(message.request, self.read_log(message)))
+            self.spawn(self.send_log(message))
         elif isinstance(message, commands.ReleaseMachines):
             if self.got_sigterm:
                 self.end("SIGTERM")
@@ -317,15 +322,22 @@ class Agent:
             for is_stderr, text in worker.new_output():
                 self.send(messages.WorkerOutput(worker.rank, text, is_stderr))
 
-    def read_log(self, request: messages.LogRequest) -> str:
-        if self.start is None:
-            return ""
-        texts = []
-        for kind in ("out", "err"):
-            name = f"rank_{request.rank}.{kind}"
-            if text := last_lines(self.log_folder(request.generation) / name, request.lines):
-                texts.append(f"==> {name} of generation {request.generation} <==\n{text}")
-        return "\n".join(texts)[-(2**20) :]
+    async def send_log(self, request: messages.LogRequest) -> None:
+        """Read a page of a log in a thread: a slow disk must not delay heartbeats."""
+        page = None
+        if self.start is not None:
+            path = self.log_folder(request.generation) / f"rank_{request.rank}.{request.stream}"
+            with suppress(OSError):
+                if request.lines:
+                    page = await asyncio.to_thread(find_lines, path, request.lines, stop=request.stop)
+                else:
+                    page = await asyncio.to_thread(read_page, path, request.start, request.stop)
+        self.send(messages.LogReply(request.request, page))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
 
 def main() -> None:

@@ -13,14 +13,17 @@ import msgspec
 
 from varuna.morph import commands
 from varuna.morph.protocol.messages import ManagerMessage, ToManager, read_to_manager, write_message
+from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.state import WorkerProgress
 from varuna.secure.credential import JobCredential
-from varuna.secure.framing import FrameReader, FramingError, pack_frame
+from varuna.secure.framing import FramingError
 
 HANDSHAKE_SECONDS = 5.0
 """Time limit for the TLS handshake of a caller."""
 FIRST_MESSAGE_SECONDS = 5.0
 """Time limit for the first message after the handshake."""
+IDLE_SECONDS = 30.0
+"""Time limit for the next request of a command."""
 SHUTDOWN_SECONDS = 5.0
 """Time limit for a caller to confirm that the connection ends."""
 MAX_STRANGERS = 2048
@@ -37,7 +40,7 @@ class ManagerConnection(asyncio.Protocol):
     def __init__(self, server: "ConnectionServer", peer: str) -> None:
         self._server = server
         self._peer = peer
-        self._reader = FrameReader()
+        self._reader = MessageReader()
         self._handshake: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -96,7 +99,11 @@ class ManagerConnection(asyncio.Protocol):
 
     def send(self, message: ManagerMessage | commands.Command) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack_frame(write_message(message)))
+            self._transport.write(pack_message(write_message(message)))
+
+    def close_when_idle(self) -> None:
+        """Close the connection of a command that sends no further request."""
+        self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.close, "idle")
 
     def close(self, why: str) -> None:
         self._closed_because = why

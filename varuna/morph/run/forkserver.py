@@ -186,6 +186,7 @@ def log_store_line(line: str) -> None:
 
 
 def become_worker(parent: int, request: dict[str, Any]) -> None:
+    from varuna.files import open_private
     from varuna.morph.run import worker
     from varuna.processes import die_with_parent
 
@@ -193,7 +194,7 @@ def become_worker(parent: int, request: dict[str, Any]) -> None:
     if (credential := request.pop("credential", None)) is not None:
         worker.join_job(credential)
     for path, number in ((request["out"], 1), (request["err"], 2)):
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_private(Path(path))
         os.dup2(log, number)
         os.close(log)
     die_with_parent(parent)

@@ -18,7 +18,7 @@ import msgspec
 
 from varuna.codec import decode, encode
 from varuna.environment import VarunaEnvironment
-from varuna.files import write_atomic
+from varuna.files import make_private_folder, open_private, write_atomic
 from varuna.secure.credential import JobCredential
 
 
@@ -47,8 +47,8 @@ class JobFolder:
 
     def lock(self) -> int:
         """Lock the folder until this process ends, however it ends."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_private_folder(self.path)
+        fd = open_private(self.path / "lock", os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,7 +73,7 @@ class JobFolder:
         return decode(data, ManagerContact, str(self.contact))
 
     def write_contact(self, contact: ManagerContact) -> None:
-        write_atomic(self.contact, encode(contact), mode=0o600)
+        write_atomic(self.contact, encode(contact), private=True)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -22,7 +22,7 @@ import msgspec
 
 from varuna.environment import VarunaEnvironment
 from varuna.errors import BrokenCheckpoint
-from varuna.files import LineFile
+from varuna.files import LineFile, make_private_folder
 from varuna.morph import commands, events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.decide import decide
@@ -264,6 +264,7 @@ class Manager:
         self.events.put_nowait(joined)
 
     def connection_closed(self, connection: ManagerConnection, why: str) -> None:
+        self.requests.connection_closed(connection)
         if connection.machine and self.agents.get(connection.machine) is connection:
             del self.agents[connection.machine]
             self.events.put_nowait(events.AgentLeft(connection.machine, connection.agent, why))
@@ -357,7 +358,7 @@ class Manager:
         generation = command.generation
         self.journal.write(GenerationLaunched(generation))
         with suppress(OSError):  # a second record of the number, if the journal is lost
-            (Path(self.job.log_dir) / f"generation_{generation.number}").mkdir(parents=True, exist_ok=True)
+            make_private_folder(Path(self.job.log_dir) / f"generation_{generation.number}")
         self.slow_machines.reset()
         resumed = "" if generation.resume_step is None else f", from step {generation.resume_step}"
         machines = ", ".join(generation.machines)
@@ -409,7 +410,7 @@ class Manager:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         why_not = ""
         try:
-            self.event_log.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.event_log.path.parent)
             self.event_log.append(msgspec.json.encode({"at": now, "what": what, "why": why}))
         except OSError as error:  # a full disk must not end the job
             why_not = f"{self.event_log.path} cannot be written: {error.strerror or error}"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from varuna.environment import VarunaEnvironment
+from varuna.files import open_private
 from varuna.morph.state import WorkerProgress
 
 PAGE = 4096
@@ -149,8 +150,9 @@ class ProgressReader:
     def __init__(self, path: Path, rank: int) -> None:
         self.rank = rank
         self.path = path
-        path.write_bytes(bytes(PAGE))
-        with path.open("rb") as file:
+        with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
+            file.write(bytes(PAGE))
+            file.flush()
             self._page = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
 
     def read(self, pid: int = 0) -> WorkerProgress:

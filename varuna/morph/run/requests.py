@@ -1,7 +1,9 @@
 """Replies of the manager to commands: `varuna status`, `stop`, `drain` and `logs`."""
 
+import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,6 +11,18 @@ from varuna.morph import events
 from varuna.morph.protocol import messages
 from varuna.morph.run.connections import ManagerConnection
 from varuna.morph.state import JobState
+
+LOG_SECONDS = 8.0
+"""Time limit for an agent to send a page of a log."""
+
+
+class LogWait(NamedTuple):
+    """A command that waits for a page of a log."""
+
+    caller: ManagerConnection
+    machine: str
+    generation: int
+    timer: asyncio.TimerHandle
 
 
 class RequestHandler:
@@ -26,7 +40,7 @@ class RequestHandler:
         self._agents = agents
         self._slow_machines = slow_machines
         self._put_event = put_event
-        self._waiting: dict[int, ManagerConnection] = {}  # log requests
+        self._waiting: dict[int, LogWait] = {}
         self._num_log_requests = 0
 
     def handle(
@@ -84,25 +98,53 @@ class RequestHandler:
         self, caller: ManagerConnection, request: messages.ManagerRequest, state: JobState
     ) -> None:
         generation = state.generation
-        machine = None if generation is None else generation.machine_of(request.rank)
-        if generation is None or machine is None or machine not in self._agents:
+        machine = request.machine or (generation and generation.machine_of(request.rank))
+        if generation is None or not machine or machine not in self._agents:
             _reply(caller, False, f"rank {request.rank} is not on a connected machine")
             return
-        self._num_log_requests += 1
-        self._waiting[self._num_log_requests] = caller
+        self._num_log_requests = ticket = self._num_log_requests + 1
         number = generation.number if request.generation is None else request.generation
+        why = f"{machine} did not send the log of rank {request.rank} within {LOG_SECONDS:.0f} s"
+        timer = asyncio.get_running_loop().call_later(LOG_SECONDS, self._fail_log, ticket, why)
+        self._waiting[ticket] = LogWait(caller, machine, number, timer)
         self._agents[machine].send(
-            messages.LogRequest(self._num_log_requests, number, request.rank, request.lines)
+            messages.LogRequest(
+                ticket, number, request.rank, request.stream, request.lines, request.start, request.stop
+            )
         )
 
     def forward_log(self, reply: messages.LogReply) -> None:
-        if caller := self._waiting.pop(reply.request, None):
-            _reply(caller, bool(reply.text), reply.text or "there is no such log")
+        if wait := self._waiting.pop(reply.request, None):
+            wait.timer.cancel()
+            if reply.page is None:
+                _reply(wait.caller, False, "there is no such log")
+            else:
+                _send(
+                    wait.caller,
+                    messages.ManagerReply(
+                        True, "", log=reply.page, machine=wait.machine, generation=wait.generation
+                    ),
+                )
+
+    def _fail_log(self, ticket: int, why: str) -> None:
+        if wait := self._waiting.pop(ticket, None):
+            wait.timer.cancel()
+            _reply(wait.caller, False, why)
+
+    def connection_closed(self, connection: ManagerConnection) -> None:
+        """End the log requests of a command or to an agent that has disconnected."""
+        for ticket, wait in list(self._waiting.items()):
+            if connection in (wait.caller, self._agents.get(wait.machine)):
+                self._fail_log(ticket, f"{wait.machine} has disconnected")
 
 
 def _reply(caller: ManagerConnection, ok: bool, text: str, status: bytes = b"null") -> None:
-    caller.send(messages.ManagerReply(ok, text, msgspec.Raw(status)))
-    caller.close("replied")
+    _send(caller, messages.ManagerReply(ok, text, msgspec.Raw(status)))
+
+
+def _send(caller: ManagerConnection, reply: messages.ManagerReply) -> None:
+    caller.send(reply)
+    caller.close_when_idle()
 
 
 def machine_status(

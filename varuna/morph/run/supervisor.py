@@ -19,7 +19,9 @@ import msgspec
 
 from varuna.codec import decode
 from varuna.environment import VarunaEnvironment
+from varuna.files import make_private_folder
 from varuna.morph.failures import ErrorFile, WorkerFailure, describe_exit
+from varuna.morph.run.log_pages import last_lines
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_arguments, worker_environment
 from varuna.morph.state import Outcome, WorkerProgress
@@ -30,8 +32,10 @@ MAX_UNANSWERED = 240
 """A fork server that leaves so many heartbeats unanswered hangs. An agent sends two per second."""
 CLOSE_SECONDS = 5.0
 """Time limit for the fork server to exit."""
-MAX_OUTPUT = 16 * 2**10
+MAX_OUTPUT = 256 * 2**10
 """Bytes of a log file that are read at once."""
+MAX_BACKLOG = 4 * 2**20
+"""Bytes of output that wait to be shown; of more, only the last ones are shown."""
 
 
 class WorkerProcess:
@@ -78,10 +82,15 @@ class WorkerProcess:
         """Yield new complete lines as (is stderr, text); the rest of the files once it has ended."""
         for is_stderr, path in ((False, self.out), (True, self.err)):
             with suppress(OSError), path.open("rb") as file:
+                skipped = file.seek(0, os.SEEK_END) - MAX_BACKLOG - self._shown[is_stderr]
+                if skipped > 0:
+                    self._shown[is_stderr] += skipped
+                    yield is_stderr, f"[{skipped} bytes are not shown here: see {path}]\n"
                 file.seek(self._shown[is_stderr])
                 while data := file.read(MAX_OUTPUT):
                     if self.outcome is None:
-                        data = data[: data.rfind(b"\n") + 1]
+                        end = data.rfind(b"\n") + 1
+                        data = data if len(data) == MAX_OUTPUT and not end else data[:end]
                     if data:
                         self._shown[is_stderr] += len(data)
                         yield is_stderr, data.decode(errors="replace")
@@ -235,7 +244,7 @@ class Supervisor:
         shows_progress: bool = False,
     ) -> None:
         """Start workers that log to `folder`. Raise OSError if their files cannot be created."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         self._generation = generation
         self.workers = {
             rank: WorkerProcess(rank, folder, shows_progress=shows_progress) for rank in workers.ranks
@@ -276,9 +285,3 @@ def read_error(path: Path) -> ErrorFile | None:
         return decode(path.read_bytes(), ErrorFile, str(path))
     except (FileNotFoundError, ValueError):  # not written, or in another format
         return None
-
-
-def last_lines(path: Path, count: int = 20) -> str:
-    with suppress(FileNotFoundError):
-        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
-    return ""

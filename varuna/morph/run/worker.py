@@ -130,4 +130,4 @@ def write_error(error: Exception) -> None:
     }
     text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
     with suppress(OSError):  # a full disk must not hide the error itself
-        write_atomic(Path(path), text, fsync=False)
+        write_atomic(Path(path), text, fsync=False, private=True)

@@ -3,11 +3,13 @@
 So you can try morphing on a laptop, with the machines 127.0.0.1, 127.0.0.2, ...
 """
 
+import os
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from varuna.files import make_private_folder, open_private
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders
 
 
@@ -30,8 +32,8 @@ class LocalStarter:
         self._command = tuple(command)
 
     def start(self, orders: AgentOrders) -> LocalAgent:
-        self._log_folder.mkdir(parents=True, exist_ok=True)
-        with (self._log_folder / f"agent_{orders.machine}.log").open("ab") as log:
+        make_private_folder(self._log_folder)
+        with os.fdopen(open_private(self._log_folder / f"agent_{orders.machine}.log"), "ab") as log:
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,

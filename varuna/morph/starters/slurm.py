@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from varuna.files import open_private, write_atomic
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.handover import AGENT
 
@@ -22,6 +23,7 @@ from varuna.morph.starters.handover import AGENT
 SCRIPT = """#!/bin/sh
 orders="$1/$SLURM_ARRAY_TASK_ID.json"
 shift
+chmod 600 /dev/fd/1 2>/dev/null  # the log
 exec <"$orders" && rm -f "$orders" && exec "$@"
 """
 
@@ -128,14 +130,13 @@ class SlurmStarter:
         return answer.result()
 
     def _submit(self, requested: Sequence[AgentOrders]) -> list[SlurmAgent]:
-        self._folder.mkdir(parents=True, exist_ok=True)
         script = self._folder / "agent.sh"
-        script.write_text(SCRIPT)
+        write_atomic(script, SCRIPT, private=True)
         orders_folder = Path(tempfile.mkdtemp(prefix="orders-", dir=self._folder))  # private
         files = [orders_folder / f"{number}.json" for number in range(len(requested))]
         for file, orders in zip(files, requested, strict=True):
-            file.touch(mode=0o600)
-            file.write_bytes(orders.line())
+            with os.fdopen(open_private(file), "wb") as opened:
+                opened.write(orders.line())
         arguments = [
             *self._options,
             f"--array=0-{len(requested) - 1}",

@@ -1,12 +1,14 @@
 """Start agents over ssh, with the user's ssh client, keys and configuration; host keys are checked."""
 
 import contextlib
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from varuna.files import make_private_folder, open_private
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.handover import AGENT, PROGRAM, check_machine, explain_end, preamble
 
@@ -25,6 +27,9 @@ OPTIONS = {
     "ConnectTimeout": "10",
 }
 
+MAX_OUTPUT = 64 * 2**10
+"""Bytes of an agent's output that are read to explain its end."""
+
 
 class SshAgent:
     def __init__(self, machine: str, client: subprocess.Popen[bytes], log: Path, log_start: int) -> None:
@@ -38,7 +43,8 @@ class SshAgent:
         if status is None:
             return None
         with self._log.open("rb") as log:
-            log.seek(self._log_start)
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - MAX_OUTPUT))
             output = log.read().decode(errors="replace")
         return explain_ssh_end(self._machine, status, output)
 
@@ -72,9 +78,9 @@ class SshStarter:
 
     def start(self, orders: AgentOrders) -> SshAgent:
         machine = check_machine(orders.machine)
-        self._log_folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._log_folder)
         log = self._log_folder / f"{machine}.log"
-        with log.open("ab") as output:
+        with os.fdopen(open_private(log), "ab") as output:
             log_start = output.tell()
             try:
                 # In its own session: a Ctrl-C must reach only the manager.
