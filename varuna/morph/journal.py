@@ -123,7 +123,7 @@ class Journal:
         self._file.close()
         text = b"".join(_line(record) + b"\n" for record in self._needed).decode()
         try:
-            write_atomic(self._file.path, text, mode=0o600)
+            write_atomic(self._file.path, text, private=True)
             self.problem = ""
         except OSError as error:
             self._fail(error)
