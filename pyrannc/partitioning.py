@@ -32,9 +32,13 @@ from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.train.assemble import assemble
+from varuna.train.validate import check_once
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
+
+CHECKED_SAMPLES = 4
+"""Samples of the first call with which the captured model is compared with the original."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class ModelPartitioning:
         own_seed = torch.initial_seed() if options.seed is None else options.seed
         seed = session.gather(own_seed, int)[0] % 2**63
         pinned = self._choose(source, captured, call, session)
+        self._check_capture(captured, call, pinned, session)
         return PlannedModel(source, captured, pinned, seed, call.number)
 
     def build(self, planned: PlannedModel, session: Session) -> PartitionedModel:
@@ -126,6 +131,25 @@ class ModelPartitioning:
             self._partition_optimizer(self.optimizer, partitioned)
         log.info("deployed: %s", pinned.reason)
         return partitioned
+
+    def _check_capture(
+        self, captured: Captured, call: CurrentCall, pinned: PinnedPlan, session: Session
+    ) -> None:
+        """Compare the captured model with the original, on the first rank that has samples."""
+        if session.rank != next(rank for rank, count in enumerate(call.counts) if count):
+            return
+        agreed = self.calls.calls[call.number]
+        # At least two: the graph is of several samples.
+        count = max(2, min(call.counts[session.rank], CHECKED_SAMPLES))
+        inputs = first_samples(call.leaves, agreed.dims, count).of(count)
+        check_once(
+            self.model,
+            captured,
+            inputs,
+            pinned.plan,
+            device=self.options.device,
+            convention=agreed.convention,
+        )
 
     def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session

@@ -160,6 +160,33 @@ def test_impossible_arguments_are_refused_at_once() -> None:
         model(torch.randn(0, WIDTH))
 
 
+class Counting(nn.Module):
+    """Multiplies by the number of its calls, which no capture sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (0, 1)])
+def test_a_capture_that_differs_from_the_model_is_refused(pool: Pool, counts: tuple[int, int]) -> None:
+    """EXA-7: on all ranks, by the first one that has samples."""
+    for said in pool.run(call_counting, 2, counts):
+        assert "output 0 differently when it is called again with the same inputs" in said
+
+
+def call_counting(counts: tuple[int, int]) -> str:
+    model = RaNNCModule(Counting(), device="cpu", timeout_seconds=20)
+    with pytest.raises(VarunaError) as caught:
+        model(torch.randn(counts[dist.get_rank()], WIDTH))
+    model.undeploy()
+    return str(caught.value)
+
+
 def test_equal_batches_on_two_ranks_are_warned_of(pool: Pool) -> None:
     """Once, in training; an empty share is nobody's."""
     assert pool.run(warnings_of_given_alike, 2, [1, 1]) == [1, 0]

@@ -354,7 +354,7 @@ def test_the_partition_is_remembered_until_the_model_changes(
     """V8: by its graph's fingerprint; `from_cache=False` searches and checks again."""
     monkeypatch.setenv("VARUNA_CACHE", str(tmp_path))
     checks = []
-    monkeypatch.setattr("varuna.train.validate.check_capture", lambda *_: checks.append(1))
+    monkeypatch.setattr("varuna.train.validate.check_capture", lambda *_, **__: checks.append(1))
     wrap(Plain())
     wrap(Plain())
     assert len(checks) == 1 and len(list(tmp_path.iterdir())) == 1

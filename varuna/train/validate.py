@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.capture import Captured, StageState, check_capture
+from varuna.capture.model.call_convention import CallConvention
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.scatter import WeightFunction
@@ -262,7 +263,14 @@ def estimated_spans(captured: Captured, depth: int) -> tuple[tuple[int, int], ..
 
 
 def check_once(
-    model: nn.Module, captured: Captured, inputs: Mapping[str, object], plan: Plan, *, from_cache: bool
+    model: nn.Module,
+    captured: Captured,
+    inputs: Mapping[str, object],
+    plan: Plan,
+    *,
+    device: torch.device,
+    convention: CallConvention | None = None,
+    from_cache: bool = True,
 ) -> None:
     """Compare the captured model with the original, unless it is too large or was compared before."""
     if from_cache and read_spans(plan.fingerprint, plan.depth):
@@ -271,7 +279,7 @@ def check_once(
     if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > CHECKED_PARAMETERS:
         log.info("the captured model was not compared with the original, because it is on meta or too large")
     else:
-        check_capture(model, captured, inputs)
+        check_capture(model, captured, inputs, device=device, convention=convention)
     # Not the plan's spans: those of the script or a profile are for this run only.
     write_spans(plan.fingerprint, estimated_spans(captured, plan.depth))
 

@@ -192,7 +192,14 @@ class Varuna(nn.Module):
             self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
             if session.rank == session.ranks[0]:
-                check_once(model, sampled.captured, inputs, self.plan, from_cache=options.from_cache)
+                check_once(
+                    model,
+                    sampled.captured,
+                    inputs,
+                    self.plan,
+                    device=options.device,
+                    from_cache=options.from_cache,
+                )
             self._progress.alive()
             self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
                 model, sampled, self.plan, session, options, self._requests.is_pending

@@ -31,6 +31,21 @@ def uninitialized_copy(module: nn.Module) -> nn.Module:
     return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
+def working_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """Copy a model to run it: buffers are its own, and parameters too unless device and dtype are the same.
+
+    `dtype` None keeps each tensor's; else all floating-point tensors get it.
+    """
+
+    def make(tensor: Tensor) -> Tensor:
+        wanted = tensor.dtype
+        if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            wanted = dtype.to_complex() if tensor.is_complex() else dtype
+        return tensor.detach().to(device, wanted, copy=not isinstance(tensor, nn.Parameter))
+
+    return _copy_with(model, make)
+
+
 @torch.no_grad()
 def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     # deepcopy finds every parameter and buffer in its memo, so that no real one is copied.

@@ -101,7 +101,7 @@ class plain_randomness(TorchFunctionMode):
         if operation is None or own_generator or not randomness.draws(operation, args, kwargs):
             return func(*args, **kwargs)
         ordinal = self._next()
-        self._is_shared = ordinal in self._shared
+        self._is_shared = len(self._ordinals) == 1 and ordinal in self._shared  # opaque modules count apart
         return self._draw(func, operation, list(args), dict(kwargs), ordinal)
 
     def _draw(self, func: Any, operation: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:

@@ -1,144 +1,395 @@
-"""Verifies a capture: compares loss and gradients of the carved programs with the model's own."""
+"""Verifies a capture: compares outputs, gradients and buffers of the carved programs with the model's own.
 
-from collections.abc import Mapping, Sequence
+    the model's copy ──► outputs, gradients, buffers ──┐
+    its programs, as one stage and cut everywhere ─────┴─► differ by more than the model's own noise?
+
+Both run on the device of the training, small models in fp64: there rounding moves the twelfth digit, and a
+ReLU or a router that decides otherwise is rare. Larger models run in fp32. A difference in the norm of a
+tensor counts if it exceeds what the precision explains, and a multiple of the movement that the last bits of
+the weights cause in the model itself.
+"""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.model.call_convention import find_loss
+from varuna.capture.model.call_convention import CallConvention
+from varuna.capture.model.copies import working_copy
 from varuna.capture.model.tied_weights import canonical_names, named_tensors
 from varuna.capture.run.captured import Captured
+from varuna.capture.run.one_precision import one_precision
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram
-from varuna.capture.trace.trace import autocast, without_kv_cache
-from varuna.errors import CaptureError
+from varuna.capture.trace.trace import LOW_PRECISION, autocast, without_kv_cache
+from varuna.errors import CaptureError, list_some
 from varuna.types import Work
+
+log = logging.getLogger("varuna")
 
 _WORK = Work(seed=0, step=0, first_sample=0)
 
+FP64_PARAMETERS = 50_000_000
+"""Largest number of parameters that are copied in fp64."""
+FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+"""Difference of a tensor, as a share of its norm, that rounding alone explains."""
+NOISE_MULTIPLE = 20.0
+PRECISION_MULTIPLE = 10.0
+"""Multiplies the floors where results of two precisions are compared."""
+USUAL = 0.01
+"""Gradients that cancel to nearly 0 are compared with this share of the largest gradient."""
 
-def check_capture(model: nn.Module, captured: Captured, inputs: Mapping[str, object]) -> None:
-    """Raise if the captured model, as one stage or cut everywhere, differs from the model itself."""
-    tensors = named_tensors(model)
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    modes = {name: module.training for name, module in model.named_modules()}
-    rng = torch.get_rng_state()
-    try:
-        if not model.training:
-            model.train()
-        expected = _eager(model, captured, inputs)
-        n = captured.num_segments
-        for cuts in ([0, n], list(range(n + 1))):
-            _restore(model, buffers)
-            _compare(expected, _carved(tensors, captured, inputs, cuts), captured, cuts)
-    finally:
-        _restore(model, buffers)
-        for name, module in model.named_modules():
-            module.training = modes[name]
-        torch.set_rng_state(rng)
+LOW = set(LOW_PRECISION.values())
+
+Results = dict[str, Tensor]
+"""Outputs, then buffers, then gradients from the last parameter to the first, each by its name in errors."""
 
 
-def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+class _Unsuitable(Exception):
+    """The model cannot run in this precision."""
 
 
-Results = tuple[Tensor, dict[str, Tensor]]
-"""The loss, and the gradients by canonical name."""
+def check_capture(
+    model: nn.Module,
+    captured: Captured,
+    inputs: Mapping[str, object],
+    *,
+    device: torch.device | None = None,
+    convention: CallConvention | None = None,
+) -> None:
+    """Raise if the captured model, as one stage or cut everywhere, differs from the model itself.
+
+    The comparison runs on `device`, by default the device of the capture. The model, its gradients and the
+    state of all random generators stay as they are.
+    """
+    device = _with_index(device or captured.device)
+    refused: tuple[CaptureError, Results] | None = None
+    with _kept_generators(device), torch.inference_mode(False), torch.enable_grad():
+        for dtype in _precisions(model, captured):
+            comparison = _Comparison(model, captured, inputs, device, dtype, convention)
+            try:
+                comparison.run()
+            except _Unsuitable as unsuitable:
+                log.debug("the capture cannot be compared in %s: %s", dtype, unsuitable)
+                continue
+            except torch.OutOfMemoryError:
+                log.warning("the captured model was not compared with the original: out of memory")
+                return
+            except CaptureError as error:
+                if refused is not None or dtype is None:
+                    raise refused[0] if refused is not None else error from None
+                refused = error, comparison.expected
+                continue
+            if refused is not None and comparison.agrees_with(refused[1]):
+                raise refused[0]  # the model computes the same in both precisions: the exact one decides
+            if captured.precision != "fp32" or not comparison.has_own_casts:  # autocast casts by itself
+                return
 
 
-def _eager(model: nn.Module, captured: Captured, inputs: Mapping[str, Any]) -> Results:
-    name, dim = next(iter(captured.batch_dims.items()))
-    draws = plain_randomness.of(_WORK, batch_size=inputs[name].shape[dim], shared=captured.shared_draws)
-    with without_kv_cache(model), draws, autocast(captured.precision, captured.device):
-        loss = find_loss(model(**inputs))
-    named = model.named_parameters(remove_duplicate=False)
-    trained = {name: p for name, p in named if p.requires_grad and loss.requires_grad}
-    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if trained else ()
-    canonical_name = canonical_names(captured.graph.ties)
-    found: dict[str, Tensor] = {}
-    for name, grad in zip(trained, grads, strict=True):
-        canonical = canonical_name.get(name, name)
-        if grad is None:
-            continue
-        # Two names of one Parameter give its gradient twice; two tied by declaration give two halves.
-        same = canonical in found and trained[name] is trained[canonical]
-        found[canonical] = grad if canonical not in found or same else found[canonical] + grad
-    return loss.detach(), found
+def _precisions(model: nn.Module, captured: Captured) -> list[torch.dtype | None]:
+    """Return the precisions to try, the most exact one first; None: the precision of the training."""
+    parameters = list(model.parameters())
+    if sum(parameter.numel() for parameter in parameters) <= FP64_PARAMETERS:
+        return [torch.float64, None]
+    if captured.precision != "fp32" and all(p.dtype == torch.float32 for p in parameters):
+        return [torch.float32, None]
+    return [None]
 
 
-def _carved(
-    tensors: Mapping[str, Tensor], captured: Captured, inputs: Mapping[str, object], cuts: Sequence[int]
-) -> Results:
-    stages: list[tuple[SpanProgram, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
-    sent: tuple[Tensor, ...] = ()
-    for first, stop in pairwise(cuts):
-        program = captured.carve(first, stop).to(next(iter(tensors.values())).device if tensors else "cpu")
-        received = [
-            value.detach().contiguous().requires_grad_(spec.needs_grad)
-            for value, spec in zip(sent, program.received, strict=True)
-        ]
-        state = [tensors[name] for name in program.state]
-        sent = program(state, received, inputs, _WORK)
-        stages.append((program, state, received, sent))
-    loss = sent[0].detach()
-    grads: list[Tensor | None] = [torch.ones_like(loss)]
-    found: dict[str, Tensor] = {}
-    for program, state, received, sent in reversed(stages):
-        outputs = [
-            (value, grad)
-            for value, grad in zip(sent, grads, strict=True)
-            if grad is not None and value.requires_grad
-        ]
-        wanted = [t for t in (*state, *received) if t.requires_grad]
-        if not wanted or not outputs:  # nothing in this segment is trained
-            grads = [None] * len(received)
-            continue
-        computed = torch.autograd.grad(
-            [value for value, _ in outputs], wanted, [grad for _, grad in outputs], allow_unused=True
-        )
-        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, computed, strict=True)}
-        grads = [by_tensor.get(id(value)) for value in received]
-        for name, tensor in zip(program.state, state, strict=True):
-            grad = by_tensor.get(id(tensor))
-            if grad is not None:
-                found[name] = found[name] + grad if name in found else grad
-    return loss, found
+class _Comparison:
+    """One comparison in one precision on one device."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        inputs: Mapping[str, object],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        convention: CallConvention | None,
+    ) -> None:
+        self._captured, self._device, self._dtype = captured, device, dtype
+        self._convention = convention or CallConvention()
+        self._model = working_copy(model, device, dtype)
+        if not self._model.training:
+            self._model.train()
+        self._inputs = {name: self._own_input(name, value) for name, value in inputs.items()}
+        self._buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self._cotangents: list[Tensor] = []
+        self.expected: Results = {}
+        self.has_own_casts = False  # the programs cast to a lower precision, the model itself does not
 
-def _compare(expected: Results, found: Results, captured: Captured, cuts: Sequence[int]) -> None:
-    (loss, grads), (found_loss, found_grads) = expected, found
-    tolerance = 1e-5 if captured.precision == "fp32" else 2e-2
-    # Gradients that cancel to nearly 0 are compared with the usual size of this model's gradients.
-    usual = 0.01 * max(map(_largest, grads.values()), default=0.0)
-    differences = {"the loss": (_difference(found_loss, loss), abs(float(loss)))}
-    for name, grad in grads.items():
-        other = found_grads.get(name)
-        difference = _largest(grad) if other is None else _difference(other, grad)
-        differences[name] = (difference, max(_largest(grad), usual))
-    for name in found_grads.keys() - grads.keys():  # the model itself has no gradient for them
-        differences[name] = (_largest(found_grads[name]), usual)
-    worst = max(differences, key=lambda name: differences[name][0] / (differences[name][1] + 1e-12))
-    difference, scale = differences[worst]
-    if not difference <= tolerance * scale + 1e-9:
+    def _own_input(self, name: str, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        wanted = self._dtype if value.is_floating_point() and self._dtype is not None else value.dtype
+        own = value.detach().to(self._device, wanted, copy=True)
+        return own.requires_grad_(name in self._convention.gradients)
+
+    def run(self) -> None:
+        with one_precision(self._dtype, self._device) as mode:
+            try:
+                self._forward()  # a model that counts its calls now differs from its capture
+                expected = self.expected = self._eager()
+            except Exception as error:
+                if self._dtype is None:
+                    raise
+                raise _Unsuitable(repr(error)) from error
+            if self._dtype is not None and not all(bool(v.isfinite().all()) for v in expected.values()):
+                raise _Unsuitable("values that are not finite")
+            n = self._captured.num_segments
+            asked = set(mode.requested)
+            noise: dict[str, float] = {}
+            for cuts in ([0, n], list(range(n + 1))):
+                found = self._carved(cuts)
+                suspects = self._differing(expected, found, noise)
+                if suspects and not noise:
+                    noise = self._noise(expected)
+                    suspects = self._differing(expected, found, noise)
+                if suspects:
+                    self._refuse(suspects, expected, cuts)
+            self.has_own_casts = bool(LOW & (mode.requested - asked))
+
+    # ------------------------------------------------------------ the two ways to run the model
+
+    def _forward(self) -> tuple[Tensor, ...]:
+        captured, model = self._captured, self._model
+        self._restore_buffers()
+        name, dim = next(iter(captured.batch_dims.items()))
+        batch: Any = self._inputs[name]
+        draws = plain_randomness.of(_WORK, batch_size=batch.shape[dim], shared=captured.shared_draws)
+        with ExitStack() as stack:
+            stack.enter_context(without_kv_cache(model))
+            stack.enter_context(self._convention.adapted(model, self._inputs))
+            stack.enter_context(draws)
+            if self._dtype is None:
+                stack.enter_context(autocast(captured.precision, self._device))
+            output = model(**self._inputs)
+        return (output,) if isinstance(output, Tensor) else tuple(output)
+
+    def _eager(self) -> Results:
+        outputs = self._forward()
+        changed = self._changed_buffers()
+        self._cotangents = self._cotangents or [_cotangent(output) for output in outputs]
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        wanted = {name: p for name, p in {**named, **self._inputs_with_gradient}.items() if p.requires_grad}
+        pairs = [(o, c) for o, c in zip(outputs, self._cotangents, strict=True) if o.requires_grad]
+        grads: Sequence[Tensor | None] = ()
+        if wanted and pairs:
+            roots, cotangents = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(roots, list(wanted.values()), cotangents, allow_unused=True)
+        canonical_name = canonical_names(self._captured.graph.ties)
+        found: Results = {}
+        for (name, tensor), grad in zip(wanted.items(), grads, strict=False):
+            canonical = canonical_name.get(name, name)
+            if grad is None:
+                continue
+            # Two names of one Parameter give its gradient twice; two tied by declaration give two halves.
+            same = canonical in found and tensor is wanted[canonical]
+            found[canonical] = grad if canonical not in found or same else found[canonical] + grad
+        return self._results(outputs, changed, found)
+
+    @property
+    def _inputs_with_gradient(self) -> dict[str, Any]:
+        return {name: self._inputs[name] for name in sorted(self._convention.gradients)}
+
+    def _carved(self, cuts: Sequence[int]) -> Results:
+        tensors = named_tensors(self._model)
+        inputs = self._inputs_with_gradient
+        stages: list[tuple[SpanProgram, list[Tensor], list[Tensor], tuple[Tensor, ...]]] = []
+        sent: tuple[Tensor, ...] = ()
+        self._restore_buffers()
+        for first, stop in pairwise(cuts):
+            program = self._captured.carve(first, stop).to(self._device)
+            if self._dtype is not None:
+                program = replace(program, precision="fp32")  # without autocast
+            received = [
+                value.detach().contiguous().requires_grad_(spec.needs_grad)
+                for value, spec in zip(sent, program.received, strict=True)
+            ]
+            state = [tensors[name] for name in program.state]
+            sent = program(state, received, self._inputs, _WORK)
+            stages.append((program, state, received, sent))
+        changed = self._changed_buffers()
+        outputs = sent
+        grads: list[Tensor | None] = list(self._cotangents)
+        found: Results = {}
+        for program, state, received, values in reversed(stages):
+            pairs = [
+                (value, grad)
+                for value, grad in zip(values, grads, strict=True)
+                if grad is not None and value.requires_grad
+            ]
+            read = [*zip(program.state, state, strict=True), *inputs.items()]
+            wanted = [t for t in (*(tensor for _, tensor in read), *received) if t.requires_grad]
+            if not wanted or not pairs:  # nothing in this segment is trained
+                grads = [None] * len(received)
+                continue
+            roots, cotangents = zip(*pairs, strict=True)
+            computed = torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
+            by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, computed, strict=True)}
+            grads = [by_tensor.get(id(value)) for value in received]
+            for name, tensor in read:
+                grad = by_tensor.get(id(tensor))
+                if grad is not None:
+                    found[name] = found[name] + grad if name in found else grad
+        return self._results(outputs, changed, found)
+
+    def _results(
+        self, outputs: Sequence[Tensor], buffers: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> Results:
+        only_loss = len(outputs) == 1 and outputs[0].dim() == 0
+        named = {"the loss" if only_loss else f"output {i}": o.detach() for i, o in enumerate(outputs)}
+        named |= {f"the buffer {name!r}": buffer for name, buffer in buffers.items()}
+        order = [*self._inputs_with_gradient, *named_tensors(self._model)]
+        for name in reversed(order):
+            if name in grads:
+                named[f"the gradient of {name!r}"] = grads[name].detach()
+        return named
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in self._buffers:
+                buffer.copy_(self._buffers[name])
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        return {name: b.detach().clone() for name, b in self._model.named_buffers() if name in self._buffers}
+
+    # ------------------------------------------------------------ comparison
+
+    def _differing(
+        self, expected: Results, found: Results, noise: Mapping[str, float], multiple: float = 1.0
+    ) -> dict[str, tuple[float, float]]:
+        """Return the tensors that differ more than allowed: the difference, and what is allowed."""
+        floor = multiple * FLOORS[self._working_dtype]
+        largest = max((_norm(v) for name, v in expected.items() if "gradient" in name), default=0.0)
+        suspects: dict[str, tuple[float, float]] = {}
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            one, other = expected.get(name), found.get(name)
+            difference = _distance(one, other)
+            scale = max(_norm(one), USUAL * largest if "gradient" in name else 0.0)
+            allowed = max(floor * scale, NOISE_MULTIPLE * noise.get(name, 0.0), 1e-30)
+            if not difference <= allowed:
+                suspects[name] = difference, allowed
+        return suspects
+
+    def agrees_with(self, others: Results) -> bool:
+        """Return whether the plain model's results differ from those in another precision by rounding alone.
+
+        They differ by more if the code depends on the dtype of its values.
+        """
+        with one_precision(self._dtype, self._device):
+            noise = self._noise(self.expected)
+        return not self._differing(self.expected, others, noise, multiple=PRECISION_MULTIPLE)
+
+    @property
+    def _working_dtype(self) -> torch.dtype:
+        if self._dtype is not None:
+            return self._dtype
+        dtypes = {p.dtype for p in self._model.parameters()} | {
+            LOW_PRECISION.get(self._captured.precision, torch.float32)
+        }
+        return max((d for d in dtypes if d in FLOORS), key=FLOORS.__getitem__)
+
+    def _noise(self, expected: Results) -> dict[str, float]:
+        """Return how far the last bits of weights and inputs move each result of the plain model."""
+        again = self._eager()
+        repeated = self._differing(expected, again, {})
+        movement = {name: _distance(expected[name], again.get(name)) for name in expected}
+        for bits in (1, 3):
+            with self._moved(bits):
+                moved = self._eager()
+            for name in expected:
+                movement[name] = max(movement[name], _distance(expected[name], moved.get(name)))
+        if repeated and self._dtype == torch.float64:
+            first = next(iter(repeated))
+            raise CaptureError(
+                f"the model computes {first} differently when it is called again with the same inputs. Its "
+                "forward must depend only on its inputs, parameters and buffers, not on a Python counter, an "
+                "attribute that it changes, or numpy's random numbers."
+            )
+        return movement
+
+    @contextmanager
+    def _moved(self, bits: int) -> Iterator[None]:
+        """Move weights and inputs by units in the last place, and back."""
+        tensors = {id(t): t for t in (*self._model.parameters(), *self._inputs.values())}
+        floats = [t for t in tensors.values() if isinstance(t, Tensor) and t.is_floating_point()]
+        _flip(floats, bits)
+        try:
+            yield
+        finally:
+            _flip(floats, bits)
+
+    def _refuse(
+        self, suspects: Mapping[str, tuple[float, float]], expected: Results, cuts: Sequence[int]
+    ) -> None:
+        first, *others = suspects
+        difference, allowed = suspects[first]
+        more = f", and so {'do' if len(others) > 1 else 'does'} {list_some(others)}" if others else ""
         raise CaptureError(
             f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model itself: "
-            f"{worst} by {difference:.3g} where its largest value is {scale:.3g} (allowed: {tolerance:g} of "
-            "it). Check that forward depends only on its inputs and parameters, not on a Python counter or "
-            "on numpy's random numbers."
+            f"{first} by {difference:.3g} where its norm is {_norm(expected.get(first)):.3g} (allowed: "
+            f"{allowed:.3g}){more}. Check that forward depends only on its inputs and parameters, not on a "
+            "Python counter or on numpy's random numbers."
         )
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+def _cotangent(output: Tensor) -> Tensor:
+    """Return a gradient for an output: 1 for a loss, else fixed random numbers."""
+    if output.dim() == 0:
+        return torch.ones_like(output)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return drawn.to(output.device, output.dtype)
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    if not a.numel():
+@torch.no_grad()
+def _flip(tensors: Sequence[Tensor], bits: int) -> None:
+    """Flip the last bits of all values, in place; a second call restores them exactly."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for tensor in tensors:
+        tensor.detach().view(whole[tensor.element_size()]).bitwise_xor_(bits)
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else _distance(tensor, None)
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the norm of the difference; None is 0, and equal values that are not finite do not differ."""
+    present = [t for t in (one, other) if t is not None]
+    if not present or not present[0].numel():
         return 0.0
-    difference = (a.detach() - b.detach()).abs()
-    difference[a.isnan() & b.isnan()] = 0  # both overflowed
-    return float(difference.nan_to_num(nan=float("inf")).max())
+    wide = torch.complex128 if present[0].is_complex() else torch.float64
+    left, right = (torch.zeros((), dtype=wide) if t is None else t.detach().to(wide) for t in (one, other))
+    difference = left - right
+    if not bool(difference.isfinite().all()):
+        same = (left == right) | (left.isnan() & right.isnan())
+        difference = torch.where(same, 0.0, difference.nan_to_num(nan=float("inf")))
+    return float(torch.linalg.vector_norm(difference))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@contextmanager
+def _kept_generators(device: torch.device) -> Iterator[None]:
+    """Restore the states of Python's and torch's random generators."""
+    python = random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
