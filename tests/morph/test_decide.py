@@ -44,6 +44,8 @@ class World:
         self.iteration = 0
         self.num_agents = 0
         self.starts_agents = True
+        self.unreachable: set[str] = set()  # no agent can be started there
+        self.slow_to_exit: set[str] = set()  # its agent does not exit when it is dismissed
         self.hung = False  # its workers hear nothing
         self.checkpoint: events.CheckpointFound | None = None  # None: the newest is whole
         self.verdict: commands.Finish | None = None
@@ -63,7 +65,7 @@ class World:
         assert not set(self.workers) - self.given_up(), "an older generation is alive"
         for machine, agent in zip(generation.machines, generation.agents, strict=True):
             assert self.state.members[machine].agent == agent != ""
-            assert self.state.members[machine].listed
+            assert self.state.members[machine].listed or self.state.members[machine].kept
         assert generation.layout.num_ranks == len(generation.machines)
         assert generation.number > max((one.generation.number for one in self.launched), default=0)
         self.launched.append(launch)
@@ -81,16 +83,15 @@ class World:
         while self.pending:
             command = self.pending.pop(0)
             if isinstance(command, commands.StartAgent):
-                if self.starts_agents:
+                if self.starts_agents and command.machine not in self.unreachable:
                     self.join(command.machine)
                 else:
                     self.happens(events.AgentNotStarted(command.machine, "the machine is dead"))
             elif isinstance(command, commands.EndAgent) and command.machine in self.unresponsive:
                 pass  # it will see when it comes back
             elif isinstance(command, commands.EndAgent):
-                self.agents.pop(command.machine, None)
-                self.workers.pop(command.machine, None)
-                self.unresponsive.discard(command.machine)
+                if command.unresponsive or command.machine not in self.slow_to_exit:
+                    self.lose_agent(command.machine)
             elif isinstance(command, commands.MakePlan):
                 self.happens(events.PlanReady(self.plan(command.machines)))
             elif isinstance(command, commands.FindCheckpoint):
@@ -475,9 +476,130 @@ def test_a_machine_may_be_lost_after_another_has_saved_and_left() -> None:
     world.passes(0.75)
     assert world.state.phase == "saving"
     world.end_workers("c", SAVED)
+    world.lose_agent("c")
     assert "c" not in world.state.members
     world.passes(2)
     assert world.generations[1:] == [("a",)]
+
+
+# ---------------------------------------------------------------- machines that leave and come back
+
+
+def test_a_machine_that_is_put_back_joins_as_soon_as_its_old_agent_is_gone() -> None:
+    """REL-4: not after the 60 s in which a new agent, which the old one keeps out, could connect."""
+    world = begun("a", "b")
+    world.slow_to_exit.add("b")
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(3, steps=1)
+    assert world.generations[1:] == [("a",)] and "b" in world.agents
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(3, steps=1)
+    assert world.num_agents == 2, "no second agent is started beside the old one"
+    world.slow_to_exit.clear()
+    world.lose_agent("b")
+    world.passes(1.25, steps=1)
+    assert world.generations[2:] == [("a", "b")]
+    assert not any("lost" in line for line in world.logged), "nobody was lost"
+
+
+def test_an_agent_that_does_not_exit_is_killed_and_replaced() -> None:
+    """REL-4"""
+    world = begun("a", "b")
+    world.slow_to_exit.add("b")
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(2, steps=1)
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(12, steps=1)
+    assert world.generations[1:] == [("a",), ("a", "b")] and world.num_agents == 3
+
+
+def test_a_machine_that_flaps_through_the_list_waits_longer_each_time() -> None:
+    """REL-4"""
+    world = begun("a", "b")
+    waits = []
+    for _ in range(4):
+        world.happens(events.MachineListRead(("a",)))
+        world.passes(2, steps=1)
+        assert world.generations[-1] == ("a",)
+        left = world.now
+        world.happens(events.MachineListRead(("a", "b")))
+        while world.generations[-1] == ("a",):
+            world.passes(0.25, steps=1)
+        waits.append(round(world.now - left))
+    assert [wait // 10 for wait in waits] == [0, 1, 3, 7], waits
+    assert any("left or lost 4 times recently: not used for 7" in line for line in world.logged)
+    world.passes(700, steps=1)
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(2, steps=1)
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(2, steps=1)
+    assert world.generations[-1] == ("a", "b"), "that was long ago"
+
+
+def test_machines_are_left_only_when_their_successors_have_joined() -> None:
+    """REL-6: a list of machines that cannot be reached changes nothing, and `varuna status` says why."""
+    world = begun("a", "b")
+    world.unreachable = {"x", "y"}
+    world.happens(events.MachineListRead(("x", "y")))
+    world.passes(300, steps=1)
+    assert world.generations == [("a", "b")] and set(world.workers) == {"a", "b"}
+    assert world.state.problems["machines kept"].startswith(
+        "a, b is off the list, but works on: x, y has not joined"
+    )
+    world.unreachable = {"y"}
+    world.passes(90, steps=1)
+    assert world.generations == [("a", "b")], "the other may still come"
+    world.unreachable = set()
+    world.passes(90, steps=1)
+    assert world.generations == [("a", "b"), ("x", "y")]
+    assert set(world.agents) == {"x", "y"} and not world.state.problems
+
+
+def test_a_kept_machine_works_on_after_a_crash_and_leaves_by_a_drain() -> None:
+    """REL-6"""
+    world = begun("a", "b")
+    world.unreachable = {"x"}
+    world.happens(events.MachineListRead(("x",)))
+    world.passes(3, steps=1)
+    world.fail_worker("a", killed(0))
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("a", "b")]
+    world.happens(events.NoticeReceived("a", None, "`varuna drain`"))
+    world.passes(3, steps=1)
+    assert world.generations[2:] == [("b",)] and set(world.agents) == {"b"}
+    world.happens(events.MachineListRead(("a", "x")))
+    world.passes(3, steps=1)
+    assert world.generations[3:] == [], "a is back, but x is still to come"
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(30, steps=1)
+    assert world.generations[3:] == [("a",)]
+
+
+def test_machines_stay_if_those_of_the_list_are_not_enough() -> None:
+    """REL-6: one machine cannot hold two stages."""
+    world = begun("a", "b", stages=2)
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(30, steps=1)
+    assert world.generations == [("a", "b")]
+    assert "a is not enough" in world.state.problems["machines kept"]
+    world.fail_worker("b", killed(1))
+    world.passes(5, steps=1)
+    assert world.generations[1:] == [("a", "b")]
+    world.happens(events.MachineListRead(("a", "c")))
+    world.passes(5, steps=1)
+    assert world.generations[2:] == [("a", "c")]
+
+
+def test_a_machine_that_is_removed_leaves_at_once_though_another_is_lost() -> None:
+    """V39, REL-6: only machines that came into the list with the removal are its successors."""
+    world = begun("a", "b", "c")
+    world.unreachable = {"c"}
+    world.lose_agent("c")
+    world.passes(3, steps=1)
+    assert world.generations[1:] == [("a", "b")]
+    world.happens(events.MachineListRead(("a", "c")))
+    world.passes(3, steps=1)
+    assert world.generations[2:] == [("a",)]
 
 
 # ---------------------------------------------------------------- random events

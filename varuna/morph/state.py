@@ -41,7 +41,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A machine that is in the machine list, or that still has workers."""
+    """A machine that is in the machine list, or that still has an agent."""
 
     name: str
     listed: bool = True
@@ -53,8 +53,10 @@ class Member(msgspec.Struct, frozen=True):
     starting: float | None = None  # time at which the agent's start began
     retry_at: float = 0.0  # do not start an agent before this time
     start_failures: int = 0  # failed starts in a row
-    lost_at: tuple[float, ...] = ()  # times of recent losses
     welcome_at: float = 0.0  # a flapping machine is not used before this time
+    dismissed_at: float | None = None  # time at which its agent was told to exit
+    kept: bool = False  # not listed any more, but used until the machines of the list can do without it
+    successors: tuple[str, ...] = ()  # machines that were listed when this one was removed
     leave_by: float | None = None  # deadline of a notice; the machine is not used any more
     drained: bool = False  # not used until it is removed from the list and added again
     released: bool = False  # the agent knows that the machine is no longer needed
@@ -161,6 +163,8 @@ class JobState(msgspec.Struct, frozen=True):
     deadline: float = 0.0  # limit of the phases saving and ending
     planning_for: tuple[str, ...] | None = None  # machines of the running plan request
     proposal: MachinePlan | None = None  # the latest plan
+    unplannable: tuple[str, ...] = ()  # the last machines without a plan
+    absences: Mapping[str, tuple[float, ...]] = {}  # times at which a machine was lost or dismissed, recently
     finding_checkpoint: bool = False
     resume_step: int | None = None  # --resume_step, for the first generation
     wait_until: float = 0.0  # backoff after crashes: no launch before this time

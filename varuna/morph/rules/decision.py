@@ -86,6 +86,9 @@ class Decision:
             environment=proposal.environment,
         )
         members[master.name] = msgspec.structs.replace(master, store_port=0)
+        for name, member in members.items():
+            if member.kept and name not in proposal.used:
+                members[name] = msgspec.structs.replace(member, kept=False)
         for name in proposal.used:
             members[name] = msgspec.structs.replace(members[name], workers=generation.number)
         why = self.state.reason

@@ -15,19 +15,25 @@ def machine_list_read(decision: Decision, event: events.MachineListRead) -> None
         decision.report_problem("machine list", EMPTY_LIST)
         return
     members = dict(decision.state.members)
-    for name in event.machines:
+    added = tuple(name for name in event.machines if name not in members or not members[name].listed)
+    for name in added:
         known = members.get(name)
         if known is None:
-            members[name] = Member(name, retry_at=decision.state.attach_until)
-        elif not known.listed:
-            members[name] = msgspec.structs.replace(known, listed=True, leave_by=None, drained=False)
+            welcome_at = _welcome_at(decision, name)
+            members[name] = Member(name, retry_at=decision.state.attach_until, welcome_at=welcome_at)
         else:
-            continue
-        decision.log("machine listed", name)
+            members[name] = msgspec.structs.replace(
+                known, listed=True, leave_by=None, drained=False, kept=False, successors=()
+            )
+        decision.log("machine listed", name + _describe_wait(decision, members[name]))
     for name, member in members.items():
         if member.listed and name not in event.machines:
-            members[name] = msgspec.structs.replace(member, listed=False)
+            kept = bool(member.agent) and (decision.is_working(name) or decision.state.phase != "running")
+            members[name] = msgspec.structs.replace(member, listed=False, kept=kept, successors=added)
             decision.log("machine unlisted", name)
+        elif member.kept:
+            successors = (*member.successors, *added)
+            members[name] = msgspec.structs.replace(member, successors=successors)
     decision.set(members=members)
 
 
@@ -36,9 +42,17 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
     member = decision.state.members.get(name)
     # An agent ignores numbers that are not above its last one, so none is given twice.
     decision.set(next_number=max(decision.state.next_number, (event.generation or 0) + 1))
-    if member is None or not (member.listed or decision.is_working(name)):
-        decision.do(commands.EndAgent(name, "the machine is not in the list"))
+    if member is None or not (member.listed or member.kept or decision.is_working(name)):
+        member = msgspec.structs.replace(member or Member(name), agent=event.agent, listed=False)
+        member = msgspec.structs.replace(member, seen=decision.now, starting=None, workers=None)
+        decision.set(members={**decision.state.members, name: member})
+        _dismiss(decision, member, "the machine is not in the list")
         return
+    if member.dismissed_at is not None:
+        if member.agent == event.agent:
+            decision.do(commands.EndAgent(name, "it was dismissed"))
+            return
+        member = msgspec.structs.replace(member, agent="", dismissed_at=None)
     if member.agent and member.agent != event.agent:
         lose_machine(decision, member, "another agent replaced its agent")
     continues = _continues(decision, event)
@@ -54,6 +68,7 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
         store_port=event.store_port,
         workers=event.generation,
         released=False,
+        dismissed_at=None,
     )
     decision.log("agent joined", name + (f", with generation {event.generation}" if continues else ""))
     if continues:
@@ -114,9 +129,15 @@ def notice_withdrawn(decision: Decision, event: events.NoticeWithdrawn) -> None:
 
 def lose_machine(decision: Decision, member: Member, why: str) -> None:
     """Give the machine up. If it comes back, its old workers are killed before it is used again."""
+    if member.dismissed_at is not None:  # this was to be expected
+        _forget(decision, member.name)
+        if member.listed:  # again: it may have a new agent now
+            fresh = Member(member.name, welcome_at=member.welcome_at)
+            decision.set(members={**decision.state.members, member.name: fresh})
+        return
     was_working = decision.is_working(member.name)
-    recent = tuple(at for at in member.lost_at if at > decision.now - decision.settings.flap_seconds)
-    factor = 2.0 ** min(len(recent), 5) if recent else 0.0
+    _note_absence(decision, member.name)
+    wait = max(0.0, _welcome_at(decision, member.name) - decision.now)
     decision.set_member(
         member.name,
         agent="",
@@ -124,16 +145,50 @@ def lose_machine(decision: Decision, member: Member, why: str) -> None:
         warm=False,
         store_port=0,
         starting=None,
-        retry_at=decision.now + factor,
-        lost_at=(*recent, decision.now),
-        welcome_at=decision.now + 10.0 * factor,
+        retry_at=decision.now + wait / 10.0,
+        welcome_at=decision.now + wait,
     )
-    again = f" (lost {len(recent) + 1} times recently: not used for {10 * factor:.0f} s)" if recent else ""
-    decision.log("machine lost", f"{member.name}: {why}{again}")
+    waits = _describe_wait(decision, decision.state.members[member.name])
+    decision.log("machine lost", f"{member.name}: {why}{waits}")
     if was_working:
         decision.set(losses=decision.state.losses + 1)
         if decision.state.phase != "ending":
             decision.end_generation(f"{member.name} was lost: {why}")
+
+
+def _note_absence(decision: Decision, name: str) -> None:
+    """Remember that a machine was lost or dismissed just now; forget what is long ago."""
+    since = decision.now - decision.settings.flap_seconds
+    recent = {
+        other: kept
+        for other, times in decision.state.absences.items()
+        if (kept := tuple(at for at in times if at > since))
+    }
+    decision.set(absences={**recent, name: (*recent.get(name, ()), decision.now)})
+
+
+def _welcome_at(decision: Decision, name: str) -> float:
+    """Return the time before which a machine is not used: after its first absence it need not wait."""
+    times = decision.state.absences.get(name, ())
+    return times[-1] + 10.0 * 2.0 ** min(len(times) - 1, 5) if len(times) > 1 else 0.0
+
+
+def _describe_wait(decision: Decision, member: Member) -> str:
+    wait = member.welcome_at - decision.now
+    count = len(decision.state.absences.get(member.name, ()))
+    return f" (left or lost {count} times recently: not used for {wait:.0f} s)" if wait > 0 else ""
+
+
+def _dismiss(decision: Decision, member: Member, why: str) -> None:
+    """End the agent. The machine may get another one as soon as this one is gone."""
+    _note_absence(decision, member.name)
+    decision.set_member(
+        member.name,
+        dismissed_at=decision.now,
+        kept=False,
+        welcome_at=_welcome_at(decision, member.name),
+    )
+    decision.do(commands.EndAgent(member.name, why))
 
 
 def lose_silent_machines(decision: Decision) -> None:
@@ -147,10 +202,14 @@ def lose_silent_machines(decision: Decision) -> None:
 def start_and_end_agents(decision: Decision) -> None:
     """Start missing agents, end agents of unlisted machines, and retry starts that took too long."""
     for name, member in list(decision.state.members.items()):
-        if member.agent:
-            if not member.listed and not decision.is_working(name) and member.workers is None:
-                decision.do(commands.EndAgent(name, "the machine is no longer in the list"))
-                _forget(decision, name)
+        if member.dismissed_at is not None:
+            if decision.now - member.dismissed_at > decision.settings.end_seconds:
+                decision.do(commands.EndAgent(name, "it does not exit", unresponsive=True))
+                lose_machine(decision, member, "it did not exit")
+        elif member.agent:
+            in_use = member.listed or member.kept or decision.is_working(name)
+            if not in_use and member.workers is None:
+                _dismiss(decision, member, "the machine is no longer in the list")
         elif member.starting is not None:
             limit = decision.settings.start_seconds
             if decision.now - member.starting > limit:
@@ -169,16 +228,21 @@ def _forget(decision: Decision, name: str) -> None:
     decision.set(members={other: member for other, member in members if other != name})
 
 
-def ready_machines(decision: Decision, *, without_flapping: bool = False) -> tuple[str, ...]:
-    """Return the machines that can run workers now, those of the last generation first.
+def ready_machines(
+    decision: Decision, *, without_flapping: bool = False, with_kept: bool = False
+) -> tuple[str, ...]:
+    """Return the listed machines that can run workers now, those of the last generation first.
 
-    `without_flapping` leaves out machines that were lost several times recently.
+    `without_flapping` leaves out machines that were lost several times recently. `with_kept` adds machines
+    that were removed from the list but are kept.
     """
     last, members = decision.state.generation, decision.state.members
     current = last.number if last is not None and decision.state.active else None
 
     def is_ready(member: Member | None) -> bool:
-        if member is None or not (member.listed and member.agent and member.warm) or member.leaves:
+        if member is None or not (member.listed or (with_kept and member.kept)):
+            return False
+        if not (member.agent and member.warm) or member.dismissed_at is not None or member.leaves:
             return False
         if without_flapping and decision.now < member.welcome_at and not decision.is_working(member.name):
             return False
@@ -188,10 +252,35 @@ def ready_machines(decision: Decision, *, without_flapping: bool = False) -> tup
     return tuple(name for name in names if is_ready(members.get(name)))
 
 
+def kept_machines(decision: Decision) -> list[Member]:
+    """Return the machines that were removed from the list but are still used."""
+    return [member for member in decision.state.members.values() if member.kept and not member.leaves]
+
+
+def why_kept(decision: Decision, listed: tuple[str, ...]) -> str:
+    """Say why the job cannot do with the `listed` machines that are ready; "" if it can or may try."""
+    members = decision.state.members
+    expected = dict.fromkeys(name for member in kept_machines(decision) for name in member.successors)
+    absent = [
+        name
+        for name in expected
+        if name not in listed and name in members and members[name].listed and not members[name].leaves
+    ]
+    if absent:
+        return f"{', '.join(absent)} has not joined"
+    if not listed:
+        return "no machine of the list is ready"
+    if listed == decision.state.unplannable:
+        return f"{', '.join(listed)} is not enough"
+    return ""
+
+
 def note_usable_machines(decision: Decision) -> None:
     """Update the present and the usable machines, with the times of their last changes."""
     members = decision.state.members.items()
-    present = tuple(name for name, m in members if m.listed and m.agent and not m.leaves)
+    present = tuple(
+        name for name, m in members if m.listed and m.agent and not m.leaves and m.dismissed_at is None
+    )
     if present != decision.state.present:
         decision.set(present=present, present_at=decision.now)
     usable = ready_machines(decision, without_flapping=True)

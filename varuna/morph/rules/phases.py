@@ -2,7 +2,7 @@
 
 from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
-from varuna.morph.rules.membership import lose_machine, ready_machines
+from varuna.morph.rules.membership import kept_machines, lose_machine, ready_machines, why_kept
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.state import JobVerdict, MachinePlan
 
@@ -15,6 +15,7 @@ def plan_ready(decision: Decision, event: events.PlanReady) -> None:
         return
     decision.set(planning_for=None, proposal=proposal)
     if proposal.layout is None:
+        decision.set(unplannable=proposal.machines)
         decision.log("no plan", f"{', '.join(proposal.machines)}: {proposal.problem}")
     elif decision.state.phase == "running" and proposal.same_as(decision.generation):
         decision.log("plan unchanged", f"{proposal.layout}; nothing restarts")
@@ -29,7 +30,7 @@ def checkpoint_found(decision: Decision, event: events.CheckpointFound) -> None:
         return
     if event.none_left:
         decision.finish(JobVerdict("failed", 1, event.problem))
-    elif proposal.machines == ready_machines(decision) and _can_launch(decision, proposal):
+    elif proposal.machines == _machines_to_use(decision) and _can_launch(decision, proposal):
         decision.launch(proposal, event.step)
 
 
@@ -47,7 +48,7 @@ def gather(decision: Decision) -> None:
     if state.verdict is not None:
         decision.finish(state.verdict)
         return
-    ready = ready_machines(decision)
+    ready = _machines_to_use(decision)
     if not ready or decision.now < state.wait_until or not _enough_machines(decision, ready):
         return
     proposal = state.proposal
@@ -61,6 +62,13 @@ def gather(decision: Decision) -> None:
         elif not state.finding_checkpoint:
             decision.set(finding_checkpoint=True)
             decision.do(commands.FindCheckpoint(state.store))
+
+
+def _machines_to_use(decision: Decision) -> tuple[str, ...]:
+    """Return the listed machines that are ready; if they are not enough, also those that are kept."""
+    listed = ready_machines(decision)
+    with_kept = bool(kept_machines(decision)) and why_kept(decision, listed)
+    return ready_machines(decision, with_kept=True) if with_kept else listed
 
 
 def _enough_machines(decision: Decision, ready: tuple[str, ...]) -> bool:
@@ -109,16 +117,18 @@ def _saved_on_demand(decision: Decision) -> bool:
 def _consider_change(decision: Decision) -> None:
     """Save and relaunch if machines joined or leave and the plan for the others differs."""
     members, machines = decision.state.members, decision.generation.machines
-    usable = set(decision.state.usable)
+    urgent = any(name in members and members[name].leaves for name in machines)
+    if _keeps_machines(decision) and not urgent:
+        return
+    usable = decision.state.usable if not urgent else _machines_to_use(decision)
     leaving = [name for name in machines if name not in usable]
-    urgent = any(name in members and members[name].leaves for name in leaving)
     proposal = decision.state.proposal
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
             decision.save_and_end(f"{', '.join(leaving)} leaves, and no other machine is ready")
-    elif proposal is None or proposal.machines != decision.state.usable:
+    elif proposal is None or proposal.machines != usable:
         if urgent or _is_settled(decision):
-            _request_plan(decision, decision.state.usable)
+            _request_plan(decision, usable)
     elif proposal.layout is None:
         if leaving:
             decision.save_and_end(f"{', '.join(leaving)} leaves; {proposal.problem}")
@@ -128,6 +138,18 @@ def _consider_change(decision: Decision) -> None:
         changes = [f"{', '.join(joining)} joins"] if joining else []
         changes += [f"{', '.join(gone)} leaves"] if gone else []
         decision.save_and_end("; ".join(changes) or f"a better plan: {proposal.layout}")
+
+
+def _keeps_machines(decision: Decision) -> bool:
+    """Return True while machines that were removed from the list must stay, and report why."""
+    kept = kept_machines(decision)
+    why = why_kept(decision, decision.state.usable) if kept else ""
+    names = ", ".join(member.name for member in kept)
+    decision.report_problem(
+        "machines kept",
+        why and f"{names} is off the list, but works on: {why} (`varuna drain` leaves a machine now)",
+    )
+    return bool(why)
 
 
 def _is_settled(decision: Decision) -> bool:

@@ -275,6 +275,7 @@ class Manager:
         if isinstance(command, commands.LogEvent):
             self.log(command.what, command.why)
         elif isinstance(command, commands.StartAgent):
+            self.started.pop(command.machine, None)  # an earlier agent: its end is not the new one's
             self.spawn(self.start_agent(command.machine))
         elif isinstance(command, commands.EndAgent):
             self.end_agent(command)

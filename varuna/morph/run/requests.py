@@ -153,7 +153,7 @@ def machine_status(
     member = state.members[machine]
     return messages.MachineStatus(
         machine=machine,
-        state=describe_member(state, machine),
+        state=describe_member(state, machine, now=now),
         agent_pid=connection.pid if connection is not None else None,
         seen_seconds_ago=round(now - member.seen, 3) if member.agent else None,
         workers=tuple(
@@ -163,13 +163,19 @@ def machine_status(
     )
 
 
-def describe_member(state: JobState, machine: str) -> str:
+def describe_member(state: JobState, machine: str, *, now: float) -> str:
     """Return the state of a machine as `varuna status` shows it."""
     member = state.members[machine]
+    if member.dismissed_at is not None:
+        return "ending"
     if not member.agent:
-        return "starting" if member.starting is not None else "lost" if member.lost_at else "absent"
+        return (
+            "starting" if member.starting is not None else "lost" if machine in state.absences else "absent"
+        )
     if member.leaves:
         return "leaving"
     if state.active and state.generation is not None and machine in state.generation.machines:
-        return "at work"
+        return "at work, not listed" if member.kept else "at work"
+    if now < member.welcome_at:
+        return f"waits {member.welcome_at - now:.0f} s: it left or was lost repeatedly"
     return "spare" if member.warm else "warming up"
