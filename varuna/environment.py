@@ -25,6 +25,7 @@ class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     profile: str | None = None  # folder of the profile
     saves: str | None = None  # a `varuna.morph.interval.SaveRhythm` as JSON
     manager_ip: str | None = None
+    force_claim: str | None = None  # "1": take the store of checkpoints over from another job
 
     # Set by an agent for the workers of a managed job.
     job_id: str | None = None

@@ -47,6 +47,11 @@ class StoreTaken(CheckpointError):
     """Another job, or another run of this job, writes checkpoints to the same store."""
 
     by_this_job = False
+    by_this_launch = False  # by another generation of the same managed job
+
+
+class StoreOfOtherJob(StoreTaken):
+    """Another job, not an earlier generation of this one, writes to the store of a managed job."""
 
 
 def list_some(names: Sequence[str], most: int = 5) -> str:

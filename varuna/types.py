@@ -631,6 +631,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}  # variables that the user sets for the workers
     devices_per_machine: int
     resume_step: int | None = None  # checkpoint to load first
+    force: bool = False  # take the store of checkpoints over from another job
 
     # Read by the manager.
     machine_list: str = ""

@@ -257,7 +257,7 @@ def test_a_second_job_is_refused_while_the_first_lives_and_admitted_when_it_is_k
             LocalStore(str(tmp_path)).claim(MINE)
         theirs.kill()
     assert f"{tmp_path} is claimed by job theirs (host there, pid {theirs.pid})" in str(caught.value)
-    assert "use another folder" in str(caught.value)
+    assert "use another store" in str(caught.value)
     mine = LocalStore(str(tmp_path)).claim(MINE)
     mine.check()
     mine.release()

@@ -1,7 +1,12 @@
 """Patience: what is tried again and for how long, how old a foreign claim must be. No time passes here."""
 
 import errno
+import os
 import secrets
+import socket
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -12,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.checkpoint.store.claim import RECORD, STALE_SECONDS, ClaimRecord, blocks_claim
+from varuna.checkpoint.store import claim as claim_module
+from varuna.checkpoint.store.claim import DEAD_SECONDS, RECORD, STALE_SECONDS, ClaimRecord, blocks_claim
 from varuna.checkpoint.store.remote import RemoteStore
 from varuna.checkpoint.store.retry import LONGEST_PAUSE_SECONDS, pause_seconds
 from varuna.checkpoint.store.store import Buffer, Owner, open_store, retrying
@@ -208,3 +214,51 @@ def test_only_a_young_record_of_another_job_blocks_a_claim(holder: Owner, comer:
     assert msgspec.json.decode(msgspec.json.encode(record), type=ClaimRecord) == record
     refused = blocks_claim(record, comer, 1e6 + age)
     assert refused == (holder.job != comer.job and age < STALE_SECONDS)
+
+
+def test_a_record_of_a_dead_process_of_this_machine_is_free_at_once() -> None:
+    """A crashed job is not refused, whatever its name; a living one is, also under the same name."""
+    here = socket.gethostname()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        living = Owner("a", "1", here, process.pid, since=time.time())
+        record = ClaimRecord(living, renewed=time.time())
+        comers = [Owner(job, "2", here, os.getpid(), since=time.time()) for job in "ab"]
+        assert all(blocks_claim(record, comer, time.time()) for comer in comers)
+        later = msgspec.structs.replace(record, owner=msgspec.structs.replace(living, since=1.0))
+        assert not any(blocks_claim(later, comer, time.time()) for comer in comers)  # the number was reused
+        process.kill()
+    assert not any(blocks_claim(record, comer, time.time()) for comer in comers)
+
+
+def test_a_record_of_another_machine_is_free_when_its_run_no_longer_renews_it() -> None:
+    """The next generation of the same managed job takes it over at once; another job waits longest."""
+    record = ClaimRecord(Owner("a", "1", "there", 7, since=1.0, launch="x"), renewed=1000.0)
+
+    def waits(job: str, launch: str) -> float:
+        comer = Owner(job, "2", "here", 8, since=1.0, launch=launch)
+        return next(age for age in range(0, 1000, 10) if not blocks_claim(record, comer, 1000.0 + age))
+
+    assert waits("a", "x") == waits("b", "x") == 0
+    assert waits("a", "y") == waits("a", "") == DEAD_SECONDS
+    assert waits("b", "y") == STALE_SECONDS
+
+
+def test_a_claim_renews_its_record_until_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_module, "RENEW_SECONDS", 0.01)
+    store = open_store("memory://renewed")
+    claim = store.claim(Owner("a", "1", "there", 7, since=1.0))
+
+    def renewed() -> float:
+        return msgspec.json.decode(store.read(RECORD), type=ClaimRecord).renewed
+
+    first = renewed()
+    deadline = time.monotonic() + 30
+    while renewed() == first:
+        assert time.monotonic() < deadline
+    claim.release()
+    assert not any(thread.name == "varuna-claim" and wait_for_end(thread) for thread in threading.enumerate())
+
+
+def wait_for_end(thread: threading.Thread) -> bool:
+    thread.join(30)
+    return thread.is_alive()

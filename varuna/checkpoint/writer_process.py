@@ -54,6 +54,7 @@ class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
     commits: bool  # this writer commits the checkpoint when all parts exist
     writers: Sequence[str]  # all writers of this checkpoint
     keep_last: int | None = None
+    claim: str = ""  # token of the claim under which the checkpoint is committed
     patience_seconds: float = 600.0  # the committer fails if the others write nothing for this long
 
 
@@ -206,7 +207,7 @@ def save(
             return PartWritten(part)
         parts = [part, *wait_for_parts(order, store, connection)]
         connection.report("writing the manifest", at_once=True)
-        refuse_disowned(store)
+        refuse_disowned(store, order.claim)
     except Exception:
         with suppress(OSError):
             remove_part(plain_store, order.facts, order.writer)

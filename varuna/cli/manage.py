@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -80,7 +80,7 @@ def manage(
                 state,
                 planner=planner,
                 starter_of=lambda machine: here if is_loopback(machine) else elsewhere,
-                newest=newest_step,
+                newest=partial(newest_step, launch=contact.job),
                 address_for=address_for,
                 journal=journal,
                 clock=clock,
@@ -180,13 +180,13 @@ def address_towards(machine: str) -> str:
             ) from None
 
 
-def newest_step(store: str) -> int | None:
-    """Return the step of the newest complete checkpoint, and take the store from its earlier owner.
+def newest_step(store: str, *, launch: str) -> int | None:
+    """Return the step of the newest complete checkpoint, and take the store from an earlier generation.
 
     So a machine that lost its connection, and does not know that the job went on, cannot add a newer one.
     """
     with suppress(OSError):  # a manager with read access only relies on that machine to end its workers
-        open_store(store).disown()
+        open_store(store).disown(launch)
     opened = retrying(open_store(store), seconds=STORE_SECONDS, on_wait=lambda text: say(text))
     manifest, newer = newest_whole(opened)
     if manifest is None and any(one.broken for one in newer):

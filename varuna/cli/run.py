@@ -24,7 +24,7 @@ from varuna.files import write_atomic
 from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
-from varuna.morph.run.worker_env import ranks_of_machine
+from varuna.morph.run.worker_env import forced, ranks_of_machine
 from varuna.morph.state import MachinePlan
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
@@ -34,7 +34,7 @@ from varuna.types import JobSpec, MachineWorkers, StarterName
 DEFAULT_DEVICES = 4
 DEFAULT_MACHINE_LIST = "available_machines.out"
 DEFAULT_ENV_FILE = "varuna.env"
-NOT_SAVED = {"code_dir", "log_dir", "resume_step", "resume"}
+NOT_SAVED = {"code_dir", "log_dir", "resume_step", "resume", "force"}
 
 
 class RunOptions(ScriptOptions, frozen=True, kw_only=True):
@@ -56,6 +56,10 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     ] = None
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the last job of --code-dir. New options take precedence.")
+    ] = False
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Take over the store of checkpoints if another job writes there."),
     ] = False
     no_morphing: Annotated[
         bool | None,
@@ -204,6 +208,7 @@ def job_spec(options: RunOptions) -> JobSpec:
     return msgspec.structs.replace(
         script_spec(options, devices_per_machine=devices),
         environment=variables | VarunaEnvironment(manager_ip=options.manager_ip).write(),
+        force=options.force,
         machine_list=options.machine_list,
         slow_file=str(Path("slow_machines.out").absolute()),
         exclude_slow=bool(options.exclude_slow),
@@ -254,7 +259,7 @@ def run_here(ready: PreparedRun) -> int:
         master_addr="127.0.0.1",
         master_port=0,  # a free one
         resume_step=job.resume_step,
-        environment={**ready.planned, **saves.write()},
+        environment={**ready.planned, **saves.write(), **forced(job.force)},
     )
     for reason in ready.choice.reasons:
         say(reason)

@@ -44,7 +44,7 @@ class ErrorFile(msgspec.Struct, frozen=True):
         return "varuna.errors.WorkerError" in kinds
 
 
-BROKEN = "varuna.errors.BrokenCheckpoint"
+BROKEN, TAKEN = "varuna.errors.BrokenCheckpoint", "varuna.errors.StoreOfOtherJob"
 
 
 class WorkerFailure(msgspec.Struct, frozen=True):
@@ -59,7 +59,15 @@ class WorkerFailure(msgspec.Struct, frozen=True):
     @property
     def broken_checkpoint(self) -> bool:
         """True if the worker could not load a checkpoint because it is damaged."""
-        return self.error is not None and BROKEN in self.error.message.extra_info.kinds
+        return self._raised(BROKEN)
+
+    @property
+    def store_taken(self) -> bool:
+        """True if another job writes to the store of checkpoints."""
+        return self._raised(TAKEN)
+
+    def _raised(self, kind: str) -> bool:
+        return self.error is not None and kind in self.error.message.extra_info.kinds
 
     @property
     def in_script(self) -> bool:

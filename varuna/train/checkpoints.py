@@ -42,10 +42,11 @@ from varuna.checkpoint.load import (
 )
 from varuna.checkpoint.save import commit, remove_old, remove_part, write_part
 from varuna.checkpoint.select import LoadSelection, select
-from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retrying
+from varuna.checkpoint.store.claim import DEAD_SECONDS, RENEW_SECONDS
+from varuna.checkpoint.store.store import Claim, Owner, Store, local_folder, open_store, retrying
 from varuna.checkpoint.writer_process import SaveOrder
 from varuna.environment import VarunaEnvironment
-from varuna.errors import BrokenCheckpoint, CheckpointError, StoreTaken
+from varuna.errors import BrokenCheckpoint, CheckpointError, StoreOfOtherJob, StoreTaken
 from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
 from varuna.train.training_state import PartContent, RankSummary, TrainingState, check_summaries
@@ -64,7 +65,7 @@ LONG_WAIT_FACTOR = 15.0
 STATUS_SECONDS = 1.0
 """Time between two status exchanges while the ranks wait for an earlier save."""
 
-AGREED_KINDS = {kind.__name__: kind for kind in (StoreTaken, BrokenCheckpoint)}
+AGREED_KINDS = {kind.__name__: kind for kind in (StoreTaken, StoreOfOtherJob, BrokenCheckpoint)}
 """Errors that all ranks raise as such if all failures are of the same kind."""
 
 PathLike = str | os.PathLike[str]
@@ -189,6 +190,7 @@ class Checkpoints:
         self._ranks = Agreement(session, plan.ranks)
         self._running: Future[Any] | None = None  # this rank's background save
         self._job = ""
+        self._token = uuid.uuid4().hex  # of this run's claims
         self.recovery = ""  # names the broken checkpoints that the last load set aside, on the first rank
 
     def fits_in_memory(self, available_bytes: int | None, *, ranks_on_machine: int) -> bool:
@@ -295,6 +297,7 @@ class Checkpoints:
             commits=self._ranks.is_first,
             writers=save.writers,
             keep_last=save.keep_last,
+            claim=self._token if self._ranks.is_first else "",
         )
         layout = lay_out(specs, metadata={"format": "pt"})
         background = self.resources.background_in(tempdir)
@@ -364,13 +367,45 @@ class Checkpoints:
         self._job = self._job or VarunaEnvironment.read(os.environ).job_id or uuid.uuid4().hex[:12]
         return self._job
 
-    def _claim(self, store: Store) -> None:
+    def _claim(self, store: Store, *, force: bool = False, wait: bool = True) -> None:
         claims = self.resources.claims
         if store.url in claims:
             claims[store.url].check()
             return
-        owner = Owner(self._job_name(), uuid.uuid4().hex, socket.gethostname(), os.getpid())
-        claims[store.url] = claim_after_earlier_run(store, owner)
+        owner = Owner(
+            self._job_name(),
+            self._token,
+            socket.gethostname(),
+            os.getpid(),
+            since=time.time(),
+            launch=VarunaEnvironment.read(os.environ).job_id or "",
+        )
+        claims[store.url] = claim_after_earlier_run(store, owner, force=force, wait=wait)
+
+    def claim_early(self, global_store: PathLike | None, *, force: bool = False) -> None:
+        """Claim the store before training, so that a second job on a claimed store is refused at its start.
+
+        All ranks call this; the first rank's store counts, and None claims nothing. A store that cannot be
+        written is only logged: the first save reports it.
+        """
+
+        def claim() -> None:
+            if global_store is None:
+                return
+            environment, store = VarunaEnvironment.read(os.environ), open_retrying(global_store)
+            try:
+                newest, _ = newest_whole(store)
+                if newest is not None and newest.facts.plan is not None:
+                    self._job = self._job or newest.facts.job
+                self._claim(store, force=force or environment.force_claim == "1", wait=False)
+            except StoreTaken as taken:
+                if not taken.by_this_launch:  # an earlier generation is about to end: the first save waits
+                    raise
+            except OSError as error:
+                log.warning("%s was not claimed for this job: %s", store.url, error)
+
+        with self._session.patient(LONG_WAIT_FACTOR):
+            self._ranks.run_on_first(claim, "this job does not start")
 
     @property
     def _writer(self) -> str:
@@ -402,11 +437,12 @@ class Checkpoints:
         assert loaded is not None
         return loaded
 
-    def resume(self, global_store: PathLike) -> int | None:
-        """Load the newest checkpoint that verifies and return its step; None if the store has none.
+    def resume(self, global_store: PathLike, *, force: bool = False) -> int | None:
+        """Claim the store, load the newest checkpoint that verifies and return its step; None without any.
 
-        Raises an error if the store has checkpoints and all are broken.
+        Raises an error if another job writes to the store, or if all checkpoints of the store are broken.
         """
+        self.claim_early(global_store, force=force)
         store = open_retrying(global_store)
         loaded = self._load(store, LoadRequest(None, required=False))
         self.store = store.url
@@ -550,13 +586,18 @@ def describe_recovery(set_aside: Mapping[int, str], loaded: Facts) -> str:
     return f"{broken}; checkpoint {loaded.step} was loaded instead: {lost} steps are lost and trained again"
 
 
-def claim_after_earlier_run(store: Store, owner: Owner) -> Claim:
-    """Claim the store; wait for an earlier run of the same job that is about to end."""
-    deadline = time.monotonic() + EARLIER_RUN_SECONDS
+def claim_after_earlier_run(store: Store, owner: Owner, *, force: bool = False, wait: bool = True) -> Claim:
+    """Claim the store; wait for an earlier run of the same job that is about to end.
+
+    Without `wait`, do not wait for an earlier generation of the same managed job.
+    """
+    patience = EARLIER_RUN_SECONDS if local_folder(store.url) else DEAD_SECONDS + RENEW_SECONDS
+    deadline = time.monotonic() + patience
     while True:
         try:
-            return store.claim(owner)
+            return store.claim(owner, force=force)
         except StoreTaken as taken:
-            if not taken.by_this_job or time.monotonic() >= deadline:
+            early = taken.by_this_launch and not wait
+            if early or not taken.by_this_job or time.monotonic() >= deadline:
                 raise
-        time.sleep(0.1)
+        time.sleep(0.1 if local_folder(store.url) else 1.0)

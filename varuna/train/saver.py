@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from varuna.environment import VarunaEnvironment
-from varuna.errors import CheckpointError
+from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.device.facts import available_bytes
 from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.progress_page import ProgressWriter
@@ -70,9 +70,9 @@ class Saver:
         if step != self._trainer.iteration:
             self.requests.autosave.turn_off()
 
-    def resume(self, global_store: PathLike) -> None:
+    def resume(self, global_store: PathLike, *, force: bool = False) -> None:
         """Load the newest checkpoint that verifies, if there is one."""
-        step = self.checkpoints.resume(global_store)
+        step = self.checkpoints.resume(global_store, force=force)
         if step is not None:
             self._after_load(step)
         self._use_store()
@@ -113,6 +113,8 @@ class Saver:
         tempdir = self.checkpoints.resources.tempdir if in_background else None
         try:
             self.save(store, autosave=True, tempdir=tempdir, gradients=True)
+        except StoreTaken:  # another run continues this job: going on would train for nothing
+            raise
         except CheckpointError as error:  # the same on all ranks
             log.error("the autosave failed: %s", error)
             self.requests.autosave.failed()

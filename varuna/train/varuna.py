@@ -206,6 +206,7 @@ class Varuna(nn.Module):
             )
             self._weights = list(self._state.parameters())
             weakref.finalize(self, self._checkpoints.resources.close)
+            self._checkpoints.claim_early(environment.checkpoint_store)
             self._saver = Saver(self._checkpoints, self._requests, self._trainer, self._progress)
             # The gather also keeps all ranks together until each has built its stage.
             predicted = session.gather(prediction is not None, bool)[0]
@@ -359,10 +360,14 @@ class Varuna(nn.Module):
             global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
         )
 
-    def resume(self, global_store: str | os.PathLike[str]) -> int:
-        """Load the newest complete checkpoint, if there is one; return the iteration to continue with."""
+    def resume(self, global_store: str | os.PathLike[str], *, force: bool = False) -> int:
+        """Load the newest checkpoint that verifies, if there is any; return the iteration to continue with.
+
+        The job claims the store: it raises StoreTaken while another job writes there. `force` takes the
+        store over, and the other job ends at its next save.
+        """
         self._reporter.pace.interrupt()
-        self._saver.resume(global_store)
+        self._saver.resume(global_store, force=force)
         return self.iteration
 
     def register(self, name: str, thing: Stateful) -> None:

@@ -1,8 +1,12 @@
 """Claims: only one job at a time writes to a store.
 
 A local folder is claimed with a file lock, which the kernel releases when the holder dies. Other
-stores hold a claim record. A later run of the same job takes the record over. Another job waits until
-the record is released or is older than STALE_SECONDS.
+stores hold a claim record, which its owner renews every RENEW_SECONDS:
+
+    the next generation of the same managed job    takes the record over
+    a holder on this machine that is dead          its record is taken over
+    a later run of the same job                    takes over a record older than DEAD_SECONDS
+    another job                                    takes over a record older than STALE_SECONDS
 
 S3 writes the record with conditional PUTs, so two jobs cannot claim a store at the same time. Stores
 without them can grant two claims at the same instant; the earlier one fails at its next check. So a
@@ -12,6 +16,8 @@ claim is checked before each checkpoint.
 import errno
 import fcntl
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,13 +26,16 @@ from functools import cache
 import msgspec
 
 from varuna.checkpoint.store.store import OWN_PREFIX, Claim, Owner, Store
-from varuna.errors import StoreTaken
+from varuna.errors import StoreOfOtherJob, StoreTaken
 
 RECORD = OWN_PREFIX + "owner"
 NOBODY = "-"  # a token of only these characters belongs to no run
 STALE_SECONDS = 15 * 60.0  # a record that was not renewed for this long belongs to a dead job
+RENEW_SECONDS = 20.0
+DEAD_SECONDS = 3 * RENEW_SECONDS  # a run of this job that has not renewed its record for this long is dead
 EMPTY_SECONDS = 1.0  # a lock with an empty record is being acquired or released
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+WAYS_OUT = "use another store for this job, wait until that job ends, or take the store over with --force"
 TAKEN_OVER = "it has taken over, and this run can no longer write there"
 
 
@@ -43,17 +52,40 @@ class ClaimConflict(Exception):
 
 def blocks_claim(record: ClaimRecord | None, owner: Owner, now: float) -> bool:
     """Return whether the record keeps an owner out of a store without locks."""
-    return record is not None and record.owner.job != owner.job and now - record.renewed < STALE_SECONDS
+    if record is None or (owner.launch and record.owner.launch == owner.launch):
+        return False
+    holder, age = record.owner, now - record.renewed
+    if not holder.since:
+        return holder.job != owner.job and age < STALE_SECONDS
+    if holder.host == socket.gethostname():
+        return runs_since(holder.pid, holder.since)
+    if holder.job == owner.job:
+        return age < DEAD_SECONDS and bool(holder.token.strip(NOBODY))
+    return age < STALE_SECONDS
+
+
+def runs_since(pid: int, since: float) -> bool:
+    """Return whether a process of this machine lives, other than this one, that began before `since`."""
+    try:
+        began = os.stat(f"/proc/{pid}").st_ctime
+    except FileNotFoundError:
+        return False
+    return pid != os.getpid() and began <= since + 1.0
 
 
 def taken_error(record: ClaimRecord | None, owner: Owner, *, place: str, advice: str) -> StoreTaken:
     if record is None:
         return StoreTaken(f"{place} is claimed by a run that has not written its name yet; {advice}")
     holder = record.owner
-    own = holder.job == owner.job
+    generation = bool(owner.launch) and holder.launch == owner.launch
+    own = generation or holder.job == owner.job
     who = "another run of this job" if own else f"job {holder.job}"
-    taken = StoreTaken(f"{place} is claimed by {who} (host {holder.host}, pid {holder.pid}); {advice}")
-    taken.by_this_job = own
+    since = time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(holder.since)) if holder.since else ""
+    launch = f"{holder.launch}, " if holder.launch and holder.launch != holder.job else ""
+    where = f"{launch}host {holder.host}, pid {holder.pid}{since}"
+    kind = StoreOfOtherJob if owner.launch and not generation else StoreTaken
+    taken = kind(f"{place} is claimed by {who} ({where}); {advice}")
+    taken.by_this_job, taken.by_this_launch = own, generation
     return taken
 
 
@@ -64,23 +96,44 @@ class RecordClaim:
         self._store = store
         self._owner = owner
         self._now = now
+        self._released = threading.Event()
+        self._lock = threading.Lock()  # a read and a conditional write of one thread
 
-    def take(self) -> "RecordClaim":
+    def take(self, *, force: bool = False) -> "RecordClaim":
         while True:
             record = self._read()
-            if blocks_claim(record, self._owner, self._now()):
+            if not force and blocks_claim(record, self._owner, self._now()):
                 assert record is not None
                 free_at = time.strftime("%H:%M:%S", time.localtime(record.renewed + STALE_SECONDS))
                 advice = (
-                    "use another store for this job, or wait until that job ends; if that job is dead, "
+                    f"{WAYS_OUT}; if that job is dead, "
                     f"remove {self._store.url}/{RECORD} or wait until {free_at}"
                 )
                 raise taken_error(record, self._owner, place=self._store.url, advice=advice)
             with suppress(ClaimConflict):
                 self._renew()
-                return self
+                break
+        if self._owner.since:
+            threading.Thread(target=self._keep, name="varuna-claim", daemon=True).start()
+        return self
+
+    def _keep(self) -> None:
+        """Renew the record until it is released or taken over; the next check reports a loss."""
+        while not self._released.wait(RENEW_SECONDS):
+            try:
+                with self._lock:
+                    if not self._released.is_set():
+                        self._check()
+            except StoreTaken:
+                return
+            except OSError:
+                pass  # the store may answer again
 
     def check(self) -> None:
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
         while True:
             record = self._read()
             if record is not None and record.owner.token != self._owner.token:
@@ -89,6 +142,11 @@ class RecordClaim:
                 return self._renew()
 
     def release(self) -> None:
+        self._released.set()
+        with self._lock:
+            self._remove()
+
+    def _remove(self) -> None:
         record = self._read()
         if record is not None and record.owner.token == self._owner.token:
             self._store.remove(RECORD)
@@ -115,36 +173,44 @@ class RecordClaim:
         self._store.replace(RECORD, data)
 
 
-def disowned(data: bytes) -> bytes | None:
-    """Return the record with a token of no run; its job and its length stay the same."""
+def disowned(data: bytes, launch: str) -> bytes | None:
+    """Return the record with a token of no run; its job and its length stay the same.
+
+    Returns None for a record of another managed job than `launch`.
+    """
     try:
         record = msgspec.json.decode(data, type=ClaimRecord)
     except msgspec.DecodeError:
+        return None
+    if launch and record.owner.launch not in ("", launch):
         return None
     owner = msgspec.structs.replace(record.owner, token=NOBODY * len(record.owner.token))
     return msgspec.json.encode(msgspec.structs.replace(record, owner=owner))
 
 
-def refuse_disowned(store: Store) -> None:
-    """Raise StoreTaken if the claim was invalidated; for the writer process, which holds no claim."""
+def refuse_disowned(store: Store, token: str = "") -> None:
+    """Raise StoreTaken if the claim was invalidated, or is no longer that of `token`.
+
+    For the writer process, which holds no claim.
+    """
     with suppress(FileNotFoundError, msgspec.DecodeError):
         owner = msgspec.json.decode(store.read(RECORD), type=ClaimRecord).owner
-        if not owner.token.strip(NOBODY):
+        if not owner.token.strip(NOBODY) or (token and owner.token != token):
             raise StoreTaken(
                 f"{store.url}: job {owner.job} continues without this run, which can no longer write there"
             )
 
 
-def disown_record(store: Store) -> None:
+def disown_record(store: Store, launch: str) -> None:
     with suppress(FileNotFoundError):
-        if (data := disowned(store.read(RECORD))) is not None:
+        if (data := disowned(store.read(RECORD), launch)) is not None:
             store.replace(RECORD, data)
 
 
-def disown_folder(folder: str) -> None:
+def disown_folder(folder: str, launch: str) -> None:
     """Change the record in place: with a new file, its holder would assume a cleared folder and claim it."""
     with suppress(FileNotFoundError), open(os.path.join(folder, RECORD), "r+b", buffering=0) as file:
-        if (data := disowned(file.readall())) is not None:
+        if (data := disowned(file.readall(), launch)) is not None:
             os.pwrite(file.fileno(), data, 0)
 
 
@@ -175,8 +241,7 @@ class FolderClaim:
             except BlockingIOError:
                 record = self._read()
                 if record is not None or time.monotonic() >= deadline:
-                    advice = "use another folder for this job, or wait until that job ends"
-                    raise taken_error(record, self._owner, place=self._folder, advice=advice) from None
+                    raise taken_error(record, self._owner, place=self._folder, advice=WAYS_OUT) from None
             time.sleep(0.01)
 
     def _try_to_take(self) -> None:
@@ -192,6 +257,16 @@ class FolderClaim:
         except OSError as error:
             self._unlock()
             raise OSError(error.errno, error.strerror, self._place) from error
+
+    def take_over(self) -> None:
+        """Replace the locked record by a new one. The earlier holder finds it at its next check."""
+        draft = f"{self._place}-{self._owner.token}"
+        self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        HELD_CLAIMS.add(self)
+        close_in_children()
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._write(self._fd)
+        os.replace(draft, self._place)
 
     def check(self) -> None:
         if self._fd is None:
@@ -263,12 +338,16 @@ def forget_claims() -> None:
     HELD_CLAIMS.clear()
 
 
-def claim_folder(store: Store, folder: str, owner: Owner) -> Claim:
+def claim_folder(store: Store, folder: str, owner: Owner, *, force: bool) -> Claim:
     claim = FolderClaim(folder, owner)
     try:
         claim.take()
+    except StoreTaken:
+        if not force:
+            raise
+        claim.take_over()
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        return RecordClaim(store, owner, time.time).take()
+        return RecordClaim(store, owner, time.time).take(force=force)
     return claim

@@ -96,12 +96,12 @@ class LocalStore:
     def remove(self, path: str) -> None:
         remove(self._place(path))
 
-    def claim(self, owner: Owner) -> Claim:
+    def claim(self, owner: Owner, *, force: bool = False) -> Claim:
         make_folders(self._folder)
-        return claim_folder(self, self._folder, owner)
+        return claim_folder(self, self._folder, owner, force=force)
 
-    def disown(self) -> None:
-        disown_folder(self._folder)
+    def disown(self, launch: str = "") -> None:
+        disown_folder(self._folder, launch)
 
     def _place(self, path: str) -> str:
         return os.path.join(self._folder, checked(path))

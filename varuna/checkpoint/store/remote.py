@@ -157,11 +157,11 @@ class RemoteStore:
             if not self._is_object_store and self._fs.exists(place):
                 self._fs.rm(place, recursive=True)  # empty folders
 
-    def claim(self, owner: Owner) -> Claim:
-        return RecordClaim(self, owner, self._now).take()
+    def claim(self, owner: Owner, *, force: bool = False) -> Claim:
+        return RecordClaim(self, owner, self._now).take(force=force)
 
-    def disown(self) -> None:
-        disown_record(self)
+    def disown(self, launch: str = "") -> None:
+        disown_record(self, launch)
 
     def _place(self, path: str) -> str:
         return f"{self._root}/{checked(path)}"

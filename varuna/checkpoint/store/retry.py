@@ -97,12 +97,12 @@ class RetryingStore:
     def remove(self, path: str) -> None:
         self._run("removing", path, lambda: self._store.remove(path))
 
-    def claim(self, owner: Owner) -> Claim:
-        claim = self._run("claiming", "", lambda: self._store.claim(owner))
+    def claim(self, owner: Owner, *, force: bool = False) -> Claim:
+        claim = self._run("claiming", "", lambda: self._store.claim(owner, force=force))
         return RetryingClaim(claim, self.url, self._policy)
 
-    def disown(self) -> None:
-        self._run("disowning", "", self._store.disown)
+    def disown(self, launch: str = "") -> None:
+        self._run("disowning", "", lambda: self._store.disown(launch))
 
     def _run(self, verb: str, path: str, operation: Callable[[], Result]) -> Result:
         return self._policy.run(f"{verb} {self.url}/{path}".rstrip("/"), operation)

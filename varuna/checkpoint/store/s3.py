@@ -133,11 +133,11 @@ class S3Store:
             obstore.delete(self._bucket, manifests)
             obstore.delete(self._bucket, [file for file in files if file not in manifests] or [path])
 
-    def claim(self, owner: Owner) -> Claim:
-        return S3Claim(self, owner, self._now).take()
+    def claim(self, owner: Owner, *, force: bool = False) -> Claim:
+        return S3Claim(self, owner, self._now).take(force=force)
 
-    def disown(self) -> None:
-        disown_record(self)
+    def disown(self, launch: str = "") -> None:
+        disown_record(self, launch)
 
     def read_version(self, path: str) -> tuple[bytes, str | None]:
         """Return a file's content and its version."""

@@ -42,6 +42,8 @@ class Owner(msgspec.Struct, frozen=True):
     token: str  # unique to this run
     host: str
     pid: int
+    since: float = 0.0  # seconds since 1970; 0: the claim is not renewed by itself
+    launch: str = ""  # id of the managed job, the same for all its generations
 
 
 class Claim(Protocol):
@@ -88,11 +90,14 @@ class Store(Protocol):
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with its content (manifest first); do nothing if it is missing."""
 
-    def claim(self, owner: Owner) -> Claim:
-        """Return the claim. Raises StoreTaken if another running job holds it."""
+    def claim(self, owner: Owner, *, force: bool = False) -> Claim:
+        """Return the claim. Raises StoreTaken if another running job holds it; `force` takes it over."""
 
-    def disown(self) -> None:
-        """Invalidate the current claim: its holder stops writing at its next check."""
+    def disown(self, launch: str = "") -> None:
+        """Invalidate the current claim: its holder stops writing at its next check.
+
+        With `launch`, only a claim of that managed job.
+        """
 
 
 def open_store(url: str) -> Store:

@@ -168,6 +168,8 @@ def crash_when_cause_is_known(decision: Decision) -> None:
     _count_crash(decision, reason)
     if cause.in_script and not state.best_iteration:
         decision.set(verdict=JobVerdict("failed", 1, f"before its first step, {reason}"))
+    elif cause.store_taken:  # a retry would take nothing back
+        decision.set(verdict=JobVerdict("failed", 1, reason))
     decision.end_generation(reason)
 
 

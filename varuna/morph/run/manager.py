@@ -43,6 +43,7 @@ from varuna.morph.run.connections import ConnectionServer, ManagerConnection
 from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.requests import RequestHandler
 from varuna.morph.run.watchers import MachineListWatcher, SlowMachineWatcher
+from varuna.morph.run.worker_env import forced
 from varuna.morph.state import Generation, Heartbeat, JobState, JobVerdict, MachinePlan
 from varuna.types import JobSpec, MachineWorkers
 
@@ -79,6 +80,7 @@ class Manager:
         self.planner = planner
         self.starter_of = starter_of
         self.newest = newest
+        self.forces = job.force
         self.address_for = address_for
         self.journal = journal
         self.clock = clock
@@ -379,7 +381,8 @@ class Manager:
             save_seconds=self.state.save_seconds,
         )
         saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
-        environment = {**generation.environment, **saves.write()}
+        environment = {**generation.environment, **saves.write(), **forced(self.forces)}
+        self.forces = False  # later generations must not take the store back
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             workers = MachineWorkers(
                 job=self.job,

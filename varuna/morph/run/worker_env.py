@@ -67,6 +67,11 @@ def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...
     return (*flags, *workers.job.arguments)
 
 
+def forced(force: bool) -> dict[str, str]:
+    """Return the variable that makes workers take over a claimed store, or none."""
+    return VarunaEnvironment(force_claim="1" if force else None).write()
+
+
 def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, str]:
     """Return the variables of one worker: torch's, which `init_process_group()` reads, and ours."""
     layout, rank = workers.layout, workers.ranks[local_rank]
