@@ -48,11 +48,8 @@ def measure(stage_map: str, marks: list[int], store: str) -> list[dict[str, Any]
     model = Varuna(Tiny(), stage_map, {"x": x[:2], "y": y[:2]}, BATCH, 2, device="cpu", seed=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     model.set_optimizer(optimizer)
-    share = (
-        slice(None)
-        if model.data_depth == 1
-        else slice(2 * model.rank_within_stage, 2 * model.rank_within_stage + 2)
-    )
+    size = BATCH // model.data_depth
+    share = slice(size * model.rank_within_stage, size * (model.rank_within_stage + 1))
     found = []
     for step in range(1, marks[-1] + 1):
         model.step({"x": x[share], "y": y[share]})
@@ -80,7 +77,7 @@ def run(marks: list[int]) -> dict[str, list[list[dict[str, Any]]]]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             return {
-                name: pool.run(measure, 2, shape, marks, f"{folder}/{index}")
+                name: pool.run(measure, 2, shape, marks, f"{folder}/{index}", timeout=3600)
                 for index, (name, shape) in enumerate(SHAPES.items())
             }
     finally:
@@ -99,9 +96,8 @@ def main() -> None:
         for rank, notes in enumerate(ranks):
             for note in notes:
                 memory = note["resident_bytes"] / 1e6
-                print(
-                    f"{name}, rank {rank}, step {note['step']:6}: {memory:8.2f} MB, {note['objects']} objects, {note['files']} files"
-                )
+                counts = f"{note['objects']} objects, {note['files']} files"
+                print(f"{name}, rank {rank}, step {note['step']:6}: {memory:8.2f} MB, {counts}")
     print(f"{time.monotonic() - began:.0f} s")
     if options.out:
         result = {"machine": machine(), "save_every_steps": SAVE_EVERY, "shapes": found}
