@@ -405,7 +405,7 @@ class Checkpoints:
                 log.warning("%s was not claimed for this job: %s", store.url, error)
 
         with self._session.patient(LONG_WAIT_FACTOR):
-            self._ranks.run_on_first(claim, "this job does not start")
+            self._ranks.run_on_first(claim, "this job does not start", None)
 
     @property
     def _writer(self) -> str:
