@@ -1,5 +1,6 @@
 """A connection to the store of a job. It blocks; every call has a deadline."""
 
+import functools
 import socket
 import ssl
 import threading
@@ -54,7 +55,6 @@ class StoreConnection:
         self._frames = FrameReader()
         self._lost = ""
         deadline = time.monotonic() + connect_seconds
-        context = credential.client_context()
         while True:
             try:
                 raw = socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
@@ -66,7 +66,7 @@ class StoreConnection:
         try:
             prepare_connection(raw)
             raw.settimeout(ANSWER_SECONDS)
-            self._socket = context.wrap_socket(raw)
+            self._socket = client_context(credential).wrap_socket(raw)
         except OSError as error:
             raw.close()
             raise self._gone(_explain(error)) from None
@@ -115,6 +115,12 @@ class StoreConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+@functools.lru_cache(maxsize=1)
+def client_context(credential: JobCredential) -> ssl.SSLContext:
+    """Return the TLS context of this process's job: making one takes milliseconds."""
+    return credential.client_context()
 
 
 def _explain(error: Exception) -> str:

@@ -104,8 +104,11 @@ class ForkServer:
 
     def fork_store(self, key: str, host: str, port: int, credential: dict[str, str]) -> dict[str, Any] | None:
         """Fork a process for the store of a generation, which outlives its workers."""
+        from varuna.secure.credential import JobCredential
+        from varuna.secure.store_client import client_context
         from varuna.secure.store_server import listen
 
+        client_context(JobCredential(**credential))  # workers need it, and inherit it
         try:
             listener = listen(host, port)
         except OSError as error:
