@@ -30,7 +30,7 @@ class Arrival(msgspec.Struct, frozen=True):
     join_seconds: float  # from the first connection to the last welcome
     slowest_status_seconds: float
     num_statuses: int
-    cores: float  # the manager's CPU time, per second of the busiest part
+    cores: float  # the manager's CPU time per second, while they join or after they left: the larger one
 
 
 def measure_arrivals(machines: int) -> Arrival:
@@ -55,21 +55,23 @@ async def join_and_leave(
     lives = []
     for number, agent in enumerate(agents):
         lives.append(asyncio.create_task(agent.live(port, tls)))
-        await asyncio.sleep(began + number / len(agents) - time.monotonic())
-    async with asyncio.timeout(120):
+        await asyncio.sleep(max(0.0, began + (number + 1) / len(agents) - time.monotonic()))
+    async with asyncio.timeout(60):
         for agent in agents:
             await agent.welcomed.wait()
         joined = time.monotonic() - began
+        join_cores = (cpu_seconds(pid) - used) / joined
         for agent in agents:
             await agent.at_work.wait()
+    used, left = cpu_seconds(pid), time.monotonic()
     for life in lives[::2]:
         life.cancel()
     await asyncio.sleep(QUIET_SECONDS)
-    cores = (cpu_seconds(pid) - used) / (time.monotonic() - began)
+    leave_cores = (cpu_seconds(pid) - used) / (time.monotonic() - left)
     assert not any(life.done() for life in lives[1::2]), "the manager has disconnected an agent"
     for life in lives:
         life.cancel()
-    return joined, cores
+    return joined, max(join_cores, leave_cores)
 
 
 def probe(port: int, credential: JobCredential) -> None:

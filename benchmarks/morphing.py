@@ -34,6 +34,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
+from benchmarks.arrivals import measure_arrivals
 from benchmarks.heartbeats import DEVICES, manager_share
 from benchmarks.measure import spread
 from benchmarks.report import Row
@@ -409,4 +410,13 @@ def manager(repeats: int, *, quick: bool) -> list[Row]:
     machines, seconds = (20, 0.5) if quick else (1000, 3.0)
     shares = [100 * share for share in manager_share(machines, seconds=seconds, repeats=repeats)]
     case = f"the manager's share of a core, {machines} machines with {DEVICES} workers each"
-    return [msgspec.structs.replace(row(case, shares, [20.0], against=WANTED, unit="%"), benchmark="manager")]
+    runs = [measure_arrivals(machines) for _ in range(min(repeats, 3))]
+    change = f"{machines} agents join within a second and half of them leave at once"
+    rows = [
+        row(case, shares, [20.0], against=WANTED, unit="%"),
+        row(
+            f"slowest status while {change}", [r.slowest_status_seconds for r in runs], [1.0], against=WANTED
+        ),
+        row(f"cores of the manager while {change}", [r.cores for r in runs], [1.0], against=WANTED, unit=""),
+    ]
+    return [msgspec.structs.replace(one, benchmark="manager") for one in rows]

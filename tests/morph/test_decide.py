@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 
 from varuna.morph import commands, events
-from varuna.morph.decide import decide
+from varuna.morph.decide import decide, decide_all
 from varuna.morph.failures import BROKEN, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.state import JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
@@ -681,3 +681,26 @@ def test_a_state_can_be_written_and_read(story: list[tuple[str, object]]) -> Non
         decide(again, events.Tick({}), world.now + 1)[1]
         == decide(world.state, events.Tick({}), world.now + 1)[1]
     )
+
+
+@given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=6))
+def test_events_that_arrive_together_have_the_consequences_of_single_ones(
+    order: list[int], leaving: list[int]
+) -> None:
+    """REL-5: a thousand machines may join, and half of them leave, in one batch."""
+    names = tuple(f"m{number}" for number in range(12))
+    start, _ = decide(JobState(settings=ManagerSettings()), events.MachineListRead(names), 100.0)
+    happened: list[events.Event] = []
+    for number in order:
+        happened.append(events.AgentJoined(names[number], f"agent {number}", None, names[number]))
+        happened.append(events.StoreReady(names[number], f"agent {number}", 1))
+    happened += [events.AgentLeft(names[number], f"agent {number}", "gone") for number in leaving]
+    happened.append(events.Tick({}))
+    single = start
+    logged: list[commands.Command] = []
+    for event in happened:
+        single, found = decide(single, event, 100.5)
+        logged += [command for command in found if isinstance(command, commands.LogEvent)]
+    together, found = decide_all(start, happened, 100.5)
+    assert together.members == single.members and together.usable == single.usable
+    assert [command for command in found if isinstance(command, commands.LogEvent)] == logged

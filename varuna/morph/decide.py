@@ -9,7 +9,7 @@ An event only changes the known facts. Every consequence is then derived from th
 order of events does not matter. The rules are in `varuna.morph.rules`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from varuna.morph import commands, events
@@ -44,9 +44,23 @@ PHASE_RULES: dict[Phase, Callable[[Decision], None]] = {
 
 
 def decide(state: JobState, event: events.Event, now: float) -> tuple[JobState, tuple[commands.Command, ...]]:
+    return decide_all(state, (event,), now)
+
+
+def decide_all(
+    state: JobState, batch: Iterable[events.Event], now: float
+) -> tuple[JobState, tuple[commands.Command, ...]]:
+    """Like `decide` for several events that arrived together; the consequences are derived once.
+
+    Deriving them takes time in proportion to the number of machines. So a thousand machines can join at once.
+    """
     decision = Decision(state, now)
+    for event in batch:
+        if decision.state.phase != "over":
+            EVENT_RULES[type(event)](decision, event)
+        elif isinstance(event, events.AgentJoined):
+            decision.do(commands.EndAgent(event.machine, "the job is over"))
     if state.phase != "over":
-        EVENT_RULES[type(event)](decision, event)
         membership.start_and_end_agents(decision)
         membership.note_usable_machines(decision)
         before: Phase = "over"
@@ -54,6 +68,4 @@ def decide(state: JobState, event: events.Event, now: float) -> tuple[JobState, 
             before = decision.state.phase
             PHASE_RULES[before](decision)
         membership.release_machines(decision)
-    elif isinstance(event, events.AgentJoined):
-        decision.do(commands.EndAgent(event.machine, "the job is over"))
     return decision.state, tuple(decision.commands)

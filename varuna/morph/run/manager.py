@@ -12,7 +12,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from varuna.errors import BrokenCheckpoint
 from varuna.files import LineFile, make_private_folder
 from varuna.morph import commands, events
 from varuna.morph.clock import SuspendAwareClock
-from varuna.morph.decide import decide
+from varuna.morph.decide import decide_all
 from varuna.morph.interval import SaveRhythm
 from varuna.morph.journal import (
     GenerationLaunched,
@@ -124,7 +124,10 @@ class Manager:
                 event = await self.events.get()
                 if ticking.done():
                     ticking.result()  # raises: a manager without ticks would miss lost machines
-                self.handle_event(event)
+                batch = [event]
+                while not self.events.empty():
+                    batch.append(self.events.get_nowait())
+                self.handle_events(batch)
             await self.wait_for_agents()
             return self.verdict
         finally:
@@ -213,9 +216,9 @@ class Manager:
 
     # ------------------------------------------------------------ events
 
-    def handle_event(self, event: events.Event) -> None:
+    def handle_events(self, batch: Sequence[events.Event]) -> None:
         before = self.state
-        self.state, found = decide(self.state, event, self.clock.now())
+        self.state, found = decide_all(self.state, batch, self.clock.now())
         if self.state.store != before.store:
             self.journal.write(StoreSeen(self.state.store))
         if counts_changed(before, self.state):
