@@ -411,7 +411,7 @@ def manager(repeats: int, *, quick: bool) -> list[Row]:
     shares = [100 * share for share in manager_share(machines, seconds=seconds, repeats=repeats)]
     case = f"the manager's share of a core, {machines} machines with {DEVICES} workers each"
     runs = [measure_arrivals(machines) for _ in range(min(repeats, 3))]
-    change = f"{machines} agents join within a second and half of them leave at once"
+    change = f"{machines} agents join in a second and half of them leave at once"
     rows = [
         row(case, shares, [20.0], against=WANTED, unit="%"),
         row(

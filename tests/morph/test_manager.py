@@ -8,15 +8,17 @@ import select
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.launch.jobs import ROOT
+from tests.launch.jobs import ROOT, environment
 from varuna.morph import events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
@@ -31,10 +33,11 @@ from varuna.morph.protocol.messages import (
 from varuna.morph.protocol.orders import AGENT_COMMAND, AgentOrders, StartedAgent
 from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.run import connections
+from varuna.morph.run import manager as manager_module
 from varuna.morph.run.client import send_request
-from varuna.morph.run.job_folder import JobFolder, ManagerContact
+from varuna.morph.run.job_folder import JobFolder, ManagerContact, saved_path
 from varuna.morph.run.manager import Manager
-from varuna.morph.state import JobState, MachinePlan
+from varuna.morph.state import JobState, MachinePlan, WorkerProgress
 from varuna.secure.credential import JobCredential, make_credential
 from varuna.types import JobSpec
 
@@ -62,8 +65,14 @@ class BrokenStarter:
 class RunningManager:
     """A manager that runs in its own thread."""
 
-    def __init__(self, folder: Path, *, starter: NoStarter | BrokenStarter | None = None) -> None:
-        (folder / "machines").write_text("10.9.9.9\n")
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        machines: str = "10.9.9.9\n",
+        starter: NoStarter | BrokenStarter | None = None,
+    ) -> None:
+        (folder / "machines").write_text(machines)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         self.folder = folder
@@ -76,11 +85,13 @@ class RunningManager:
             machine_list=str(folder / "machines"),
             slow_file=str(folder / "slow"),
         )
-        contact = ManagerContact("job", os.getpid(), "127.0.0.1", self.port, CREDENTIAL, str(folder))
+        self.contact = contact = ManagerContact(
+            "job", os.getpid(), "127.0.0.1", self.port, CREDENTIAL, str(folder)
+        )
 
         async def lead() -> None:
             clock = SuspendAwareClock(time.monotonic)
-            manager = Manager(
+            self.manager = manager = Manager(
                 job,
                 contact,
                 JobState(since=clock.now()),
@@ -116,8 +127,8 @@ class RunningManager:
 
 
 @contextmanager
-def led(folder: Path) -> Iterator[RunningManager]:
-    manager = RunningManager(folder)
+def led(folder: Path, *, machines: str = "10.9.9.9\n") -> Iterator[RunningManager]:
+    manager = RunningManager(folder, machines=machines)
     manager.thread.start()
     manager.ask("status")  # it runs
     try:
@@ -288,6 +299,40 @@ def test_the_contact_file_of_an_earlier_version_is_refused(tmp_path: Path) -> No
     )
     with pytest.raises(ValueError, match=r"an earlier version of varuna, .* wrote .*/manager.json"):
         JobFolder(tmp_path).read_contact()
+
+
+def test_the_status_of_a_thousand_machines_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REL-5: with four workers each, in the client and in `varuna status`."""
+    monkeypatch.setattr(manager_module, "EXIT_SECONDS", 0.0)
+    names = [f"10.{n // 250}.{n % 250}.1" for n in range(1000)]
+    workers = tuple(WorkerProgress(rank, pid=1000 + rank, iteration=7, store="s" * 500) for rank in range(4))
+    folder = JobFolder(saved_path(tmp_path / "home", tmp_path).with_suffix(""))
+    with led(tmp_path, machines="\n".join(names)) as running:
+        for name in names:
+            stub = SimpleNamespace(
+                agent=name,
+                machine=name,
+                pid=1,
+                progress=workers,
+                send=lambda message: None,
+                close=lambda why: None,
+            )
+            running.manager.agents[name] = stub  # type: ignore[assignment]
+        found = json.loads(bytes(running.ask("status").status))
+        assert [machine["machine"] for machine in found["machines"]] == names
+        assert {len(machine["workers"]) for machine in found["machines"]} == {4}
+        folder.write_contact(running.contact)
+        for options in ([], ["--json"]):
+            shown = subprocess.run(
+                [sys.executable, "-m", "varuna", "status", *options],
+                cwd=tmp_path,
+                env=environment(tmp_path),
+                capture_output=True,
+                text=True,
+            )
+            assert shown.returncode == 0 and all(name in shown.stdout for name in names), shown.stderr
 
 
 def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
