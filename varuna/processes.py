@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -18,6 +19,14 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Allow this process to open `wanted` files and sockets, or as many as the user may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < possible:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
 
 
 def name_process(name: str) -> None:

@@ -33,11 +33,14 @@ from varuna.morph.run.manager import Manager, Planner
 from varuna.morph.starters.local import LocalStarter
 from varuna.morph.starters.ssh import SshStarter
 from varuna.morph.state import JobState, JobVerdict, ManagerSettings
+from varuna.processes import raise_file_limit
 from varuna.secure.credential import make_credential
 from varuna.types import JobSpec
 
 STORE_SECONDS = 30.0
 """Time limit for finding the newest checkpoint in a store that does not answer."""
+MAX_FILES = 2**16
+"""Each machine has a connection. The usual limit of 1,024 files is too low for large jobs."""
 QUEUE_SECONDS = 1e9
 """Start timeout of agents that a scheduler may queue for days. An agent that finds no manager ends."""
 
@@ -46,6 +49,7 @@ def manage(
     job: JobSpec, *, machines: tuple[str, ...], planner: Planner, folder: JobFolder, resume: bool
 ) -> int:
     """Manage the job until it ends. Return its exit status."""
+    raise_file_limit(MAX_FILES)
     lock = folder.lock()
     try:
         found = read_journal(folder.journal)

@@ -29,6 +29,8 @@ exec <"$orders" && rm -f "$orders" && exec "$@"
 
 ARRAY_SECONDS = 0.1
 NOTICE_SECONDS = 60
+SLURM_SECONDS = 60.0
+"""Time limit for a command of Slurm."""
 END_STATES = {
     "BOOT_FAIL": "its node did not boot",
     "CANCELLED": "it was cancelled",
@@ -163,7 +165,12 @@ class SlurmStarter:
         return agents
 
     def _slurm(self, *argv: str) -> str:
-        run = subprocess.run(argv, env=self._environment, capture_output=True, text=True)
+        try:
+            run = subprocess.run(
+                argv, env=self._environment, capture_output=True, text=True, timeout=SLURM_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{argv[0]} did not answer within {SLURM_SECONDS:.0f} s") from None
         if run.returncode:
             raise ValueError(f"{argv[0]} failed: {run.stderr.strip() or run.stdout.strip()}")
         return run.stdout
@@ -172,7 +179,8 @@ class SlurmStarter:
         """Kill the agent if it runs, then cancel its job."""
         # A signal to a queued task would end its whole array, so signal only running tasks.
         for options in [["--state=RUNNING", "--batch", "--signal=KILL"], []]:
-            subprocess.run(["scancel", *options, job], env=self._environment, capture_output=True)
+            with contextlib.suppress(ValueError):  # the job may have ended already
+                self._slurm("scancel", *options, job)
 
     def _watch(self) -> None:
         while True:
