@@ -138,3 +138,11 @@ def test_attention_without_dropout_equals_torch(how: dict[str, Any]) -> None:
     options = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **how}
     ours = attention(query, key, value, **options, drop=lambda weights: weights)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, **how))
+
+
+def test_attention_of_mixed_precisions_is_drawn_under_autocast() -> None:
+    """EXA-7: rotary embeddings make query and key fp32, the value stays bf16."""
+    query, value = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4, dtype=torch.bfloat16)
+    with plain_randomness(seed=0, step=0, batch_size=3), torch.autocast("cpu", torch.bfloat16):
+        drawn = F.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
+    assert drawn.shape == value.shape and bool(drawn.isfinite().all())

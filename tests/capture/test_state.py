@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from varuna.capture import CutPoint, Source, stage_state
+from varuna.capture.model.tied_weights import named_tensors
 from varuna.errors import CaptureError
 from varuna.types import Work
 
@@ -35,6 +36,23 @@ def test_the_stages_together_have_the_state_dict_of_the_model() -> None:
     assert set(union) == set(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(union[name], value)
+
+
+def test_a_stage_uses_the_memory_of_a_model_that_is_on_its_device() -> None:
+    """EXA-7: its weights are not there twice; values of others, or that other processes see, are copied."""
+    model = Mlp()
+    model.register_buffer("strided", torch.ones(6, 6)[:, ::2])
+    model.layers[3].weight.data.share_memory_()
+    source = Source(model)
+    captured = source.capture(batch_of(2), training=True)
+    given = {"layers.1.weight": model.layers[1].weight.detach()}
+    state = stage_state(source, captured, 0, 4, device="cpu", shares=True, initialize=given)
+    for name in state.canonical:
+        shared = state.tensor(name).data_ptr() == named_tensors(model)[name].data_ptr()
+        assert shared is (name not in ("layers.1.weight", "layers.3.weight", "strided")), name
+    assert state.tensor("layers.0.weight") is not model.get_parameter("layers.0.weight")  # nor its .grad
+    copied = stage_state(source, captured, 0, 4, device="cpu")
+    assert copied.tensor("layers.0.weight").data_ptr() != model.get_parameter("layers.0.weight").data_ptr()
 
 
 def test_ties_are_found_by_object_by_storage_and_by_declaration() -> None:

@@ -28,7 +28,7 @@ def wrap(model: nn.Module | None = None, mapping: str = "0;", **options: Any) ->
 
 
 def test_each_rank_holds_its_stage_alone_under_the_original_names(pool: Pool) -> None:
-    """V5: and the user's own model is left as it was."""
+    """V5: it trains the user's own tensors of its stage; those of other stages are left as they were."""
     expected = dict(make_model("GPT").named_parameters(remove_duplicate=False))
     parts = pool.run(held_names, 3)
     for names, untouched in parts:
@@ -48,10 +48,27 @@ def held_names() -> tuple[set[str], bool]:
     wrapped.set_optimizer(optimizer)
     wrapped.step(make_inputs("GPT", 4, torch.Generator()))
     optimizer.step()
-    untouched = all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     names = {name for name, _ in wrapped.named_parameters(remove_duplicate=False)}
+    after = {name: value for name, value in model.state_dict().items() if name not in names}
+    untouched = all(torch.equal(value, before[name]) for name, value in after.items())
+    untouched &= all(
+        p.data_ptr() == model.get_parameter(name).data_ptr() for name, p in wrapped.named_parameters()
+    )
     wrapped.close()
     return names, untouched
+
+
+def test_weights_on_the_device_are_not_copied() -> None:
+    """EXA-7: as with DistributedDataParallel, the plain model has the trained weights."""
+    model = Plain()
+    wrapped = wrap(model)
+    for name, parameter in wrapped.named_parameters():
+        assert parameter.data_ptr() == model.get_parameter(name).data_ptr()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    wrapped.set_optimizer(optimizer)
+    wrapped.step(sample(4))
+    optimizer.step()
+    assert wrapped.evaluate(sample(4)) == pytest.approx(float(model.train()(**sample(4))), rel=1e-6)
 
 
 def test_a_meta_model_is_initialised_stage_by_stage_the_same_at_every_depth(pool: Pool) -> None:

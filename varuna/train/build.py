@@ -113,6 +113,7 @@ def build_stage(
         device=options.device,
         initialize=options.initialize,
         seed=sampled.seed,
+        shares=True,
     )
     is_first = session.rank == session.ranks[0]
     whole = model_values(sampled.source, options.initialize) if is_first and session.num_ranks > 1 else {}

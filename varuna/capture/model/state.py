@@ -68,10 +68,14 @@ def stage_state(
     device: torch.device | str,
     initialize: Initialize | None = None,
     seed: int = 0,
+    shares: bool = False,
 ) -> StageState:
-    """Return the state of the segments `first..stop-1`: copied from the model, or made if it is on `meta`."""
+    """Return the state of the segments `first..stop-1`: copied from the model, or made if it is on `meta`.
+
+    `shares` uses the model's own memory for what is on the device already, so that it is not there twice.
+    """
     shells = _shells(source, captured, first, stop)
-    values = _values(source, list(shells), torch.device(device), initialize, seed)
+    values = _values(source, list(shells), torch.device(device), initialize, seed, shares)
     return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
 
 
@@ -140,7 +144,12 @@ def _held(source: Source, values: Mapping[str, Tensor]) -> StageState:
 
 
 def _values(
-    source: Source, names: list[str], device: torch.device, initialize: Initialize | None, seed: int
+    source: Source,
+    names: list[str],
+    device: torch.device,
+    initialize: Initialize | None,
+    seed: int,
+    shares: bool = False,
 ) -> dict[str, Tensor]:
     given = initialize if isinstance(initialize, Mapping) else {}
     fill = initialize if callable(initialize) and not isinstance(initialize, Mapping) else None
@@ -148,7 +157,8 @@ def _values(
     missing: list[str] = []
     for name in names:
         found = next((given[alias] for alias in source.names_of(name) if alias in given), None)
-        if found is None and not source.on_meta(name):
+        is_own = found is None and not source.on_meta(name)
+        if is_own:
             found = source.value(name)
         if found is None:
             missing.append(name)
@@ -159,7 +169,8 @@ def _values(
                 f"initialize has {name!r} with the shape {tuple(found.shape)}, but the model has {shape}. "
                 "Pass values of this model."
             )
-        values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=True)
+        shared = shares and is_own and _can_be_shared(found, device)
+        values[name] = found.detach().to(device=device, dtype=source.dtype(name), copy=not shared)
     if fill is not None:
         for name in missing:
             if not _is_persistent(source.meta_model, name):  # the model may compute it from its sizes
@@ -174,6 +185,13 @@ def _values(
     left = [name for name in missing if name not in values]
     values.update(initialized(source.meta_model, left, device=device, seed=seed))
     return values
+
+
+def _can_be_shared(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a stage can train a model's own tensor: in usual memory, which no other process sees."""
+    usual = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    among_processes = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+    return tensor.device == device and usual and not among_processes and not tensor.is_inference()
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:

@@ -119,7 +119,7 @@ class plain_randomness(TorchFunctionMode):
         batched = any(dim is not None for dim in argument_dims)
         result_dims = []
         if batched:  # run the function on `meta` to find the sample dimensions of its results
-            meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+            meta_args, meta_kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
             with torch.no_grad():
                 results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
             result_dims = [self._sample_dim(leaf.shape) for leaf in results]
@@ -167,6 +167,11 @@ class plain_randomness(TorchFunctionMode):
             return list(shape).index(self._batch_size), 1
         multiples = [i for i, size in enumerate(shape) if size and size % self._batch_size == 0]
         return (multiples[0], shape[multiples[0]] // self._batch_size) if multiples else None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor's shape in one dtype for all: autocast, which would make them equal, skips `meta`."""
+    return tensor.to("meta", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def run_once(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
