@@ -116,6 +116,8 @@ while model.iteration < last_step():
 print("trained")
 """
 
+SAVING = "varuna: saving: "
+KEPT = "varuna: machines kept: "  # a machine is off the list, but works on until others replace it
 STEP = re.compile(r"\[rank 0\] step (\d+) loss \S+ generation (\d+)")
 CHATTER = re.compile(r"\[rank 0\] (step|uses|\[W)")
 LAUNCHED = re.compile(r"varuna: generation: (\d+): .* on ([^(]*)")
@@ -375,13 +377,13 @@ class Soak:
         pause = self.random.choice([0.0, 0.1, 0.3, 1.0])
         self.happens(f"kill -9 of the manager {pause:g} s after it wanted to leave", host)
         self.write_list([other for other in self.lab.hosts if other is not host])
-        self.job.wait_for("varuna: saving: ")
+        kept = KEPT in self.job.wait_for(lambda line: line.startswith((SAVING, KEPT)))
         wait(pause)
         self.job.process.kill()
         self.job.wait_for_ended()
         self.write_list(self.lab.hosts)
         self.job.start("--resume")
-        self.recovers()
+        self.recovers(restarts=not kept)
 
     def manager_and_a_machine_are_lost(self) -> None:
         (host,) = self.at_work()
@@ -466,13 +468,13 @@ class Soak:
     def machine_is_lost_while_morphing(self) -> None:
         """Lose it when the workers save, when they restart, or shortly before or after."""
         leaver, *others = self.at_work(min(2, len(self.machines("at work"))))
-        sign = self.random.choice(["varuna: saving: ", "varuna: generation: "])
+        sign = self.random.choice([SAVING, "varuna: generation: "])
         pause = self.random.choice([0.0, 0.05, 0.2, 0.5])
         dies = self.random.random() < 0.5
         victims = others or [leaver]
         self.happens(f"while morphing ({sign.split()[1]} + {pause:g} s), the end of", *victims)
         self.write_list([host for host in self.lab.hosts if host is not leaver])
-        self.job.wait_for(sign)
+        self.job.wait_for(lambda line: line.startswith((sign, KEPT)))
         wait(pause)
         self.lose(victims, dies=dies)
         if others:  # otherwise it may have left before it was lost
@@ -635,14 +637,18 @@ class Soak:
         self.write_list(self.lab.hosts)
 
     def machines_are_unlisted_and_listed(self) -> None:
+        """A machine leaves only if enough others are left."""
         hosts = self.at_work()
         self.happens("taken off the list:", *hosts)
-        self.outlive(
-            hosts,
-            lambda: self.write_list([host for host in self.lab.hosts if host not in hosts]),
-            repair=lambda: self.write_list(self.lab.hosts),
-            sign="varuna: saving: ",
-        )
+        left = self.enough_without(hosts)
+        self.write_list([host for host in self.lab.hosts if host not in hosts])
+        if left:
+            self.recovers()
+        else:
+            self.job.wait_for(KEPT)
+        self.write_list(self.lab.hosts)
+        if not left:
+            self.recovers(restarts=False)
 
     # ------------------------------------------------------------ notices and signals
 
