@@ -360,6 +360,7 @@ class Soak:
 
     def manager_is_killed(self) -> None:
         self.at_work()
+        self.job.wait_for_steps(1)  # a generation whose start was not sent to all machines cannot train
         log = self.log_dirs[-1] / f"generation_{self.job.generation}" / "rank_0.out"
         self.happens("kill -9 of the manager")
         self.job.process.kill()
