@@ -99,6 +99,7 @@ class ModelPartitioning:
         source, captured, pinned, seed, number = planned
         options, plan = self.options, pinned.plan
         own = plan.stages[session.stage]
+        before = list(self.model.parameters())
         whole = model_values(source) if session.rank == 0 and session.num_ranks > 1 else {}
         state = adopted_state(
             source, captured, own.first, own.stop, model=self.model, device=options.device, seed=seed
@@ -120,6 +121,8 @@ class ModelPartitioning:
             seed=seed,
             timeout_seconds=options.timeout_seconds,
         )
+        if trainer.norm is not None:
+            trainer.norm.add([*before, *self.model.parameters()])
         partitioned.pipeline = Pipeline(
             session,
             trainer,
@@ -160,7 +163,7 @@ class ModelPartitioning:
         if session.replicas is not None:
             owners = shard_optimizer(optimizer.optimizer, replica=session.replica, group=session.replicas)
             reducer = partitioned.pipeline.trainer.reducer
-            reducer.owned = frozenset(p for p in reducer.parameters if owners.get(p, 0) == session.replica)
+            reducer.owned = frozenset(p for p in reducer.weights if owners.get(p, 0) == session.replica)
         # Ranks whose stage has one replica take part as well: gathering is collective.
         optimizer.shard(
             lambda own: {

@@ -197,7 +197,7 @@ def empty_step(device: torch.device, most: int) -> Callable[[int], None]:
 
 
 def _reducer(weights: Sequence[nn.Parameter]) -> Reducer:
-    return Reducer(parameters=weights, replicas=None, everyone=None, counts_norm=True, waiter=None)
+    return Reducer(weights, replicas=None, everyone=None, counts_norm=True, waiter=None)
 
 
 def finish_in(precision: PrecisionName) -> FinishGradients:

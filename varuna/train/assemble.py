@@ -12,6 +12,7 @@ from varuna.execute.step.engine import Engine
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.step.stage import Stage
 from varuna.execute.step.trainer import Programs, Trainer
+from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.reduce import Reducer, TiedParameter
 from varuna.types import Op, Plan
 
@@ -51,7 +52,7 @@ def assemble(
     # A weight that the model never uses has no gradient, as in one process.
     used = {state.tensor(name) for name in program.state}
     reducer = Reducer(
-        parameters=[p for _, p in state.named_parameters() if p.requires_grad and p in used],
+        weights=[p for p in state.parameters() if p in used and p.is_floating_point()],
         replicas=session.replicas,
         everyone=session.group if plan.depth > 1 else None,
         counts_norm=session.replica == 0,
@@ -73,6 +74,7 @@ def assemble(
         seed=seed,
         weigh=weigh,
         first_run_patience=first_run_patience,
+        norm=ModelNorm(session, reducer, state.parameters()),
     )
 
 
@@ -98,5 +100,5 @@ def _tied_parameters(
             may_lack=name in doubtful,
         )
         for name, stages in ties.items()
-        if session.stage in stages and state.tensor(name).requires_grad
+        if session.stage in stages
     ]

@@ -216,6 +216,8 @@ class Varuna(nn.Module):
         self._progress.alive()
         # torch refuses an optimizer without parameters, and a stage may have none.
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        if self._trainer.norm is not None:
+            self._trainer.norm.add([self._placeholder])
 
     # ------------------------------------------------------------ training
 

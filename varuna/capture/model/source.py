@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 
@@ -99,7 +100,8 @@ class Source:
         for name, module in self.meta_model.named_modules():
             # A model that came in eval mode trains as a whole.
             module.training = training and (self._flags[name] or not self._flags[""])
-        traced = self._trace(request)
+        with _all_trainable(self.meta_model):
+            traced = self._trace(request)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
             flatten(traced, self.canonical, request.batch.dims),
@@ -151,6 +153,19 @@ class Source:
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor with this canonical name."""
         return next((group for group in self.ties if group[0] == name), (name,))
+
+
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[None]:
+    """Unfreeze all parameters within the block: a script may unfreeze any of them between two steps."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _look_up(model: nn.Module, name: str) -> Tensor:

@@ -22,6 +22,7 @@ from varuna.execute.step.same_data import check_same_samples, find_equal_replica
 from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
 from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
 from varuna.execute.update.buffers import synchronize_buffers
+from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.precision import LossScale
 from varuna.execute.update.reduce import Reducer, StepTotals
 from varuna.schedule import limit, opportunistic, row
@@ -78,6 +79,7 @@ class Trainer:
     weigh: WeightFunction | None = None
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
+    norm: ModelNorm | None = None  # None: torch's clipping functions are not used
     _checked: set[bool] = field(default_factory=set)  # a batch of evaluation (False), of training (True)
     _known_programs: set[int] = field(default_factory=set)
 

@@ -18,6 +18,7 @@ first, so that only new gradients are reduced and scaled.
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from operator import is_not
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class StepTotals:
 class Reducer:
     """In each step call `begin`, `announce`, `expect_last_backward` and `finish`."""
 
-    parameters: Sequence[Tensor]  # of this stage that train, in the model's order
+    weights: Sequence[Tensor]  # of this stage that the model uses, frozen ones too, in the model's order
     replicas: dist.ProcessGroup | None  # of this stage, if there are several
     everyone: dist.ProcessGroup | None  # all ranks, if there are several stages
     counts_norm: bool  # True on one replica of each stage
@@ -84,15 +85,27 @@ class Reducer:
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets whose reduction has started in this step
     _loss_sum: LossSum | None = None
+    parameters: Sequence[Tensor] = field(init=False)  # those that train now
+
+    def __post_init__(self) -> None:
+        self.parameters = [weight for weight in self.weights if weight.requires_grad]
 
     def begin(self) -> None:
         """Set gradients of earlier steps aside."""
+        self._notice_frozen()
         for parameter in self.parameters:
             if parameter.grad is not None:
                 # This step may write its gradient to the same memory, for example in a bucket.
                 stays = parameter not in self._places and parameter not in self.fixed_gradients
                 self._set_aside[parameter] = parameter.grad if stays else parameter.grad.clone()
                 parameter.grad = None
+
+    def _notice_frozen(self) -> None:
+        """Reduce what trains now: the script may have frozen or unfrozen parameters since the last step."""
+        trained = [weight for weight in self.weights if weight.requires_grad]
+        if len(trained) != len(self.parameters) or any(map(is_not, trained, self.parameters)):
+            self.parameters = trained
+            self._buckets, self._places = [], {}
 
     def expect_last_backward(self) -> Callable[[], None]:
         """Start each bucket as soon as its gradients are final. Returns a function that stops this."""
@@ -139,9 +152,11 @@ class Reducer:
 
     def divide_gradients(self) -> None:
         """Divide reduced gradients over the ranks, so that `reduce_gradients` gives the same sum again."""
+        self._notice_frozen()
         copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
         for tie in self.ties:
-            copies[tie.parameter] *= tie.num_stages
+            if tie.parameter in copies:
+                copies[tie.parameter] *= tie.num_stages
         for parameter, count in copies.items():
             if parameter.grad is not None and count > 1:
                 parameter.grad.div_(count)
@@ -227,6 +242,8 @@ class Reducer:
         works = []
         counted: list[tuple[Tensor, Tensor]] = []  # and how many ranks have a gradient
         for tie in self.ties:
+            if not tie.parameter.requires_grad:
+                continue
             if tie.may_lack:
                 here = float(tie.parameter.grad is not None)
                 count = torch.tensor(here, device=tie.parameter.device)
@@ -264,18 +281,24 @@ class Reducer:
     def sum_over_replicas(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, self.replicas, "the buffers of the other replicas")
 
-    def _norm(self) -> float:
-        """Return the norm of the whole model's gradient.
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this rank counts the parameter in a sum over all ranks.
 
         Each tied parameter counts once. Each stage counts on one replica; with a sharded optimizer, each
         parameter on the replica that owns it.
         """
-        elsewhere = {tie.parameter for tie in self.ties if not tie.counts_here}
-        here = [p for p in self.parameters if self.owned is None or p in self.owned]
-        gradients = [p.grad for p in here if p.grad is not None and p not in elsewhere]
+        if any(tie.parameter is parameter and not tie.counts_here for tie in self.ties):
+            return False
+        if self.owned is not None:
+            return parameter in self.owned
+        return self.counts_norm or self.everyone is None
+
+    def _norm(self) -> float:
+        """Return the norm of the whole model's gradient."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None and self.counts(p)]
         squared = torch.zeros((), dtype=torch.float64)
         group = self.everyone if self.owned is None else self.everyone or self.replicas
-        if gradients and (self.counts_norm or group is None or self.owned is not None):
+        if gradients:
             norms = torch.stack([n.double() for n in torch._foreach_norm(gradients)])
             (number,) = HostCopy(norms.square().sum()).numbers(self.waiter)
             squared.fill_(number)

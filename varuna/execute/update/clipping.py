@@ -1,0 +1,163 @@
+"""Makes torch's gradient clipping use the norm of the whole model, although a rank holds one stage.
+
+`clip_grad_norm_` and `get_total_norm` of torch.nn.utils see only this rank's tensors. `ModelNorm` registers
+the parameters of a wrapped model. If a call is given one of them, all ranks exchange their norms in one small
+message. Other calls run as before. `clip_grads_with_norm_` needs no change. `clip_grad_value_` works on each
+element, but refuses a rank without gradients.
+
+torch is patched inside these functions, so that references that a script has imported before work, too.
+tests/train/test_clipping.py fails when a torch release changes what the patch relies on.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from varuna.execute.comm.session import Session
+from varuna.execute.device.host_copy import HostCopy
+from varuna.execute.update.reduce import Reducer
+
+Tensors = Tensor | Iterable[Tensor]
+
+
+class ModelNorm:
+    """The norm over all ranks of tensors that belong to one wrapped model."""
+
+    def __init__(self, session: Session, reducer: Reducer, parameters: Iterable[Tensor]) -> None:
+        self._session = session
+        self._reducer = reducer
+        self._own = frozenset(parameters)
+        self.add(self._own)
+        _live.add(self)
+        if session.num_ranks > 1:
+            _install()
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Register more tensors by which a call is recognized: those that other ranks hold, placeholders."""
+        for parameter in parameters:
+            _models[parameter] = weakref.ref(self)
+
+    @property
+    def spans_ranks(self) -> bool:
+        """True if one rank does not hold all gradients that count."""
+        is_divided = self._session.depth > 1 or self._reducer.owned is not None
+        return is_divided and not self._session.closed
+
+    def holds_gradient(self, tensors: Sequence[Tensor]) -> bool:
+        found = {id(parameter.grad) for parameter in self._own}
+        return any(id(tensor) in found for tensor in tensors)
+
+    def total(self, tensors: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+        """Return the norm of these tensors on all ranks. All ranks call this.
+
+        Each tied parameter counts once, each stage on one replica. Tensors that are of no wrapped model are
+        on every rank, and count as in one process.
+        """
+        owners = {id(parameter.grad): parameter for parameter in self._own}
+        own, foreign = list[Tensor](), list[Tensor]()
+        for tensor in tensors:
+            owner = tensor if tensor in self._own else owners.get(id(tensor))
+            if owner is None:
+                foreign += [] if tensor in _models else [tensor]
+            elif self._reducer.counts(owner):
+                own.append(tensor)
+        numbers = [0.0, 0.0]
+        if own:
+            norm = _plain_norm(own, norm_type, False, foreach)
+            numbers = [1.0, *HostCopy(norm.double()).numbers(self._session.waiter)]
+        parts = [norm for is_present, norm in self._session.gather_numbers(numbers) if is_present]
+        if foreign:
+            parts.append(float(_plain_norm(foreign, norm_type, False, foreach)))
+        norms = torch.tensor(parts, dtype=torch.float64)
+        total = norms.sum() if norm_type == 0 or not parts else torch.linalg.vector_norm(norms, norm_type)
+        return total.to(tensors[0]) if tensors else total.to(torch.get_default_dtype())
+
+
+_models: Any = WeakTensorKeyDictionary()  # a weak reference to the model of each registered parameter
+_live = weakref.WeakSet[ModelNorm]()
+_plain_norm: Callable[..., Tensor] = clip_grad._get_total_norm
+_plain_clip_value: Callable[..., None] = clip_grad.clip_grad_value_
+
+
+def _install() -> None:
+    """Replace the functions inside `clip_grad_norm_`, `clip_grad_value_` and `get_total_norm`."""
+    global _plain_norm, _plain_clip_value
+    norm, clip_value = _inner(clip_grad._get_total_norm), _inner(clip_grad.clip_grad_value_)
+    if norm.cell_contents is not _total_norm:
+        _plain_norm, _plain_clip_value = norm.cell_contents, clip_value.cell_contents
+        norm.cell_contents, clip_value.cell_contents = _total_norm, _clip_grad_value
+        _inner(clip_grad.clip_grad_norm_).cell_contents = _clip_grad_norm
+
+
+def _inner(function: Any) -> Any:
+    """Return the cell with the function that torch's decorator calls under `no_grad`."""
+    return function.__closure__[function.__code__.co_freevars.index("func")]
+
+
+def _total_norm(
+    tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    model = _find_model(listed)
+    if model is None:
+        return _plain_norm(listed, norm_type, error_if_nonfinite, foreach)
+    return _checked(model.total(listed, float(norm_type), foreach), norm_type, error_if_nonfinite)
+
+
+def _clip_grad_norm(
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+    model = _find_model(listed)
+    if model is None:
+        norm = _plain_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    else:
+        norm = _checked(model.total(gradients, float(norm_type), foreach), norm_type, error_if_nonfinite)
+    clip_grad._clip_grads_with_norm_(listed, max_norm, norm, foreach)
+    return norm
+
+
+def _clip_grad_value(parameters: Tensors, clip_value: float, foreach: bool | None = None) -> None:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    is_elsewhere = any(model.spans_ranks for model in _live) and all(p.grad is None for p in listed)
+    if not is_elsewhere:
+        _plain_clip_value(listed, clip_value, foreach)
+
+
+def _checked(norm: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so they "
+            "cannot be clipped (error_if_nonfinite=False scales them anyway)"
+        )
+    return norm
+
+
+def _find_model(tensors: Sequence[Tensor]) -> ModelNorm | None:
+    """Return the model on several ranks to which any of the tensors, or of their parameters, belongs."""
+    divided = [model for model in _live if model.spans_ranks]
+    if not divided:
+        return None
+    if not tensors:  # the others may have tensors, and wait for this rank
+        if len(divided) > 1:
+            raise ValueError(
+                "this rank holds none of the tensors, so it cannot tell which of the wrapped models is meant "
+                "(clip all parameters of one model: clip_grad_norm_(model.parameters(), ...))"
+            )
+        return divided[0]
+    for tensor in tensors:
+        found = _models.get(tensor)
+        model = None if found is None else found()
+        if model is not None:
+            return model if model.spans_ranks else None
+    return next((model for model in divided if model.holds_gradient(tensors)), None)
