@@ -11,6 +11,10 @@ class CaptureError(VarunaError, ValueError):
     """The model cannot be divided into stages."""
 
 
+class ScriptError(VarunaError):
+    """A mistake of the script: every restart would fail in the same way, so the manager does not restart."""
+
+
 class ScheduleError(VarunaError, ValueError):
     """A schedule would deadlock, skip a micro-batch, or cannot be parsed."""
 

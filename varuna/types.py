@@ -106,6 +106,8 @@ Partition = Callable[[OperationGraph], Sequence[int]]
 
 ScheduleName = Literal["varuna", "1f1b", "gpipe", "zero-bubble", "zero-bubble-2x"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+OnNan = Literal["warn", "stop", "skip"]
+"""Reaction to a loss that is NaN or infinite."""
 ChannelName = Literal["shared", "group", "host"]
 """Transport between stages: shared GPU memory, a process group (NCCL), or host memory."""
 

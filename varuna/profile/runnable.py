@@ -11,6 +11,7 @@ from varuna.capture.cuts.segment_kinds import entry, relayed
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.execute.comm.session import single_rank_session
 from varuna.execute.step.engine import Engine
+from varuna.execute.step.nonfinite import NonFiniteLosses
 from varuna.execute.step.scatter import move_inputs
 from varuna.execute.step.stage import Stage, StageProgram
 from varuna.execute.step.trainer import Trainer
@@ -169,9 +170,10 @@ def empty_step(device: torch.device, most: int) -> Callable[[int], None]:
     engine = Engine(
         Stage(state), index=0, stages=1, upstream=None, downstream=None, waiter=None, device=device
     )
+    session = single_rank_session()
     trainer = Trainer(
         plan=Plan((StagePlan(0, 1, (0,)),), batch_size=most, microbatch_size=1),
-        session=single_rank_session(),
+        session=session,
         engine=engine,
         reducer=_reducer([state.weight]),
         state=state,
@@ -179,6 +181,7 @@ def empty_step(device: torch.device, most: int) -> Callable[[int], None]:
         programs=lambda *_: EmptyProgram(between=False),
         mutated=(),
         seed=0,
+        losses=NonFiniteLosses(session),
     )
     samples = torch.zeros(most, 1)
 

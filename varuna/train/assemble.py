@@ -9,12 +9,13 @@ from varuna.execute.comm.groups import have_equal_widths, stages_of_ties
 from varuna.execute.comm.session import Session, make_tie_groups
 from varuna.execute.step.cuda_graphs import GraphedStage, make_recorders
 from varuna.execute.step.engine import Engine
+from varuna.execute.step.nonfinite import NonFiniteLosses
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.step.stage import Stage
 from varuna.execute.step.trainer import Programs, Trainer
 from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.reduce import Reducer, TiedParameter
-from varuna.types import Op, Plan
+from varuna.types import OnNan, Op, Plan
 
 
 def assemble(
@@ -33,6 +34,7 @@ def assemble(
     delay: Callable[[Op, int], float] | None = None,
     has_request: Callable[[], bool] = lambda: False,
     first_run_patience: float = 1.0,
+    on_nan: OnNan = "warn",
 ) -> Trainer:
     own = plan.stages[session.stage]
     recorders = make_recorders(device) if cuda_graphs else None
@@ -72,6 +74,7 @@ def assemble(
         programs=programs,
         mutated=program.mutated,
         seed=seed,
+        losses=NonFiniteLosses(session, on_nan),
         weigh=weigh,
         first_run_patience=first_run_patience,
         norm=ModelNorm(session, reducer, state.parameters()),

@@ -134,6 +134,7 @@ def build_stage(
         delay=options.compute_delay,
         has_request=has_request,
         first_run_patience=FIRST_RUN_PATIENCE if options.compile else 1.0,
+        on_nan=options.on_nan,
     )
     checkpoints = Checkpoints(
         session,

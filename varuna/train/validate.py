@@ -21,6 +21,7 @@ from varuna.plan import balance, balance_over
 from varuna.train.cache import read_spans, write_spans
 from varuna.types import (
     ChannelName,
+    OnNan,
     Op,
     Plan,
     PrecisionName,
@@ -61,6 +62,7 @@ class WrapOptions:
     cuda_graphs: bool
     channel: ChannelName | None
     seed: int | None
+    on_nan: OnNan
     timeout_seconds: float
     link_delay: Callable[[int], float] | None
     compute_delay: Callable[[Op, int], float] | None
@@ -73,6 +75,7 @@ def check_arguments(
     schedule: ScheduleName | None,
     precision: PrecisionName | None,
     channel: ChannelName | None,
+    on_nan: OnNan,
 ) -> None:
     """Check the arguments of `Varuna` that need no other rank."""
     check_model(model)
@@ -84,6 +87,7 @@ def check_arguments(
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
     check_name("schedule", schedule or "varuna", get_args(ScheduleName))
     check_name("precision", precision or "fp32", get_args(PrecisionName))
+    check_name("on_nan", on_nan, get_args(OnNan))
     if channel is not None:
         check_name("channel", channel, get_args(ChannelName))
 

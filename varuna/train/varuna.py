@@ -43,6 +43,7 @@ from varuna.train.validate import (
 )
 from varuna.types import (
     ChannelName,
+    OnNan,
     Op,
     PrecisionName,
     ScheduleName,
@@ -121,12 +122,13 @@ class Varuna(nn.Module):
         cuda_graphs: bool = False,
         channel: ChannelName | None = None,
         seed: int | None = None,
+        on_nan: OnNan = "warn",
         timeout_seconds: float = 120.0,
         link_delay: Callable[[int], float] | None = None,
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
         stage_map = parse_stage_map(stage_to_rank_map)
-        check_arguments(model, batch_size, chunk_size, schedule, precision, channel)
+        check_arguments(model, batch_size, chunk_size, schedule, precision, channel, on_nan)
         rank = join_job(stage_map)
         options = WrapOptions(
             stage_map=stage_map,
@@ -149,6 +151,7 @@ class Varuna(nn.Module):
             cuda_graphs=cuda_graphs,
             channel=channel,
             seed=seed,
+            on_nan=on_nan,
             timeout_seconds=timeout_seconds,
             link_delay=link_delay,
             compute_delay=compute_delay,

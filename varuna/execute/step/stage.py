@@ -6,7 +6,7 @@ recomputed forward needs no saved generator state. Buffers that a forward change
 before it, and the second run changes only the copy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,6 +77,7 @@ class Stage:
     def __init__(self, state: TensorsByName, *, split_backward: bool = True) -> None:
         self.state = state
         self.split_backward = split_backward  # False: `backward_inputs` does all (a compiled program)
+        self.inspect: Callable[[list[Tensor]], None] | None = None  # gets the outputs of `evaluate`
         self.held: dict[int, HeldMicroBatch] = {}
         self.most_held = 0
         self._tensors_of: dict[int, list[Tensor]] = {}  # by program; tensors do not change within a step
@@ -106,7 +107,10 @@ class Stage:
         self, program: StageProgram, received: list[Tensor], inputs: Mapping[str, object], work: Work
     ) -> list[Tensor]:
         with torch.no_grad():
-            return list(program(self._tensors(program), received, inputs, work))
+            outputs = list(program(self._tensors(program), received, inputs, work))
+        if self.inspect is not None:
+            self.inspect(outputs)
+        return outputs
 
     def recompute(self, microbatch: int) -> None:
         self._run_with_graph(self.held[microbatch])

@@ -5,8 +5,9 @@ inputs, so the trainer does not depend on how models are captured.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,6 +19,7 @@ from varuna.execute.comm.session import Session
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.step.division import Division, check_equal_batches, divide_batch
 from varuna.execute.step.engine import Engine, Keep, MicroBatchJob
+from varuna.execute.step.nonfinite import NonFiniteLosses, NonFiniteSearch
 from varuna.execute.step.same_data import check_same_samples, find_equal_replicas, hash_samples
 from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
 from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
@@ -76,6 +78,7 @@ class Trainer:
     programs: Programs
     mutated: Sequence[str]  # buffers of this stage that its forwards change
     seed: int
+    losses: NonFiniteLosses
     weigh: WeightFunction | None = None
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
@@ -101,6 +104,7 @@ class Trainer:
             shares = self._exchange_shares(microbatches, num_samples)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
         self.reducer.begin()
+        before = self._copy_buffers() if self.losses.skips else {}
         with self._patience(jobs), self._synchronized_buffers(shares):
             self._run(jobs, shares.total_weight, loss_scale)
             self.engine.where = f"stage {self.session.stage}, reducing the gradients"
@@ -110,9 +114,18 @@ class Trainer:
                 loss_scale=loss_scale.value,
                 checks_overflow=loss_scale.checks_overflow,
                 max_norm=max_norm,
+                skips_nan=self.losses.skips,
             )
             self.engine.recorder.add("reduce", -1, started, time.perf_counter())
         loss_scale.update(overflow=totals.overflow)
+        if not math.isfinite(totals.loss):
+            self._restore_buffers(before)
+        self.losses.handle(
+            totals.loss,
+            self.iteration,
+            self.reducer.weights,
+            lambda search: self._repeat_forward(search, inputs, num_samples, dims, training, shares),
+        )
         self.iteration += 1
         return totals
 
@@ -137,16 +150,45 @@ class Trainer:
         self._known_programs |= programs
         return self.session.patient(self.first_run_patience if is_first_run else 1.0)
 
+    def _repeat_forward(
+        self,
+        search: NonFiniteSearch,
+        inputs: Mapping[str, object],
+        num_samples: int,
+        dims: Mapping[str, int],
+        training: bool,
+        shares: ReplicaShares,
+    ) -> None:
+        """Run the forwards of this step again and give the outputs of this stage to the search."""
+        if self.session.uneven:
+            jobs, _ = self._divide(inputs, num_samples, dims, training)
+        else:
+            microbatches = self._scatter(inputs, num_samples, dims)
+            jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
+        self.engine.stage.inspect = search.check
+        try:
+            with self._buffers_restored(jobs):
+                self.engine.forwards(jobs, keep="nothing")
+        finally:
+            self.engine.stage.inspect = None
+
     @contextmanager
     def _buffers_restored(self, jobs: Sequence[MicroBatchJob]) -> Iterator[None]:
         """Restore buffers afterwards: a model may change them in evaluation too."""
         names = dict.fromkeys(name for job in jobs for name in job.program.mutated)
-        before = {name: self.state.tensor(name).clone() for name in names}
+        before = self._copy_buffers(names)
         try:
             yield
         finally:
-            for name, value in before.items():
-                self.state.tensor(name).data.copy_(value)
+            self._restore_buffers(before)
+
+    def _copy_buffers(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Copy buffers; None: those that forwards change."""
+        return {name: self.state.tensor(name).clone() for name in (self.mutated if names is None else names)}
+
+    def _restore_buffers(self, before: Mapping[str, Tensor]) -> None:
+        for name, value in before.items():
+            self.state.tensor(name).data.copy_(value)
 
     def forwards(
         self,

@@ -16,6 +16,7 @@ nominal / true weight. That factor is 1 for a full batch. Accumulated gradients 
 first, so that only new gradients are reduced and scaled.
 """
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
@@ -131,11 +132,23 @@ class Reducer:
         self._loss_sum = LossSum(loss, weight, request=self.has_request(), group=group, waiter=self.waiter)
 
     def finish(
-        self, *, nominal_weight: float, loss_scale: float, checks_overflow: bool, max_norm: float | None
+        self,
+        *,
+        nominal_weight: float,
+        loss_scale: float,
+        checks_overflow: bool,
+        max_norm: float | None,
+        skips_nan: bool = False,
     ) -> StepTotals:
+        """`skips_nan`: drop the new gradients, as after an overflow, if the loss is not finite."""
         self._reduce_over_replicas()
         self._reduce_ties()
         loss, weight, _ = self._announced_totals("step")
+        if skips_nan and not math.isfinite(loss):
+            for parameter in self.parameters:
+                parameter.grad = self._set_aside.get(parameter)
+            self._set_aside.clear()
+            return StepTotals(loss / weight, True, None)
         self._scale(nominal_weight / weight / loss_scale)
         self._add_set_aside()
         norm = self._norm() if checks_overflow or max_norm is not None else None
