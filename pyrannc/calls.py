@@ -178,7 +178,8 @@ class AgreedCalls:
                 known = call.num_samples(signature, sizes)
                 if known is not None:
                     number, count = index, known
-        numbers = session.gather_numbers([number, count])
+        numbers = session.gather_numbers([number, count, 0])
+        session.check_calls(numbers, session.ranks)
         callers = numbers if self.gather_inputs else numbers[:1]
         if all(theirs[0] == callers[0][0] >= 0 for theirs in callers):
             number, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]

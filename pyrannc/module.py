@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -192,7 +192,7 @@ class RaNNCModule(nn.Module):
             return state
         prefix = str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         held = self._partitioned.state
-        with self._report_errors("state_dict"):
+        with self._report_errors("state_dict", announce=True):
             own = {name: held.tensor(name).detach().cpu().clone() for name in held.canonical}
             everyone = self._partitioned.gather_named(own)
         canonical = self._partitioned.source.canonical
@@ -239,7 +239,7 @@ class RaNNCModule(nn.Module):
         if partitioned is None:
             tensor = select(local[name])
             return None if tensor is None else tensor.detach().clone()
-        with self._report_errors("get_param"):
+        with self._report_errors("get_param", announce=True):
             owner = partitioned.owners[name]
             own = select(partitioned.state.tensor(name)) if owner == self._rank else None
             return self._session.broadcast(
@@ -297,18 +297,23 @@ class RaNNCModule(nn.Module):
         weakref.finalize(self, _close_session, session)
         return session
 
-    def _report_errors(self, activity: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _report_errors(self, call: str, *, announce: bool = False) -> Iterator[None]:
+        """Run a call that all ranks make, and report its error to all of them."""
+
         def explain(error: torch.OutOfMemoryError) -> Exception | None:
             optimizer = None if self._optimizer is None else self._optimizer.optimizer
             partitioned = self._partitioned
             return None if partitioned is None else partitioned.explain_out_of_memory(error, optimizer)
 
-        return report_errors(
+        reported = report_errors(
             self._session,
-            activity,
+            call,
             trainer=lambda: None if self._partitioned is None else self._partitioned.pipeline.trainer,
             explain_memory=explain,
         )
+        with self._session.call(call, announce=announce), reported:
+            yield
 
 
 def _close_session(session: Session) -> None:

@@ -111,10 +111,11 @@ class PartitionedModel:
         """Return the values of all ranks by name, each from the name's owner; all ranks call it."""
         rank = self.session.rank
         values: dict[str, Any] = {}
-        for owner in sorted(set(self.owners.values())):
-            mine = {name: value for name, value in own.items() if self.owners.get(name) == rank}
-            found = self.session.broadcast(PlainValue(mine if owner == rank else {}), owner, PlainValue)
-            values.update(found.value)
+        mine = {name: value for name, value in own.items() if self.owners.get(name) == rank}
+        with self.session.call("optimizer.state_dict"):  # unless it is part of another call
+            for owner in sorted(set(self.owners.values())):
+                sent = PlainValue(mine if owner == rank else {})
+                values.update(self.session.broadcast(sent, owner, PlainValue).value)
         return values
 
     def write_trace(self, file: Path) -> None:

@@ -27,6 +27,10 @@ class WorkerError(VarunaError, RuntimeError):
     """Another rank failed. The message has its rank, stage, micro-batch and traceback."""
 
 
+class CallMismatch(ScriptError, WorkerError):
+    """The ranks are in different calls, which all ranks must make: the message names each call."""
+
+
 class PeerLost(WorkerError):
     """Another rank ended without an error message: it or its machine was killed."""
 

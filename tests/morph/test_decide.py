@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from varuna.morph import commands, events
 from varuna.morph.decide import decide, decide_all
-from varuna.morph.failures import BROKEN, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
+from varuna.morph.failures import BROKEN, SCRIPT_MISTAKE, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.state import JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
 
@@ -373,6 +373,18 @@ def test_a_script_that_fails_before_its_first_step_is_not_retried() -> None:
         world.end_workers("a", outcome)
         world.carry_out()
         assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
+
+
+def test_a_mistake_of_the_script_is_not_retried() -> None:
+    """EXA-9: for example, a call that only some ranks make. Steps were made before."""
+    info = ExtraInfo("Traceback", "1", kinds=(SCRIPT_MISTAKE, "varuna.errors.WorkerError"), seconds=1.0)
+    error = ErrorFile(ErrorMessage("CallMismatch: rank 0 is in evaluate(), rank 1 in step()", info))
+    world = begun("a")
+    world.passes(3, steps=5)
+    world.end_workers("a", Outcome(WorkerFailure(0, 1, error)))
+    world.carry_out()
+    assert world.verdict is not None and world.verdict.verdict.how == "failed"
+    assert "rank 0 is in evaluate(), rank 1 in step()" in world.verdict.verdict.reason
 
 
 def test_a_broken_checkpoint_does_not_count_as_a_crash_while_older_ones_are_found() -> None:

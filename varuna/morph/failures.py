@@ -41,9 +41,10 @@ class ErrorFile(msgspec.Struct, frozen=True):
         kinds = self.message.extra_info.kinds
         if not kinds:  # torch elastic wrote the file; it names only the class
             return self.message.message.split(":")[0] in {"WorkerError", "PeerLost", "PeerHangs"}
-        return "varuna.errors.WorkerError" in kinds
+        return "varuna.errors.WorkerError" in kinds and SCRIPT_MISTAKE not in kinds
 
 
+SCRIPT_MISTAKE = "varuna.errors.ScriptError"
 BROKEN, TAKEN = "varuna.errors.BrokenCheckpoint", "varuna.errors.StoreOfOtherJob"
 
 
@@ -68,6 +69,11 @@ class WorkerFailure(msgspec.Struct, frozen=True):
 
     def _raised(self, kind: str) -> bool:
         return self.error is not None and kind in self.error.message.extra_info.kinds
+
+    @property
+    def script_mistake(self) -> bool:
+        """True if the script would fail in the same way after a restart."""
+        return self._raised(SCRIPT_MISTAKE)
 
     @property
     def in_script(self) -> bool:

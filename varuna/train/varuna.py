@@ -261,7 +261,7 @@ class Varuna(nn.Module):
         of the whole model; `grad_norm` is its norm before clipping (pass infinity to only measure it).
         """
         self._reporter.pace.enter(time.perf_counter())
-        with self._report_errors("step"):
+        with self._session.call("step", announce=False), self._report_errors("step"):
             usr1.hold()
             if self._trainer.reducer.request_seen:
                 self._trainer.reducer.request_seen = False
@@ -292,7 +292,7 @@ class Varuna(nn.Module):
     def evaluate(self, inputs: Mapping[str, object]) -> float:
         """Return the loss of `inputs` (this replica's share) in evaluation mode; change nothing."""
         self._reporter.pace.interrupt()
-        with self._report_errors("evaluate"):
+        with self._session.call("evaluate"), self._report_errors("evaluate"):
             batch = self._programs.batch(inputs)
             loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
         self._progress.alive()
@@ -311,11 +311,13 @@ class Varuna(nn.Module):
         """Return the operations of all ranks in the last step. All ranks call this."""
         self._reporter.pace.interrupt()
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
-        return merge(on_one_clock(self._session.gather(own, Timeline), self._reporter.machines))
+        with self._session.call("timeline"):
+            return merge(on_one_clock(self._session.gather(own, Timeline), self._reporter.machines))
 
     def report(self) -> StepReport:
         """Return measured and predicted step times. All ranks call this and get the same report."""
-        return self._reporter.report()
+        with self._session.call("report"):
+            return self._reporter.report()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -341,7 +343,10 @@ class Varuna(nn.Module):
         if on_demand and not self._requests.in_handler:
             return self._saver.save_on_demand(global_store)
         self._reporter.pace.interrupt()
-        return self._saver.save(global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last)
+        with self._session.call("checkpoint"):
+            return self._saver.save(
+                global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
+            )
 
     def load_checkpoint(
         self,
@@ -361,9 +366,9 @@ class Varuna(nn.Module):
         that differ. `cast=True` converts dtypes. Hashes are always checked.
         """
         self._reporter.pace.interrupt()
-        return self._saver.load(
-            global_store, iteration, check_complete=check_complete, strict=strict, cast=cast
-        )
+        options = {"check_complete": check_complete, "strict": strict, "cast": cast}
+        with self._session.call("load_checkpoint"):
+            return self._saver.load(global_store, iteration, **options)
 
     def resume(self, global_store: str | os.PathLike[str], *, force: bool = False) -> int:
         """Load the newest checkpoint that verifies, if there is any; return the iteration to continue with.
@@ -372,7 +377,8 @@ class Varuna(nn.Module):
         store over, and the other job ends at its next save.
         """
         self._reporter.pace.interrupt()
-        self._saver.resume(global_store, force=force)
+        with self._session.call("resume"):
+            self._saver.resume(global_store, force=force)
         return self.iteration
 
     def register(self, name: str, thing: Stateful) -> None:
@@ -485,8 +491,9 @@ class Varuna(nn.Module):
         """Return the state of the whole model on every rank, on the CPU. All ranks call this."""
         own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         merged: dict[str, Tensor] = {}
-        for part in self._session.gather(own if self._session.replica == 0 else {}, dict[str, Tensor]):
-            merged.update(part)
+        with self._session.call("full_state_dict"):
+            for part in self._session.gather(own if self._session.replica == 0 else {}, dict[str, Tensor]):
+                merged.update(part)
         return merged
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Varuna":

@@ -5,6 +5,7 @@ The board lives in a torch.distributed Store:
     error          the first error of any rank: rank, place, type, message, traceback
     seen           number of other ranks that have read it
     status/<rank>  what the rank waits for, or that it has finished
+    call/<number>  the call of the first rank that waits long in its call of this number
     beat/<rank>    a counter that the rank's watcher thread increments; it stops when the process is stopped
 
 A request to a store blocks forever if the store's host is stopped. So the main thread sends requests through
@@ -26,7 +27,8 @@ import msgspec
 import torch.distributed as dist
 
 from varuna import codec
-from varuna.errors import PeerHangs, PeerLost, WorkerError
+from varuna.errors import CallMismatch, PeerHangs, PeerLost, WorkerError
+from varuna.execute.comm.calls import RankCall, mismatch
 from varuna.execute.comm.job_store import JobStore
 
 if TYPE_CHECKING:  # torch declares these names elsewhere than it exports them
@@ -85,6 +87,7 @@ class StatusBoard:
         self.timeout_seconds = timeout_seconds
         self._client = StoreClient(store)
         self._acknowledged = False
+        self._published = ""  # key of the last call that this rank published
         self._stop_watching = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -119,6 +122,28 @@ class StatusBoard:
     def set_finished(self) -> None:
         """Publish that this rank has finished its work."""
         self._set_status(RankStatus("finished"))
+
+    def compare_call(self, number: int, name: str) -> CallMismatch | None:
+        """Return an error, which is posted too, if a waiting rank's call of this number has another name."""
+        key, own = f"call/{number}", codec.encode(RankCall(self.rank, name))
+
+        def publish(store: Store) -> str:
+            if self._published and self._published != key:
+                store.delete_key(self._published)
+            found = bytes(store.compare_set(key, "", own)).decode()
+            self._published = key if found == own else ""
+            return found
+
+        try:
+            first = codec.decode(self._client.run(publish), RankCall, key)
+        except StoreUnavailable:
+            return None
+        if first.name == name:
+            return None
+        error = mismatch(sorted([first, RankCall(self.rank, name)], key=lambda call: call.rank))
+        self.post_error(error, f"{name}()")
+        self.wait_until_seen()
+        return error
 
     def find_hanging_rank(self) -> PeerHangs:
         """Return an error that names the rank that does not progress. Call it after a timeout."""
@@ -198,6 +223,8 @@ class StatusBoard:
 
     def _to_exception(self, posted: PostedError) -> WorkerError:
         who = self.describe(posted.rank)
+        if posted.kind == "CallMismatch":
+            return CallMismatch(posted.message)
         if posted.kind in ("PeerLost", "PeerHangs"):  # the message names the cause, not who noticed it
             kind = PeerLost if posted.kind == "PeerLost" else PeerHangs
             return kind(f"{posted.message}\n(noticed by {who} at {posted.where})")

@@ -3,7 +3,8 @@
 A job of one rank needs none of these, and no torch.distributed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
+from varuna.execute.comm.calls import RankCall, announced_call, announcement, mismatch
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import (
     GLOO_TIMEOUT_FACTOR,
@@ -27,7 +29,7 @@ from varuna.execute.comm.lanes import open_lanes
 from varuna.execute.comm.link import PeerLink
 from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.comm.stage_links import StageLinks
-from varuna.execute.comm.wait import Waiter
+from varuna.execute.comm.wait import CAUSE_SECONDS, Waiter
 from varuna.execute.step.division import linked_ranks
 from varuna.types import ChannelName, StageMap, place_in_map
 
@@ -47,6 +49,7 @@ class Session(Collective):
     channels: Mapping[int, ChannelName] = field(default_factory=dict)  # by rank, to adjacent stages
     network: PeerNetwork | None = None
     closed: bool = False
+    _in_call: bool = False
 
     @property
     def depth(self) -> int:
@@ -83,6 +86,42 @@ class Session(Collective):
             return None
         links = {replica: self.network.links[rank] for replica, rank in linked.items()}
         return StageLinks(links, sends_gradients=offset < 0) if self.uneven else links[self.replica]
+
+    @contextmanager
+    def call(self, name: str, *, announce: bool = True) -> Iterator[None]:
+        """Run a call of the script that all ranks must make. A call inside another one does not count.
+
+        `announce`: compare the calls of all ranks first, with one small message. Not for `step`.
+        """
+        waiter = self.waiter
+        if waiter is None or self._in_call:
+            yield
+            return
+        waiter.call, waiter.call_number = name, waiter.call_number + 1
+        self._in_call = True
+        try:
+            if announce:
+                self.check_calls(self.gather_numbers(announcement(name)), self.ranks)
+            yield
+        finally:
+            self._in_call = False
+
+    def check_calls(self, messages: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
+        """Raise if the first messages of a call show that ranks are in different calls."""
+        if self.waiter is None or self.board is None:
+            return
+        own = self.waiter.call
+        names = dict(zip(ranks, map(announced_call, messages), strict=True))
+        announced = [RankCall(rank, name) for rank, name in names.items() if name is not None]
+        if all(call.name == own for call in announced) and len(announced) in (0, len(names)):
+            return
+        calls = {call.rank: call for call in (*announced, RankCall(self.rank, own))}
+        if all(call.name == own for call in calls.values()):  # the other ranks know their calls
+            raise self.board.read_error(CAUSE_SECONDS) or mismatch([calls[self.rank]])
+        error = mismatch([calls[rank] for rank in sorted(calls)])
+        self.board.post_error(error, f"{own}()")
+        self.board.wait_until_seen()
+        raise error
 
     def report_error(self, error: Exception, where: str) -> None:
         """Post an error of this rank for all others, and add its place to the error itself."""

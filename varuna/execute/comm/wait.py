@@ -15,6 +15,8 @@ from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
 from varuna.execute.comm.network import PeerNetwork
 
+CALL_SECONDS = 1.0
+"""After this long, a waiting rank compares its call with those of other waiting ranks."""
 CAUSE_SECONDS = 2.0
 """After a broken connection, wait this long for the failed rank to post its error."""
 DEVICE_POLL_SECONDS = 50e-6
@@ -33,6 +35,8 @@ class Waiter:
         self.board = board
         self.timeout_seconds = timeout_seconds
         self.failure: WorkerError | None = None  # set by the board's watcher thread
+        self.call = ""  # the current call of the script that all ranks must make
+        self.call_number = 0
         self._patience = 1.0
         self._has_ended: Callable[[], bool] | None = None  # of a collective that may have been abandoned
 
@@ -54,6 +58,7 @@ class Waiter:
         """Wait until `ready()`. `what` describes the wait for other ranks, if it takes long."""
         timeout = self.timeout_seconds * self._patience
         deadline = time.monotonic() + timeout
+        compare_at = deadline - timeout + CALL_SECONDS
         noted = False
         try:
             while not ready():
@@ -62,11 +67,14 @@ class Waiter:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self.board.find_hanging_rank()
+                if deadline - left >= compare_at:
+                    compare_at = deadline
+                    self._compare_call()
                 # Ranks that wait say so on the board after a third of the timeout: they are not the cause.
                 if not noted and left <= timeout * 2 / 3:
                     self.board.set_waiting(what())
                     noted = True
-                self.network.wait(min(left, timeout / 3))
+                self.network.wait(min(left, timeout / 3, compare_at - deadline + left))
         except (OSError, RuntimeError) as error:
             # The note stays on the board, so that other ranks do not blame this one.
             self.raise_cause(error)
@@ -88,11 +96,16 @@ class Waiter:
 
     def for_device(self, done: Callable[[], bool]) -> None:
         """Wait for work that was queued on a device. The device may itself wait for another process."""
-        deadline = time.monotonic() + self.timeout_seconds * self._patience
+        started = time.monotonic()
+        deadline = started + self.timeout_seconds * self._patience
+        compare_at = started + CALL_SECONDS
         polls = 0
         while not done():
             if self.failure is not None:
                 raise self.failure
+            if time.monotonic() > compare_at:
+                compare_at = deadline
+                self._compare_call()
             if time.monotonic() > deadline:
                 raise self.board.find_hanging_rank()
             polls += 1
@@ -103,6 +116,12 @@ class Waiter:
                 self.network.wait(0)
             except (OSError, RuntimeError) as error:
                 self.raise_cause(error)
+
+    def _compare_call(self) -> None:
+        """Raise if another rank waits in another call than this rank."""
+        error = self.board.compare_call(self.call_number, self.call) if self.call else None
+        if error is not None:
+            raise error
 
     def drain_abandoned(self) -> None:
         """Wait briefly for an abandoned collective before the process exits.
@@ -117,6 +136,7 @@ class Waiter:
         """Raise the error that another rank posts soon, if any: a broken connection is only a symptom."""
         if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
             raise error
+        self._compare_call()
         posted = self.failure or self.board.read_error(wait_seconds=CAUSE_SECONDS)
         if posted is not None:
             raise posted from error

@@ -305,6 +305,7 @@ class Trainer:
         if self.weigh is None and not self.traits.random and not self.traits.changes_buffers:
             return ReplicaShares(0, float(self.plan.batch_size), [])
         gathered = self.session.gather_over_replicas((weight, num_samples, len(microbatches)))
+        self.session.check_calls(gathered, self.session.stage_map[self.session.stage])
         return ReplicaShares(
             sum(int(theirs) for _, theirs, _ in gathered[: self.session.replica]),
             sum(theirs for theirs, _, _ in gathered) or 1.0,
@@ -316,8 +317,10 @@ class Trainer:
     ) -> tuple[list[MicroBatchJob], ReplicaShares]:
         """Return this rank's part of every micro-batch, if stages differ in their number of replicas."""
         session = self.session
-        counts = session.gather_by_stage([num_samples])
-        given = tuple(tuple(int(count) for (count,) in row) for row in counts)
+        counts = session.gather_by_stage([num_samples, 0, 0])
+        for ranks, messages in zip(session.stage_map, counts, strict=True):
+            session.check_calls(messages, ranks)
+        given = tuple(tuple(int(count) for count, *_ in messages) for messages in counts)
         check_equal_batches(given, session.stage_map)
         self._check_samples(inputs, dims, training)
         division = divide_batch(

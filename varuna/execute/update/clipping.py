@@ -70,7 +70,9 @@ class ModelNorm:
         if own:
             norm = _plain_norm(own, norm_type, False, foreach)
             numbers = [1.0, *HostCopy(norm.double()).numbers(self._session.waiter)]
-        parts = [norm for is_present, norm in self._session.gather_numbers(numbers) if is_present]
+        with self._session.call("clip_grad_norm_", announce=False):
+            gathered = self._session.gather_numbers(numbers)
+        parts = [norm for is_present, norm in gathered if is_present]
         if foreign:
             parts.append(float(_plain_norm(foreign, norm_type, False, foreach)))
         norms = torch.tensor(parts, dtype=torch.float64)

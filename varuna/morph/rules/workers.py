@@ -166,7 +166,9 @@ def crash_when_cause_is_known(decision: Decision) -> None:
         decision.end_generation(reason)
         return
     _count_crash(decision, reason)
-    if cause.in_script and not state.best_iteration:
+    if cause.script_mistake:
+        decision.set(verdict=JobVerdict("failed", 1, f"a restart would fail in the same way: {reason}"))
+    elif cause.in_script and not state.best_iteration:
         decision.set(verdict=JobVerdict("failed", 1, f"before its first step, {reason}"))
     elif cause.store_taken:  # a retry would take nothing back
         decision.set(verdict=JobVerdict("failed", 1, reason))

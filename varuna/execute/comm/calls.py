@@ -1,0 +1,64 @@
+"""The calls that all ranks must make in the same order, and how a difference is noticed.
+
+A script that calls `evaluate` on one rank only would wait until the timeout. Each rank counts its calls.
+Calls other than `step` start with a small message, in which a negative number names the call. A step has no
+such message: a rank that waits for longer than a second compares its call with those of other waiting ranks,
+by one key of the store for each call (`StatusBoard.compare_call`).
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from varuna.errors import CallMismatch
+
+CALLS = (
+    "step",
+    "evaluate",
+    "checkpoint",
+    "load_checkpoint",
+    "resume",
+    "timeline",
+    "report",
+    "full_state_dict",
+    "forward",
+    "backward",
+    "allreduce_grads",
+    "clip_grad_norm",
+    "state_dict",
+    "get_param",
+    "get_param_grad",
+    "optimizer.state_dict",
+    "clip_grad_norm_",
+)
+FIRST_CODE = -1000.0
+"""Codes of calls lie below all numbers that other messages start with."""
+
+
+class RankCall(msgspec.Struct, frozen=True):
+    """The call that a rank is in."""
+
+    rank: int
+    name: str
+
+
+def announcement(name: str) -> list[float]:
+    """Return three numbers, as in other messages that may meet this one: gloo needs equal lengths."""
+    return [FIRST_CODE - CALLS.index(name), 0.0, 0.0]
+
+
+def announced_call(numbers: Sequence[float]) -> str | None:
+    """Return the call that a message announces; None if it is another message."""
+    index = int(FIRST_CODE - numbers[0]) if numbers[0] <= FIRST_CODE else -1
+    return CALLS[index] if 0 <= index < len(CALLS) else None
+
+
+def mismatch(calls: Sequence[RankCall]) -> CallMismatch:
+    """Return the error for ranks in different calls."""
+    first = calls[0]
+    others = [call for call in calls if call.name != first.name]
+    found = ", ".join(f"rank {call.rank} in {call.name}()" for call in others[:4]) or "others in another call"
+    return CallMismatch(
+        f"rank {first.rank} is in {first.name}(), {found}: call it on all ranks (all ranks must make the "
+        "same calls in the same order; does the script make one only `if rank == 0`?)"
+    )
