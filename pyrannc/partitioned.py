@@ -13,6 +13,7 @@ from pyrannc.calls import AgreedCalls, CurrentCall
 from pyrannc.outputs import classify_output
 from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
 from varuna.capture import Captured, Source, SpanProgram
+from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.state import StageState
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.session import Session
@@ -40,6 +41,7 @@ class PartitionedModel:
     state: StageState
     owners: Mapping[str, int]  # for each parameter and buffer, the first rank that holds it
     device: torch.device
+    hooks: BackwardHooks  # of the model, which a script may register at any time
     pipeline: Pipeline = field(init=False)
     _captured_calls: dict[int, CapturedCall] = field(default_factory=dict)
     _programs: dict[object, SpanProgram] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class PartitionedModel:
 
     def run(self, call: CurrentCall, run_backward: RunBackward) -> Any:
         """Run a call forward; `run_backward` runs when autograd reaches its outputs."""
+        self.hooks.refuse()
         captured = self._captured_call(call.number)
         signature = captured.call.signature
         self.pipeline.must_agree_on_overflow |= signature.precision == "fp16"

@@ -22,6 +22,7 @@ from pyrannc.pipeline import Pipeline
 from pyrannc.process import switches
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
+from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.state import adopted_state, model_values
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
@@ -110,7 +111,10 @@ class ModelPartitioning:
         for rank, held in enumerate(session.gather(tuple(state.canonical), tuple[str, ...])):
             for name in held:
                 owners.setdefault(name, rank)
-        partitioned = PartitionedModel(self.calls, source, session, pinned, state, owners, options.device)
+        hooks = BackwardHooks(self.model)
+        partitioned = PartitionedModel(
+            self.calls, source, session, pinned, state, owners, options.device, hooks
+        )
         trainer = assemble(
             plan,
             session,

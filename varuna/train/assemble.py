@@ -15,7 +15,7 @@ from varuna.execute.step.stage import Stage
 from varuna.execute.step.trainer import Programs, Trainer
 from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.reduce import Reducer, TiedParameter
-from varuna.types import OnNan, Op, Plan
+from varuna.types import Op, Plan
 
 
 def assemble(
@@ -34,7 +34,6 @@ def assemble(
     delay: Callable[[Op, int], float] | None = None,
     has_request: Callable[[], bool] = lambda: False,
     first_run_patience: float = 1.0,
-    on_nan: OnNan = "warn",
 ) -> Trainer:
     own = plan.stages[session.stage]
     recorders = make_recorders(device) if cuda_graphs else None
@@ -74,7 +73,7 @@ def assemble(
         programs=programs,
         mutated=program.mutated,
         seed=seed,
-        losses=NonFiniteLosses(session, on_nan),
+        losses=NonFiniteLosses(session),
         weigh=weigh,
         first_run_patience=first_run_patience,
         norm=ModelNorm(session, reducer, state.parameters()),

@@ -134,8 +134,8 @@ def build_stage(
         delay=options.compute_delay,
         has_request=has_request,
         first_run_patience=FIRST_RUN_PATIENCE if options.compile else 1.0,
-        on_nan=options.on_nan,
     )
+    trainer.losses.mode = options.on_nan
     checkpoints = Checkpoints(
         session,
         plan,

@@ -73,14 +73,28 @@ def refuse_reordered_samples(flat: FlatGraph) -> None:
                 )
 
 
-def refuse_sparse_gradients(flat: FlatGraph) -> None:
-    """Refuse sparse gradients: gradients are summed over replicas and stages as dense tensors."""
+def refuse_embedding_options(flat: FlatGraph) -> None:
+    """Refuse embeddings whose gradient or weight depends on more than the samples of a micro-batch."""
     for node in flat.nodes:
-        embeds = isinstance(node.target, torch._ops.OpOverload) and "embedding" in base_name(node)
-        if embeds and bound(node.target, node.args, node.kwargs).get("sparse"):
+        if not isinstance(node.target, torch._ops.OpOverload) or "embedding" not in base_name(node):
+            continue
+        arguments = bound(node.target, node.args, node.kwargs)
+        if arguments.get("sparse"):  # gradients are summed over replicas and stages as dense tensors
             raise CaptureError(
                 f"{where(node)}: an embedding with sparse=True has sparse gradients, which are not "
                 "supported. Make it with sparse=False."
+            )
+        if arguments.get("scale_grad_by_freq"):
+            raise CaptureError(
+                f"{where(node)}: an embedding with scale_grad_by_freq=True divides gradients by how often an "
+                "index occurs in the batch, so they would change with the micro-batch size. Make it with "
+                "scale_grad_by_freq=False."
+            )
+        if "renorm" in base_name(node):
+            raise CaptureError(
+                f"{where(node)}: an embedding with max_norm changes its weight in forward, in other rows on "
+                "each replica. Make it without max_norm, and renormalize the weight between two steps: "
+                "weight.data.renorm_(2, 0, max_norm)."
             )
 
 

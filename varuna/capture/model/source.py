@@ -14,6 +14,7 @@ from varuna.capture.graph.flat_graph import flatten
 from varuna.capture.model.batch import Batch, find_batch, input_signature
 from varuna.capture.model.call_convention import CallConvention
 from varuna.capture.model.copies import meta_copy
+from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.tied_weights import canonical_names, find_ties
 from varuna.capture.run.captured import Captured
 from varuna.capture.trace.cutpoint import cutpoints
@@ -43,6 +44,7 @@ class Source:
     ) -> None:
         """`partition` cuts a model that has no CutPoints; without it, such a model is one segment."""
         self._watch = watch
+        BackwardHooks(model).refuse()
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.meta_model = meta_copy(model)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from varuna.capture.model.hooks import copy_hooks
 from varuna.capture.model.initialization import initialized, is_poisoned, own_tensor, poisoned, seeded
 from varuna.capture.model.source import Source
 from varuna.capture.model.tied_weights import named_tensors
@@ -76,7 +77,11 @@ def stage_state(
     """
     shells = _shells(source, captured, first, stop)
     values = _values(source, list(shells), torch.device(device), initialize, seed, shares)
-    return _held(source, {name: _like(shell, values[name]) for name, shell in shells.items()})
+    own = {name: _like(shell, values[name]) for name, shell in shells.items()}
+    for name, tensor in own.items():
+        if isinstance(tensor, nn.Parameter):
+            copy_hooks(source.value(name), tensor)
+    return _held(source, own)
 
 
 def model_values(source: Source, initialize: Initialize | None = None) -> dict[str, Tensor]:

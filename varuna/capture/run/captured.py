@@ -50,7 +50,7 @@ class Captured:
         passes.drop_dead_nodes(flat)
         checks.refuse_coupled_samples(flat)
         checks.refuse_reordered_samples(flat)
-        checks.refuse_sparse_gradients(flat)
+        checks.refuse_embedding_options(flat)
         flow = Flow(flat)
         self._misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:

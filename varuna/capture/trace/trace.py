@@ -25,6 +25,7 @@ from varuna.capture.model.copies import fake_copy
 from varuna.capture.trace import patches
 from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
+from varuna.capture.trace.host_randomness import refused_host_randomness
 from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
 from varuna.capture.trace.recorder import TraceRecorder, recording
@@ -133,6 +134,7 @@ def _adapted_calls(
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with (
+            refused_host_randomness(model),
             patches.unchecked_distributions(),
             recorded_functions(recorder),
             patches.gradient_calls(functools.partial(refused_gradient_call, recorder)),

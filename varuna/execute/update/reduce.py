@@ -28,6 +28,7 @@ from torch import Tensor
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.device.host_copy import HostCopy
 from varuna.execute.update.loss_sum import LossSum, LossTotals
+from varuna.execute.update.parameter_hooks import ParameterHooks, run_accumulated_hooks, run_gradient_hooks
 from varuna.types import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 
@@ -86,6 +87,7 @@ class Reducer:
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets whose reduction has started in this step
     _loss_sum: LossSum | None = None
+    _hooks: ParameterHooks = field(default_factory=ParameterHooks)
     parameters: Sequence[Tensor] = field(init=False)  # those that train now
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class Reducer:
     def begin(self) -> None:
         """Set gradients of earlier steps aside."""
         self._notice_frozen()
+        self._hooks.take_off(self.parameters)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 # This step may write its gradient to the same memory, for example in a bucket.
@@ -144,13 +147,16 @@ class Reducer:
         self._reduce_over_replicas()
         self._reduce_ties()
         loss, weight, _ = self._announced_totals("step")
+        hooks = self._hooks.put_back()
         if skips_nan and not math.isfinite(loss):
             for parameter in self.parameters:
                 parameter.grad = self._set_aside.get(parameter)
             self._set_aside.clear()
             return StepTotals(loss / weight, True, None)
         self._scale(nominal_weight / weight / loss_scale)
+        run_gradient_hooks(hooks)
         self._add_set_aside()
+        run_accumulated_hooks(hooks)
         norm = self._norm() if checks_overflow or max_norm is not None else None
         overflow = checks_overflow and norm is not None and not norm < float("inf")
         if norm is not None and max_norm is not None and not overflow:
@@ -161,11 +167,15 @@ class Reducer:
         """Sum gradients over replicas and ties, without a loss and without scaling."""
         self._reduce_over_replicas()
         self._reduce_ties()
+        hooks = self._hooks.put_back()
+        run_gradient_hooks(hooks)
         self._add_set_aside()
+        run_accumulated_hooks(hooks)
 
     def divide_gradients(self) -> None:
         """Divide reduced gradients over the ranks, so that `reduce_gradients` gives the same sum again."""
         self._notice_frozen()
+        self._hooks.take_off(self.parameters)
         copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
         for tie in self.ties:
             if tie.parameter in copies:
