@@ -375,6 +375,21 @@ def test_a_script_that_fails_before_its_first_step_is_not_retried() -> None:
         assert world.verdict is not None and world.verdict.verdict.reason.startswith("before its first step")
 
 
+def test_the_current_step_is_known_after_a_restart_from_an_older_one() -> None:
+    """`varuna status` shows it, not the highest step ever reached."""
+    world = begun("a")
+    world.passes(3, steps=5)
+    reached = world.iteration
+    assert world.state.iteration == world.state.best_iteration == reached
+    world.checkpoint = events.CheckpointFound(20)
+    world.end_workers("a", killed(0))
+    world.iteration = 20  # the workers load this checkpoint
+    world.passes(0.25)
+    assert world.state.iteration == 20 and world.state.best_iteration == reached
+    world.passes(0.5, steps=1)
+    assert world.state.iteration == world.iteration < reached
+
+
 def test_a_mistake_of_the_script_is_not_retried() -> None:
     """EXA-9: for example, a call that only some ranks make. Steps were made before."""
     info = ExtraInfo("Traceback", "1", kinds=(SCRIPT_MISTAKE, "varuna.errors.WorkerError"), seconds=1.0)

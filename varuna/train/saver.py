@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from varuna.environment import VarunaEnvironment
+from varuna.checkpoint.place import describe_place, why_not_writable
+from varuna.environment import VarunaEnvironment, variable_name
 from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.device.facts import available_bytes
 from varuna.execute.step.trainer import Trainer
@@ -76,6 +77,28 @@ class Saver:
         if step is not None:
             self._after_load(step)
         self._use_store()
+        if self._session.rank == self._session.ranks[0]:
+            self._check_store(os.fspath(global_store), found=step is not None)
+
+    def _check_store(self, store: str, *, found: bool) -> None:
+        """Log what a store without a checkpoint contains, and whether it can be written."""
+        if not found:
+            place, iteration = describe_place(store), self._trainer.iteration
+            log.warning("no checkpoint in %s: %s. Training starts at step %d", store, place, iteration)
+        problem = why_not_writable(store)
+        if problem is not None:
+            log.warning("checkpoints cannot be saved to %s: %s", store, problem)
+
+    def warn_without_store(self) -> None:
+        """Warn before the first step of a managed job that no failure can be survived."""
+        environment = VarunaEnvironment.read(os.environ)
+        is_managed = environment.agent_socket is not None
+        if is_managed and not (self.checkpoints.store or environment.checkpoint_store):
+            log.warning(
+                "this job has no checkpoint store: after a failure or a change of machines it starts again "
+                "at step 0 (call model.resume(store) before the first step, or set %s)",
+                variable_name("checkpoint_store"),
+            )
 
     def close(self) -> None:
         self.checkpoints.resources.close()

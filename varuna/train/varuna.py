@@ -168,6 +168,7 @@ class Varuna(nn.Module):
         environment = VarunaEnvironment.read(os.environ)
         self.device = options.device
         self.grad_norm: float | None = None
+        self._has_stepped = False
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
@@ -271,6 +272,10 @@ class Varuna(nn.Module):
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
                 )
+            if not self._has_stepped:
+                self._has_stepped = True
+                if self._session.rank == self._session.ranks[0]:
+                    self._saver.warn_without_store()
             batch = self._programs.batch(inputs)
             check_share(batch.size, self._session, self.plan)
             totals = self._trainer.step(

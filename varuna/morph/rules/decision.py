@@ -104,6 +104,7 @@ class Decision:
             activity=0,
             in_step=False,
             step_seconds=0.0,
+            iteration=resume_step or 0,
             progressed_at=self.now,
         )
         self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))

@@ -111,8 +111,10 @@ def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
     note = next((worker.note for worker in progress if worker.note), state.note)
     if note != state.note:
         decision.log("broken checkpoint", note)
+    iteration = max((worker.iteration for worker in progress if worker.steps), default=state.iteration)
     decision.set(
-        best_iteration=max(state.best_iteration, *(w.iteration if w.steps else 0 for w in progress)),
+        iteration=iteration,
+        best_iteration=max(state.best_iteration, iteration),
         note=note,
         store=next((worker.store for worker in progress if worker.store), state.store),
         saved_step=max(state.saved_step, saved.saved_step),

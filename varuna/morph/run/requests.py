@@ -78,7 +78,7 @@ class RequestHandler:
             generation=None if generation is None else generation.number,
             layout=None if generation is None else str(generation.layout),
             resume_step=None if generation is None else generation.resume_step,
-            iteration=state.best_iteration,
+            iteration=state.iteration,
             step_seconds=state.step_seconds,
             store=state.store,
             checkpoint_note=state.note,
