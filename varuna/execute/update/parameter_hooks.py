@@ -26,14 +26,13 @@ class ParameterHooks:
 
     def take_off(self, parameters: Iterable[Tensor]) -> None:
         """Remove all hooks of the parameters, until `put_back`."""
-        for parameter in parameters:
-            gradient: Any = parameter._backward_hooks
-            accumulated: Any = parameter._post_accumulate_grad_hooks
-            if gradient or accumulated:
-                self._removed[parameter] = HooksOfParameter(dict(gradient or {}), dict(accumulated or {}))
-                for hooks in (gradient, accumulated):
-                    if hooks:
-                        hooks.clear()  # in place: handles and autograd refer to this dictionary
+        hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        for parameter in hooked:
+            gradient: Any = parameter._backward_hooks or {}
+            accumulated: Any = parameter._post_accumulate_grad_hooks or {}
+            self._removed[parameter] = HooksOfParameter(dict(gradient), dict(accumulated))
+            gradient.clear()  # in place: handles and autograd refer to these dictionaries
+            accumulated.clear()
 
     def put_back(self) -> dict[Tensor, HooksOfParameter]:
         """Register the hooks again, and return them."""
