@@ -68,28 +68,20 @@ class WrapOptions:
     compute_delay: Callable[[Op, int], float] | None
 
 
-def check_arguments(
-    model: object,
-    batch_size: int,
-    chunk_size: int,
-    schedule: ScheduleName | None,
-    precision: PrecisionName | None,
-    channel: ChannelName | None,
-    on_nan: OnNan,
-) -> None:
+def check_arguments(model: object, options: WrapOptions) -> None:
     """Check the arguments of `Varuna` that need no other rank."""
     check_model(model)
     for name, value, meaning in (
-        ("batch_size", batch_size, "samples per step of the whole job"),
-        ("chunk_size", chunk_size, "samples per micro-batch"),
+        ("batch_size", options.batch_size, "samples per step of the whole job"),
+        ("chunk_size", options.microbatch_size, "samples per micro-batch"),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number ({meaning}), not {value!r}")
-    check_name("schedule", schedule or "varuna", get_args(ScheduleName))
-    check_name("precision", precision or "fp32", get_args(PrecisionName))
-    check_name("on_nan", on_nan, get_args(OnNan))
-    if channel is not None:
-        check_name("channel", channel, get_args(ChannelName))
+    check_name("schedule", options.schedule or "varuna", get_args(ScheduleName))
+    check_name("precision", options.precision, get_args(PrecisionName))
+    check_name("on_nan", options.on_nan, get_args(OnNan))
+    if options.channel is not None:
+        check_name("channel", options.channel, get_args(ChannelName))
 
 
 WRAPPERS = "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "RaNNCModule", "Varuna"

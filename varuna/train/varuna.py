@@ -127,8 +127,8 @@ class Varuna(nn.Module):
         link_delay: Callable[[int], float] | None = None,
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
-        check_arguments(model, batch_size, chunk_size, schedule, precision, channel, on_nan)
-        rank = join_job(stage_map := parse_stage_map(stage_to_rank_map))
+        stage_map = parse_stage_map(stage_to_rank_map)
+        rank = join_job(stage_map)
         options = WrapOptions(
             stage_map=stage_map,
             batch_size=batch_size,
@@ -165,6 +165,7 @@ class Varuna(nn.Module):
         rank: int,
     ) -> None:
         super().__init__()
+        check_arguments(model, options)
         environment = VarunaEnvironment.read(os.environ)
         self.device = options.device
         self.grad_norm: float | None = None
