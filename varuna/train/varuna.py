@@ -127,8 +127,7 @@ class Varuna(nn.Module):
         link_delay: Callable[[int], float] | None = None,
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
-        stage_map = parse_stage_map(stage_to_rank_map)
-        rank = join_job(stage_map)
+        rank = join_job(stage_map := parse_stage_map(stage_to_rank_map))
         options = WrapOptions(
             stage_map=stage_map,
             batch_size=batch_size,
