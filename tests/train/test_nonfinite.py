@@ -28,6 +28,12 @@ class Logarithm(nn.Module):
         return self.norm(self.last(x) + positive.log()).square().mean()
 
 
+class WithoutNorm(Logarithm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+
 def batch_of(step: int, bad: bool) -> dict[str, Tensor]:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
     positive = torch.ones(8, 1)
@@ -37,19 +43,21 @@ def batch_of(step: int, bad: bool) -> dict[str, Tensor]:
 
 
 def train(
-    depth: int, width: int, mode: str, steps: list[int]
+    depth: int, width: int, mode: str, steps: list[int], mapping: str = ""
 ) -> tuple[dict[str, Any], list[str], list[bool]]:
     torch.manual_seed(3)
     sample = {name: value[:2] for name, value in batch_of(0, False).items()}
     options: Any = {"device": "cpu", "timeout_seconds": 30, "on_nan": mode}
-    wrapped = Varuna(Logarithm(), stage_map(depth, width), sample, 8, 2, **options)
+    model = WithoutNorm() if mapping else Logarithm()
+    wrapped = Varuna(model, mapping or stage_map(depth, width), sample, 8, 2, **options)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     wrapped.set_optimizer(optimizer)
     overflows = []
     with logged() as lines:
         for step in steps:
             batch = batch_of(step, step == BAD_STEP)
-            own = {name: value.chunk(width)[wrapped.rank_within_stage] for name, value in batch.items()}
+            replica, count = wrapped.rank_within_stage, wrapped.data_depth
+            own = {name: value.chunk(count)[replica] for name, value in batch.items()}
             overflows.append(wrapped.step(own)[1])
             optimizer.step()
             wrapped.zero_grad()
@@ -66,6 +74,11 @@ def test_a_nan_loss_is_reported_with_step_and_stage(pool: Pool, depth: int, widt
     assert line.startswith("the loss of step 2 is nan: the outputs of stage ")
     assert f"stage {depth - 1} are the first" in line and f"of replica {width - 1}" in line
     assert not any(lines for _, lines, _ in found[1:])
+
+
+def test_the_stage_is_found_if_stages_differ_in_their_replicas(pool: Pool) -> None:
+    (line,) = pool.run(train, 3, 2, 0, "warn", [0, BAD_STEP], "0,1;2;")[0][1]
+    assert "the loss of step 1 is nan: the outputs of stage 1 are the first" in line
 
 
 @pytest.mark.parametrize(("depth", "width"), LAYOUTS)

@@ -53,7 +53,7 @@ def assemble(
     # A weight that the model never uses has no gradient, as in one process.
     used = {state.tensor(name) for name in program.state}
     reducer = Reducer(
-        weights=[p for p in state.parameters() if p in used and p.is_floating_point()],
+        weights=[p for p in state.parameters() if p in used and (p.is_floating_point() or p.is_complex())],
         replicas=session.replicas,
         everyone=session.group if plan.depth > 1 else None,
         counts_norm=session.replica == 0,

@@ -160,7 +160,9 @@ class Source:
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
     """Unfreeze all parameters within the block: a script may unfreeze any of them between two steps."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    frozen = [
+        p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())
+    ]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
