@@ -48,6 +48,11 @@ class ModelNorm:
         is_divided = self._session.depth > 1 or self._reducer.owned is not None
         return is_divided and not self._session.closed
 
+    @property
+    def last_step(self) -> int:
+        """A number that grows with every step of any model of this process."""
+        return self._reducer.begun
+
     def holds_gradient(self, tensors: Sequence[Tensor]) -> bool:
         found = {id(parameter.grad) for parameter in self._own}
         return any(id(tensor) in found for tensor in tensors)
@@ -150,13 +155,8 @@ def _find_model(tensors: Sequence[Tensor]) -> ModelNorm | None:
     divided = [model for model in _live if model.spans_ranks]
     if not divided:
         return None
-    if not tensors:  # the others may have tensors, and wait for this rank
-        if len(divided) > 1:
-            raise ValueError(
-                "this rank holds none of the tensors, so it cannot tell which of the wrapped models is meant "
-                "(clip all parameters of one model: clip_grad_norm_(model.parameters(), ...))"
-            )
-        return divided[0]
+    if not tensors:  # the others may have some, of the model that has trained last, and wait for this rank
+        return max(divided, key=lambda model: model.last_step)
     for tensor in tensors:
         found = _models.get(tensor)
         model = None if found is None else found()

@@ -19,6 +19,7 @@ first, so that only new gradients are reduced and scaled.
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from operator import is_not
 
 import torch
@@ -30,6 +31,8 @@ from varuna.execute.device.host_copy import HostCopy
 from varuna.execute.update.loss_sum import LossSum, LossTotals
 from varuna.execute.update.parameter_hooks import ParameterHooks, run_accumulated_hooks, run_gradient_hooks
 from varuna.types import BUCKET_BYTES, FIRST_BUCKET_BYTES
+
+_steps = count(1)
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Reducer:
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets whose reduction has started in this step
     _loss_sum: LossSum | None = None
+    begun: int = 0  # grows with every step of any model of this process
     _hooks: ParameterHooks = field(default_factory=ParameterHooks)
     parameters: Sequence[Tensor] = field(init=False)  # those that train now
 
@@ -95,8 +99,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Set gradients of earlier steps aside."""
-        self._notice_frozen()
-        self._hooks.take_off(self.parameters)
+        self._prepare()
         for parameter in self.parameters:
             if parameter.grad is not None:
                 # This step may write its gradient to the same memory, for example in a bucket.
@@ -104,12 +107,14 @@ class Reducer:
                 self._set_aside[parameter] = parameter.grad if stays else parameter.grad.clone()
                 parameter.grad = None
 
-    def _notice_frozen(self) -> None:
-        """Reduce what trains now: the script may have frozen or unfrozen parameters since the last step."""
+    def _prepare(self) -> None:
+        """Take hooks off. Reduce what trains now: the script may have frozen or unfrozen parameters."""
+        self.begun = next(_steps)
         trained = [weight for weight in self.weights if weight.requires_grad]
         if len(trained) != len(self.parameters) or any(map(is_not, trained, self.parameters)):
             self.parameters = trained
             self._buckets, self._places = [], {}
+        self._hooks.take_off(self.parameters)
 
     def expect_last_backward(self) -> Callable[[], None]:
         """Start each bucket as soon as its gradients are final. Returns a function that stops this."""
@@ -174,8 +179,7 @@ class Reducer:
 
     def divide_gradients(self) -> None:
         """Divide reduced gradients over the ranks, so that `reduce_gradients` gives the same sum again."""
-        self._notice_frozen()
-        self._hooks.take_off(self.parameters)
+        self._prepare()
         copies = dict.fromkeys(self.parameters, 1 if self.replicas is None else self.replicas.size())
         for tie in self.ties:
             if tie.parameter in copies:
