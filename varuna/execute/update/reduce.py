@@ -16,10 +16,10 @@ nominal / true weight. That factor is 1 for a full batch. Accumulated gradients 
 first, so that only new gradients are reduced and scaled.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from operator import is_not
 
 import torch
@@ -32,7 +32,7 @@ from varuna.execute.update.loss_sum import LossSum, LossTotals
 from varuna.execute.update.parameter_hooks import ParameterHooks, run_accumulated_hooks, run_gradient_hooks
 from varuna.types import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
-_steps = count(1)
+_steps = itertools.count(1)
 
 
 @dataclass
