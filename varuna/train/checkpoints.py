@@ -402,7 +402,7 @@ class Checkpoints:
                 if not taken.by_this_launch:  # an earlier generation is about to end: the first save waits
                     raise
             except OSError as error:
-                log.warning("%s was not claimed for this job: %s", store.url, error)
+                log.warning("checkpoints cannot be saved to %s: %s", store.url, error)
 
         with self._session.patient(LONG_WAIT_FACTOR):
             self._ranks.run_on_first(claim, "this job does not start", None)

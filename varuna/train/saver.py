@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from varuna.checkpoint.place import describe_place, why_not_writable
+from varuna.checkpoint.place import describe_place
 from varuna.environment import VarunaEnvironment, variable_name
 from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.device.facts import available_bytes
@@ -32,6 +32,7 @@ class Saver:
         self._session = trainer.session
         self._trainer = trainer
         self._progress = progress
+        self._has_checked_store = self._session.rank != self._session.ranks[0]
         self._promised: list[Future[str]] = []  # futures of requested checkpoints
 
     def save(self, global_store: PathLike, *, autosave: bool = False, **options: Any) -> "Future[str]":
@@ -73,24 +74,21 @@ class Saver:
 
     def resume(self, global_store: PathLike, *, force: bool = False) -> None:
         """Load the newest checkpoint that verifies, if there is one."""
+        is_first, url = self._session.rank == self._session.ranks[0], os.fspath(global_store)
+        place = describe_place(url) if is_first else ""  # first: the claim of the store makes its folder
         step = self.checkpoints.resume(global_store, force=force)
         if step is not None:
             self._after_load(step)
+        elif is_first:
+            iteration = self._trainer.iteration
+            log.warning("no checkpoint in %s: %s. Training starts at step %d", url, place, iteration)
         self._use_store()
-        if self._session.rank == self._session.ranks[0]:
-            self._check_store(os.fspath(global_store), found=step is not None)
-
-    def _check_store(self, store: str, *, found: bool) -> None:
-        """Log what a store without a checkpoint contains, and whether it can be written."""
-        if not found:
-            place, iteration = describe_place(store), self._trainer.iteration
-            log.warning("no checkpoint in %s: %s. Training starts at step %d", store, place, iteration)
-        problem = why_not_writable(store)
-        if problem is not None:
-            log.warning("checkpoints cannot be saved to %s: %s", store, problem)
 
     def warn_without_store(self) -> None:
-        """Warn before the first step of a managed job that no failure can be survived."""
+        """Warn once, before the first step of a managed job, that it cannot survive a failure."""
+        if self._has_checked_store:
+            return
+        self._has_checked_store = True
         environment = VarunaEnvironment.read(os.environ)
         is_managed = environment.agent_socket is not None
         if is_managed and not (self.checkpoints.store or environment.checkpoint_store):

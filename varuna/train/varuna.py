@@ -168,7 +168,6 @@ class Varuna(nn.Module):
         environment = VarunaEnvironment.read(os.environ)
         self.device = options.device
         self.grad_norm: float | None = None
-        self._has_stepped = False
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
@@ -195,14 +194,8 @@ class Varuna(nn.Module):
             self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
             if session.rank == session.ranks[0]:
-                check_once(
-                    model,
-                    sampled.captured,
-                    inputs,
-                    self.plan,
-                    device=options.device,
-                    from_cache=options.from_cache,
-                )
+                cached, device = options.from_cache, options.device
+                check_once(model, sampled.captured, inputs, self.plan, device=device, from_cache=cached)
             self._progress.alive()
             self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
                 model, sampled, self.plan, session, options, self._requests.is_pending
@@ -272,10 +265,7 @@ class Varuna(nn.Module):
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
                 )
-            if not self._has_stepped:
-                self._has_stepped = True
-                if self._session.rank == self._session.ranks[0]:
-                    self._saver.warn_without_store()
+            self._saver.warn_without_store()
             batch = self._programs.batch(inputs)
             check_share(batch.size, self._session, self.plan)
             totals = self._trainer.step(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from varuna import codec
 from varuna.errors import CallMismatch, PeerHangs, PeerLost, WorkerError
-from varuna.execute.comm.calls import RankCall, mismatch
+from varuna.execute.calls import RankCall, mismatch
 from varuna.execute.comm.job_store import JobStore
 
 if TYPE_CHECKING:  # torch declares these names elsewhere than it exports them

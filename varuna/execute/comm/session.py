@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
+from varuna.execute.calls import RankCall, announced_call, announcement, mismatch
 from varuna.execute.comm.board import StatusBoard
-from varuna.execute.comm.calls import RankCall, announced_call, announcement, mismatch
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import (
     GLOO_TIMEOUT_FACTOR,
