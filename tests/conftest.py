@@ -50,6 +50,7 @@ def pool() -> Iterator[Pool]:
 WHOLE_MACHINE = (
     "tests/morph/test_morphing.py",
     "tests/morph/test_managed_jobs.py",
+    "tests/morph/test_full_disks.py",
     "tests/morph/test_soak.py",
     "tests/morph/test_hosts.py",
     "tests/morph/test_ssh.py",

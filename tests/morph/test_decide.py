@@ -47,6 +47,10 @@ class World:
         self.unreachable: set[str] = set()  # no agent can be started there
         self.slow_to_exit: set[str] = set()  # its agent does not exit when it is dismissed
         self.hung = False  # its workers hear nothing
+        self.cannot_save = False  # its store is full
+        self.num_tries = 0  # requests to save
+        self.failed_saves = 0
+        self.saving = False  # a save runs, and takes long
         self.checkpoint: events.CheckpointFound | None = None  # None: the newest is whole
         self.verdict: commands.Finish | None = None
         self.happens(events.MachineListRead(tuple(machines)))
@@ -101,8 +105,12 @@ class World:
                     if machine in self.agents and machine not in self.unresponsive:
                         self.start_workers(machine, command.generation.number)
                         self.happens(events.StoreReady(machine, self.agents[machine], 2000))
+            elif isinstance(command, commands.SaveAndEnd) and self.cannot_save:
+                self.num_tries += 1
+                self.failed_saves += 1
             elif isinstance(command, commands.SaveAndEnd):
-                if not self.hung and not self.unresponsive & set(command.machines):
+                self.num_tries += 1
+                if not self.hung and not self.saving and not self.unresponsive & set(command.machines):
                     for machine in command.machines:
                         self.end_workers(machine, SAVED)
             elif isinstance(command, commands.KillWorkers):
@@ -200,6 +208,9 @@ class World:
                 in_step=in_step,
                 step_seconds=0.5 if self.iteration else 0.0,
                 store="/store",
+                saving=self.saving,
+                failed_saves=self.failed_saves,
+                save_problem="no space left" if self.failed_saves else "",
             ),
         )
 
@@ -627,6 +638,72 @@ def test_a_machine_that_is_removed_leaves_at_once_though_another_is_lost() -> No
     world.happens(events.MachineListRead(("a", "c")))
     world.passes(3, steps=1)
     assert world.generations[2:] == [("a",)]
+
+
+# ---------------------------------------------------------------- changes that cannot save
+
+
+def test_a_change_that_cannot_save_waits_and_training_goes_on() -> None:
+    """REL-3: no step is lost, the manager says why, and tries again after growing waits."""
+    world = begun("a", "b")
+    world.cannot_save = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(3, steps=1)
+    assert world.state.phase == "running" and world.workers == {"a": 1, "b": 1}
+    assert "no space left" in world.state.reason
+    assert "b leaves: the job cannot save: no space left" in world.state.problems["change postponed"]
+    world.passes(200, steps=1)
+    assert world.generations == [("a", "b")] and world.num_tries == 5, "after 10, 20, 40, 80 s"
+    assert any("next try in 80 s" in line for line in world.logged)
+    world.cannot_save = False
+    world.passes(160, steps=1)
+    assert world.generations[1:] == [("a",)] and world.launched[1].why == "b leaves"
+    assert not world.state.problems
+
+
+def test_a_postponed_change_is_dropped_when_the_list_is_restored() -> None:
+    world = begun("a", "b")
+    world.cannot_save = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(3, steps=1)
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(30, steps=1)
+    assert world.num_tries == 1 and not world.state.problems and world.generations == [("a", "b")]
+
+
+def test_a_machine_with_a_deadline_leaves_though_the_job_cannot_save() -> None:
+    """REL-3, V41: the job tries until then."""
+    world = begun("a", "b")
+    world.cannot_save = True
+    world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
+    world.passes(19, steps=1)
+    assert world.generations == [("a", "b")] and world.num_tries > 2
+    world.passes(3, steps=1)
+    assert world.generations[1:] == [("a",)] and "could not save" in world.launched[1].why
+
+
+def test_a_job_that_cannot_save_does_not_stop_until_it_must() -> None:
+    """REL-3: `varuna stop` saves; `varuna stop --now` does not."""
+    world = begun("a")
+    world.cannot_save = True
+    world.happens(events.StopRequested("`varuna stop`"))
+    world.passes(60, steps=1)
+    assert world.workers and world.verdict is None and world.num_tries == 3
+    world.cannot_save = False
+    world.passes(40, steps=1)
+    assert world.verdict is not None and world.verdict.verdict.how == "stopped"
+
+
+def test_a_save_that_takes_long_is_not_killed() -> None:
+    """REL-3: a minute is the limit until it begins."""
+    world = begun("a", "b")
+    world.saving = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(300, in_step=False)
+    assert world.state.phase == "saving" and world.num_tries == 1
+    world.saving = False
+    world.passes(62, in_step=False)
+    assert world.generations[1:] == [("a",)] and world.num_tries == 2
 
 
 # ---------------------------------------------------------------- random events

@@ -484,21 +484,33 @@ def request(
     [
         ([request(), request(store="b"), request(store="c")], BoundaryDecision(save_to="b")),
         ([request("handler"), request("handler", store="b")], BoundaryDecision(save_to="b")),
-        ([request("handler signal"), request("handler")], BoundaryDecision(call_handler=True)),
+        (
+            [request("handler signal"), request("handler")],
+            BoundaryDecision(call_handler=True, signalled=True),
+        ),
         (
             [request("handler signal"), request("handler", store="b")],
-            BoundaryDecision(save_to="b", call_handler=True),
+            BoundaryDecision(save_to="b", call_handler=True, signalled=True),
         ),
-        ([request("signal", usual="a"), request(usual="a")], BoundaryDecision(save_to="a", exit=True)),
-        ([request(usual="a"), request("signal", store="b")], BoundaryDecision(save_to="b", exit=True)),
-        ([request("signal"), request()], BoundaryDecision(NO_STORE)),
+        (
+            [request("signal", usual="a"), request(usual="a")],
+            BoundaryDecision(save_to="a", exit=True, signalled=True),
+        ),
+        (
+            [request(usual="a"), request("signal", store="b")],
+            BoundaryDecision(save_to="b", exit=True, signalled=True),
+        ),
+        ([request("signal"), request()], BoundaryDecision(NO_STORE, signalled=True)),
         ([request(due="a"), request()], BoundaryDecision(autosave_to="a", in_background=True)),
         ([request(due="a"), request("full")], BoundaryDecision(autosave_to="a")),
         ([request(due="a"), request(store="b")], BoundaryDecision(save_to="b")),
-        ([request(due="a", usual="a"), request("signal")], BoundaryDecision(save_to="a", exit=True)),
+        (
+            [request(due="a", usual="a"), request("signal")],
+            BoundaryDecision(save_to="a", exit=True, signalled=True),
+        ),
         (
             [request("handler signal"), request(usual="a")],
-            BoundaryDecision(HANDLERS_DIFFER, save_to="a", exit=True),
+            BoundaryDecision(HANDLERS_DIFFER, save_to="a", exit=True, signalled=True),
         ),
     ],
 )

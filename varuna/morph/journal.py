@@ -197,6 +197,7 @@ def restore_state(
         attach_until=now + settings.attach_seconds,
         next_number=last_number + 1,
         save_requested=True,
+        failed_before=-1,
     )
     for record in records:
         if isinstance(record, GenerationLaunched):

@@ -27,7 +27,9 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 60.0  # an agent must connect within this time after its start
     lost_seconds: float = 1.5  # a machine without a heartbeat for this long is lost
     attach_seconds: float = 10.0  # agents must find a restarted manager within this time
-    save_seconds: float = 60.0  # limit for a save; a notice can set an earlier deadline
+    save_seconds: float = 60.0  # limit until a save begins; a notice can set an earlier deadline
+    postpone_seconds: float = 10.0  # first wait after a failed save; it doubles each time
+    postpone_limit: float = 300.0  # longest wait after a failed save
     end_seconds: float = 10.0  # an agent must confirm that its workers are killed within this time
     begin_seconds: float = 10.0  # an agent must report the workers that it was told to start within this time
     second_hand_seconds: float = 2.0  # wait this long for the failure that caused the reported ones
@@ -131,6 +133,9 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     save_every_seconds: float = 0.0  # autosave interval; 0: off or unknown
     store: str = ""
     note: str = ""  # broken checkpoints that were set aside, and the steps that are lost
+    saving: bool = False  # a requested save is running
+    failed_saves: int = 0  # requested saves that failed, so that training continues
+    save_problem: str = ""  # why the last of them failed
 
 
 Heartbeat = tuple[str, int | None, tuple[WorkerProgress, ...]]
@@ -188,6 +193,14 @@ class JobState(msgspec.Struct, frozen=True):
     attach_until: float = 0.0  # until then agents of an earlier manager may connect; start no second one
     verdict: JobVerdict | None = None  # result of the job, reported once all workers have ended
     save_requested: bool = False  # workers of this generation that save and exit may do so on our request
+    saving_now: bool = False  # a worker runs a requested save
+    failed_saves: int = 0  # requested saves of this generation that failed
+    failed_before: int = 0  # how many before the last request; -1: not known yet
+    save_problem: str = ""  # why the last of them failed
+    postponed: str = ""  # reason of the change that waits because the job cannot save; "": none
+    postponed_step: int = -1  # newest saved step at that time
+    postponements: int = 0  # in a row
+    retry_change_at: float = 0.0  # do not try the change before this time
     problems: Mapping[str, str] = {}  # by topic; `varuna status` shows them
 
     @property

@@ -60,6 +60,7 @@ class BoundaryDecision:
     exit: bool = False
     autosave_to: str | None = None
     in_background: bool = False
+    signalled: bool = False  # the manager, or the user, wants the ranks to save and exit
 
 
 def decide(requests: Sequence[RankRequest]) -> BoundaryDecision:
@@ -73,12 +74,13 @@ def decide(requests: Sequence[RankRequest]) -> BoundaryDecision:
             autosave_to=due, in_background=all(request.fits_in_memory for request in requests)
         )
     if all(request.has_handler for request in requests):
-        return BoundaryDecision(save_to=requested, call_handler=True)
+        return BoundaryDecision(save_to=requested, call_handler=True, signalled=True)
     store = requested or _first(request.default_store for request in requests)
     if store is None:
-        return BoundaryDecision(NO_STORE)
+        return BoundaryDecision(NO_STORE, signalled=True)
     handlers_differ = any(request.has_handler for request in requests)
-    return BoundaryDecision(HANDLERS_DIFFER if handlers_differ else "", save_to=store, exit=True)
+    warning = HANDLERS_DIFFER if handlers_differ else ""
+    return BoundaryDecision(warning, save_to=store, exit=True, signalled=True)
 
 
 def _first(stores: Iterable[str | None]) -> str | None:

@@ -120,14 +120,19 @@ class Saver:
             log.error(decision.warning)
         if decision.autosave_to is not None:
             self._autosave(decision.autosave_to, decision.in_background)
-        saved = decision.save_to is not None and self._save_requested(decision.save_to, decision.exit)
+        problem = decision.warning
+        if decision.save_to is not None:
+            problem = self._save_requested(decision.save_to, decision.exit)
         if decision.call_handler:
             self.requests.call_handler()
-        if decision.exit and saved:
+            problem = "the script's SIGUSR1 handler has returned, so the job goes on"
+        if decision.exit and not problem:
             log.warning("SIGUSR1: a checkpoint was saved to %s; this rank exits", decision.save_to)
             usr1.script_handler = signal.SIG_IGN  # another signal during the exit must not kill
             self.close()
             raise SystemExit(0)
+        if decision.signalled:
+            self._progress.save_failed(problem)
         self._progress.on_demand(False)
 
     def _autosave(self, store: str, in_background: bool) -> None:
@@ -140,18 +145,18 @@ class Saver:
             log.error("the autosave failed: %s", error)
             self.requests.autosave.failed()
 
-    def _save_requested(self, store: str, autosave: bool) -> bool:
-        """Save and complete the promised futures; return False after an error, which is logged."""
+    def _save_requested(self, store: str, autosave: bool) -> str:
+        """Save and complete the promised futures; return the error, which is also logged, or ""."""
         try:
             place = self.save(store, autosave=autosave, gradients=True).result()
         except CheckpointError as error:  # the same on all ranks; training can continue
             log.error("the requested checkpoint was not saved, training continues: %s", error)
             while self._promised:
                 self._promised.pop().set_exception(error)
-            return False
+            return str(error)
         while self._promised:
             self._promised.pop().set_result(place)
-        return True
+        return ""
 
     def _use_store(self) -> None:
         """Autosave to the store that was used last, and report it."""

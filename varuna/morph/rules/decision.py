@@ -92,6 +92,7 @@ class Decision:
         for name in proposal.used:
             members[name] = msgspec.structs.replace(members[name], workers=generation.number)
         why = self.state.reason
+        self.report_problem("change postponed", "")
         self.enter(
             "running",
             why,
@@ -101,6 +102,11 @@ class Decision:
             ended={},
             failures=(),
             save_requested=False,
+            saving_now=False,
+            failed_saves=0,
+            failed_before=0,
+            postponed="",
+            postponements=0,
             activity=0,
             in_step=False,
             step_seconds=0.0,
@@ -111,12 +117,23 @@ class Decision:
 
     def save_and_end(self, why: str) -> None:
         """Make all workers save and exit, within the save limit and the deadlines of all notices."""
-        machines = self.generation.machines
-        members = [self.state.members[name] for name in machines if name in self.state.members]
-        deadlines = [member.leave_by for member in members if member.leave_by is not None]
-        limit = self.now + self.settings.save_seconds
-        self.enter("saving", why, deadline=min([limit, *deadlines]), save_requested=True)
-        self.do(commands.SaveAndEnd(self.generation.number, machines, why))
+        self.enter(
+            "saving",
+            why,
+            deadline=self.save_deadline(),
+            save_requested=True,
+            failed_before=self.state.failed_saves,
+        )
+        self.do(commands.SaveAndEnd(self.generation.number, self.generation.machines, why))
+
+    def save_deadline(self) -> float:
+        return min(self.now + self.settings.save_seconds, self.leave_by())
+
+    def leave_by(self) -> float:
+        """Return the earliest deadline of a notice for a machine of the generation."""
+        members = [self.state.members.get(name) for name in self.generation.machines]
+        deadlines = (member.leave_by for member in members if member is not None)
+        return min((deadline for deadline in deadlines if deadline is not None), default=float("inf"))
 
     def end_generation(self, why: str) -> None:
         """Kill all workers of the generation."""

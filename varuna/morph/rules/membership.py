@@ -118,6 +118,7 @@ def notice_received(decision: Decision, event: events.NoticeReceived) -> None:
         decision.set_member(event.machine, drained=True, released=False)
     else:
         decision.set_member(event.machine, leave_by=event.deadline, released=False)
+        decision.set(retry_change_at=0.0)  # there may not be much time
     decision.log("notice", f"{event.machine}: {event.why}")
 
 

@@ -6,6 +6,7 @@ from varuna.morph.rules.membership import kept_machines, lose_machine, ready_mac
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.state import JobVerdict, MachinePlan
 
+POSTPONED = "change postponed"
 FINISHED = JobVerdict("finished", 0, "every worker ended normally")
 
 
@@ -106,15 +107,17 @@ def run(decision: Decision) -> None:
             decision.finish(FINISHED)
     elif is_hung(decision):
         end_hang(decision)
+    elif decision.state.postponed:
+        try_postponed_change(decision)
     elif decision.settings.morphs:
-        _consider_change(decision)
+        consider_change(decision)
 
 
 def _saved_on_demand(decision: Decision) -> bool:
     return any(outcome.on_demand for outcomes in decision.state.ended.values() for outcome in outcomes)
 
 
-def _consider_change(decision: Decision) -> None:
+def consider_change(decision: Decision) -> None:
     """Save and relaunch if machines joined or leave and the plan for the others differs."""
     members, machines = decision.state.members, decision.generation.machines
     urgent = any(name in members and members[name].leaves for name in machines)
@@ -171,10 +174,65 @@ def wait_for_save(decision: Decision) -> None:
             decision.finish(FINISHED)
         else:
             decision.enter("gathering", decision.state.reason)
-    elif decision.state.in_step and is_hung(decision):  # it will never reach the save
+    elif 0 <= decision.state.failed_before < decision.state.failed_saves:
+        postpone_change(decision)
+    elif is_hung(decision):  # it will never reach the save, or never end it
         end_hang(decision)
     elif decision.now >= decision.state.deadline:
-        decision.end_generation(f"{decision.state.reason}; but the workers did not save and end in time")
+        _save_takes_long(decision)
+
+
+def _save_takes_long(decision: Decision) -> None:
+    """Kill workers that must leave now or have made no step. Others keep what they have computed."""
+    state = decision.state
+    if decision.now >= decision.leave_by() or not state.step_seconds:
+        decision.end_generation(f"{state.reason}; but the workers did not save and end in time")
+        return
+    decision.set(deadline=decision.save_deadline())
+    if state.saving_now:
+        decision.log("saving", "the save takes long; the job waits for it")
+    else:  # the request may be lost, or the workers are far from the end of a step
+        decision.log("saving", "the workers have not begun to save; the job requests it again")
+        decision.do(
+            commands.SaveAndEnd(decision.generation.number, decision.generation.machines, state.reason)
+        )
+
+
+def postpone_change(decision: Decision) -> None:
+    """Let the workers train on after a save that failed, and try again later."""
+    state, settings = decision.state, decision.settings
+    wait = min(settings.postpone_limit, settings.postpone_seconds * 2.0**state.postponements)
+    wait = max(1.0, min(wait, (decision.leave_by() - decision.now) / 2))
+    decision.enter(
+        "running",
+        f"training goes on, because the job cannot save: {state.save_problem}",
+        postponed=state.reason,
+        postponed_step=state.saved_step,
+        postponements=state.postponements + 1,
+        retry_change_at=decision.now + wait,
+    )
+    decision.report_problem(
+        POSTPONED,
+        f"{state.reason}: the job cannot save: {state.save_problem}; training goes on, "
+        f"next try in {wait:.0f} s",
+    )
+
+
+def try_postponed_change(decision: Decision) -> None:
+    """Try again once it is time, or once another save has succeeded. A machine leaves at its deadline."""
+    state = decision.state
+    soon = min(state.retry_change_at, state.since + decision.settings.postpone_seconds)
+    if decision.now >= decision.leave_by():
+        decision.end_generation(f"{state.postponed}; the time is over, and the job could not save")
+    elif decision.now < (soon if state.saved_step > state.postponed_step else state.retry_change_at):
+        return
+    elif state.verdict is not None or not decision.settings.morphs:
+        decision.save_and_end(state.postponed)
+    else:
+        consider_change(decision)
+        if decision.state.phase == "running" and decision.state.planning_for is None:  # no longer needed
+            decision.set(postponed="", postponements=0)
+            decision.report_problem(POSTPONED, "")
 
 
 def wait_for_end(decision: Decision) -> None:

@@ -85,7 +85,12 @@ def tick(decision: Decision, event: events.Tick) -> None:
         decision.set(
             in_step=any(worker.in_step for worker in progress),
             step_seconds=max(worker.step_seconds for worker in progress),
+            saving_now=any(worker.saving for worker in progress),
+            failed_saves=max(worker.failed_saves for worker in progress),
+            save_problem=next((worker.save_problem for worker in progress if worker.save_problem), ""),
         )
+        if decision.state.failed_before < 0:
+            decision.set(failed_before=decision.state.failed_saves)
         _keep_facts(decision, progress)
     lose_silent_machines(decision)
     _end_if_not_begun(decision, event)

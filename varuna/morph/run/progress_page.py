@@ -14,13 +14,14 @@ from varuna.environment import VarunaEnvironment
 from varuna.files import open_private
 from varuna.morph.state import WorkerProgress
 
-PAGE = 4096
-_NUMBERS = struct.Struct("<qqqqqqdddd")  # in the order of SharedProgressWriter._write
+PAGE = 8192
+_NUMBERS = struct.Struct("<qqqqqqqdddd")  # in the order of SharedProgressWriter._write
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 128
 MAX_TEXT = 2048
 _NOTE_AT = 2304
 MAX_NOTE = 1536
+_SAVE_PROBLEM_AT = 4096
 
 
 class ProgressWriter:
@@ -39,6 +40,9 @@ class ProgressWriter:
 
     def on_demand(self, now: bool) -> None:
         """Note that a requested save is running: a worker that exits meanwhile exits on demand."""
+
+    def save_failed(self, why: str) -> None:
+        """Note that a save that the manager requested has failed, and that training continues."""
 
     def uses(self, store: str | None) -> None:
         """Note the store that the job saves to or has loaded from."""
@@ -60,7 +64,7 @@ class SharedProgressWriter(ProgressWriter):
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        self._steps = self._iteration = self._activity = 0
+        self._steps = self._iteration = self._activity = self._failed_saves = 0
         self._in_step = self._on_demand = False
         self._saved_step = -1
         self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
@@ -91,6 +95,11 @@ class SharedProgressWriter(ProgressWriter):
 
     def on_demand(self, now: bool) -> None:
         self._on_demand = now
+        self.alive()
+
+    def save_failed(self, why: str) -> None:
+        self._write_text(_SAVE_PROBLEM_AT, why.encode()[:MAX_NOTE])
+        self._failed_saves += 1
         self.alive()
 
     def uses(self, store: str | None) -> None:
@@ -125,6 +134,7 @@ class SharedProgressWriter(ProgressWriter):
             self._in_step,
             self._on_demand,
             self._saved_step,
+            self._failed_saves,
             self._compute_seconds,
             self._step_seconds,
             self._save_seconds,
@@ -157,7 +167,7 @@ class ProgressReader:
 
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
-        steps, iteration, activity, in_step, _, saved, compute, step, save, every = numbers
+        steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -172,6 +182,9 @@ class ProgressReader:
             save_every_seconds=every,
             store=self._read_text(_TEXT_AT, MAX_TEXT),
             note=self._read_text(_NOTE_AT, MAX_NOTE),
+            saving=bool(saving),
+            failed_saves=failed,
+            save_problem=self._read_text(_SAVE_PROBLEM_AT, MAX_NOTE),
         )
 
     def _read_text(self, place: int, longest: int) -> str:
