@@ -1,11 +1,12 @@
 """Atomic writes, and files that only this user can read."""
 
+import io
 import os
 from pathlib import Path
 
 import pytest
 
-from varuna.files import make_private_folder, open_private, write_atomic
+from varuna.files import DroppingFile, LineFile, make_private_folder, open_private, write_atomic
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -46,3 +47,22 @@ def test_the_permissions_of_devices_and_of_folders_of_the_user_stay(tmp_path: Pa
     os.close(open_private(tmp_path / "full"))
     make_private_folder(tmp_path)
     assert (os.stat("/dev/full").st_mode, tmp_path.stat().st_mode) == before
+
+
+def test_a_dropping_file_drops_what_does_not_fit() -> None:
+    """REL-3: a script that prints to a full disk does not end."""
+    with DroppingFile("/dev/full", "w") as file:
+        assert file.write(b"lost") == 4
+        print("lost", file=io.TextIOWrapper(file, write_through=True))  # type: ignore[type-var]
+
+
+def test_a_line_file_repairs_a_cut_line(tmp_path: Path) -> None:
+    """REL-3: the next line stands alone."""
+    (tmp_path / "lines").write_bytes(b"one\ntw")
+    lines = LineFile(tmp_path / "lines")
+    lines.append(b"three")
+    lines.close()
+    lines.append(b"four")
+    assert (tmp_path / "lines").read_bytes() == b"one\ntw\nthree\nfour\n"
+    with pytest.raises(OSError, match="No space left"):
+        LineFile(Path("/dev/full")).append(b"five")

@@ -4,10 +4,13 @@ A reader of an atomic write sees the old file or the new one, never a part of it
 is written whole or not at all, also on a full disk.
 """
 
+import errno
+import io
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: Path, text: str, *, fsync: bool = True, private: bool = False) -> None:
@@ -40,6 +43,18 @@ def write_all(fd: int, data: bytes) -> None:
     """Write all bytes: one call of os.write may write only some of them."""
     while data:
         data = data[os.write(fd, data) :]
+
+
+class DroppingFile(io.FileIO):
+    """A file that drops output while its disk is full, for logs of programs that must not end then."""
+
+    def write(self, data: Any) -> int:
+        try:
+            write_all(self.fileno(), bytes(data))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+        return len(data)
 
 
 class LineFile:

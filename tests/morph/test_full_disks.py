@@ -3,11 +3,16 @@
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from tests.morph.jobs import TRAIN, Job, check
+from varuna.morph.protocol.orders import AgentOrders
 
 SAVES_ON_REQUEST = "EVERY = 0\n"
 """A script that names its store, but does not save by itself."""
@@ -33,13 +38,21 @@ def fill(path: Path) -> None:
             pass
 
 
+def fill_home(filler: Path) -> None:
+    """Leave no space, not even in the last page of the journal: blank lines count for nothing."""
+    (journal,) = filler.parent.glob("jobs/*/journal.jsonl")
+    with journal.open("ab") as file:
+        file.write(b"\n" * (-journal.stat().st_size % 4096))
+    fill(filler)
+
+
 def test_a_full_home_ends_neither_the_manager_nor_the_resumed_job(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:
     """REL-3: the journal lacks the last generation, but its number is not used again."""
     with small_disk(tmp_path / "home", 256) as filler, Job(tmp_path, machines=2) as job:
         job.wait_for_steps(12)
-        fill(filler)
+        fill_home(filler)
         os.kill(job.worker(1), signal.SIGKILL)
         job.wait_for("generation: 2: 1 stage x 2 replicas")
         job.wait_for("varuna: journal: ")
@@ -54,7 +67,7 @@ def test_a_full_home_ends_neither_the_manager_nor_the_resumed_job(
         job.restart("--resume")
         job.wait_for("generation: 3: 1 stage x 2 replicas")
         job.wait_for_steps(3)
-        fill(filler)
+        fill_home(filler)
         os.kill(job.worker(2), signal.SIGKILL)
         job.wait_for("generation: 4: 1 stage x 2 replicas")
         job.wait_for("varuna: journal: ")
@@ -87,3 +100,54 @@ def test_a_full_store_does_not_cost_the_steps_since_the_last_save(
         filler.unlink()
         job.wait_for_change("generation: 2: 1 stage x 1 replica")
         check(job, reference)
+
+
+NOISY = """
+def misbehave(step):
+    print("." * 5000)
+
+EVERY = 0
+"""
+
+
+def test_a_full_disk_of_the_logs_does_not_end_the_script(tmp_path: Path) -> None:
+    """REL-3: a single machine has nowhere else to go; output is lost until there is space again."""
+    with (
+        small_disk(tmp_path / "varuna_logs", 1024) as filler,
+        Job(tmp_path, machines=1, script=NOISY + TRAIN) as job,
+    ):
+        job.wait_for_steps(3)
+        fill(filler)
+        before = job.status()["iteration"]
+        while job.status()["iteration"] < before + 10:
+            assert job.process.poll() is None
+        assert "event log" in job.status()["problems"] or job.status()["generation"] == 1
+        filler.unlink()
+        job.wait_for_steps(3)
+        assert len(job.generations) == 1, "nothing restarted"
+
+
+IMPATIENT = """
+import functools
+import varuna.morph.run.manager as manager
+from varuna.cli.run import main
+manager.AgentOrders = functools.partial(manager.AgentOrders, patience_seconds=3.0)
+main()
+"""
+
+
+def test_training_goes_on_without_a_manager_for_a_time_and_then_no_process_is_left(tmp_path: Path) -> None:
+    """REL-2, V45: a minute, as docs/launching.md, morphing.md and clusters.md say; here three seconds."""
+    assert next(f.default for f in msgspec.structs.fields(AgentOrders) if f.name == "patience_seconds") == 60
+    with Job(tmp_path, machines=2, manager=(sys.executable, "-c", IMPATIENT)) as job:
+        job.wait_for_steps(5)
+        job.process.kill()
+        job.process.wait()
+        log = next(tmp_path.glob("varuna_logs/*/generation_1/rank_0.out"))
+        seen = log.read_text().count("\n")
+        limit = time.monotonic() + 60
+        while log.read_text().count("\n") < seen + 3:
+            assert time.monotonic() < limit, "training does not go on"
+        while job.processes_left():
+            assert time.monotonic() < limit, job.processes()
+            time.sleep(0.1)

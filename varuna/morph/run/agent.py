@@ -94,8 +94,9 @@ class Agent:
         return 1 if crashed else 0
 
     def end(self, why: str) -> None:
-        print(f"the agent exits: {why}", flush=True)
         self.over.set()
+        with suppress(OSError):  # its log may be on a full disk
+            print(f"the agent exits: {why}", flush=True)
 
     def terminated(self) -> None:
         """Report SIGTERM as a notice; exit at the second one, or if no worker runs."""

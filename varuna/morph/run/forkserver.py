@@ -200,6 +200,7 @@ def become_worker(parent: int, request: dict[str, Any]) -> None:
         log = open_private(Path(path))
         os.dup2(log, number)
         os.close(log)
+    worker.keep_output_open()
     die_with_parent(parent)
     worker.keep_early_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes stack traces to the log

@@ -6,6 +6,7 @@ It imports neither torch nor the rest of the library, so a script imports only w
 import atexit
 import functools
 import importlib
+import io
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from varuna.files import write_atomic
+from varuna.files import DroppingFile, write_atomic
 
 RENDEZVOUS = "torch.distributed.rendezvous"
 JOB_STORE = "varuna.execute.comm.job_store"
@@ -107,6 +108,22 @@ def run_script(code_dir: str, script: str, arguments: Sequence[str]) -> None:
         write_error(error.with_traceback(trace))
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
+
+
+def keep_output_open() -> None:
+    """Make output never raise: a script must not end because the disk of its logs is full."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        stream.flush()
+        file = DroppingFile(number, "w", closefd=False)
+        kept = io.TextIOWrapper(
+            file,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, kept)
 
 
 def keep_early_signals() -> None:
