@@ -121,7 +121,6 @@ def test_a_full_disk_of_the_logs_does_not_end_the_script(tmp_path: Path) -> None
         before = job.status()["iteration"]
         while job.status()["iteration"] < before + 10:
             assert job.process.poll() is None
-        assert "event log" in job.status()["problems"] or job.status()["generation"] == 1
         filler.unlink()
         job.wait_for_steps(3)
         assert len(job.generations) == 1, "nothing restarted"
