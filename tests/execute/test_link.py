@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,15 +36,15 @@ BIG = 64 << 20
 
 
 def in_pairs(
-    work: Callable[[int, Callable[[object], list[object]]], PeerNetwork],
+    work: Callable[[int, Callable[[str], list[str]]], PeerNetwork],
 ) -> tuple[PeerNetwork, PeerNetwork]:
     """Run two ranks in two threads, with an exchange between them."""
     barrier = threading.Barrier(2)
-    given: list[object] = [None, None]
+    given = ["", ""]
     made: dict[int, PeerNetwork] = {}
 
     def run(rank: int) -> None:
-        def exchange(own: object) -> list[object]:
+        def exchange(own: str) -> list[str]:
             given[rank] = own
             barrier.wait(PATIENCE)
             return list(given)
@@ -306,18 +307,23 @@ def test_a_forked_child_does_not_keep_the_connections_open() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_strangers_are_refused_and_the_peer_still_connects() -> None:
-    """V46, on the data links: a caller without the secret is refused."""
+def opening(source: int, target: int) -> bytes:
+    return address.OPENING.pack(address.MAGIC, source, target, bytes(32))
+
+
+def test_strangers_are_refused_and_the_peer_still_connects(caplog: pytest.LogCaptureFixture) -> None:
+    """V46, SEC-2, on the data links: a caller without the key is refused and logged."""
     strangers: list[socket.socket] = []
 
-    def work(rank: int, exchange: Callable[[object], list[object]]) -> PeerNetwork:
-        def exchange_after_strangers(own: object) -> list[object]:
+    def work(rank: int, exchange: Callable[[str], list[str]]) -> PeerNetwork:
+        def exchange_after_strangers(own: str) -> list[str]:
             if rank == 1:  # the one that is dialled: strangers come first, while rank 0 still waits
-                contact = codec.decode(str(own), RankAddress)
-                guess = address._hello(b"a guess", 0, 1)
-                for words in (guess, b"x" * len(guess), b"short"):
+                contact = codec.decode(own, RankAddress)
+                guess = opening(0, 1) + bytes(32)
+                words = guess, opening(7, 1), opening(0, 5), b"x" * len(guess), b"short", b"", b"x" * 100_000
+                for word in words:
                     stranger = socket.create_connection((contact.host, contact.port))
-                    stranger.sendall(words)
+                    stranger.sendall(word)
                     strangers.append(stranger)
             return exchange(own)
 
@@ -329,16 +335,116 @@ def test_strangers_are_refused_and_the_peer_still_connects() -> None:
         assert await_message(second, second.links[0])[0].item() == 1.0
     for stranger in strangers:
         stranger.settimeout(PATIENCE)
-        assert stranger.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):
+            found = b"".join(iter(lambda: stranger.recv(1 << 16), b""))  # noqa: B023 - called here
+            assert len(found) <= address.OPENING.size, "no proof for a stranger"
         stranger.close()
+    refusals = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert 1 <= len(refusals) <= 2, "strangers must not fill the log"
+    assert "rank 1 refused" in refusals[0] and "127.0.0.1 port" in refusals[0]
+
+
+class Relay(threading.Thread):
+    """Passes bytes on between a caller and its target, and records what the caller sends."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        super().__init__(daemon=True)
+        self.target = target
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.recorded = b""
+        self.start()
+
+    def run(self) -> None:
+        caller, _ = self.listener.accept()
+        called = socket.create_connection(self.target)
+        back = threading.Thread(target=self.pass_on, args=(called, caller, False), daemon=True)
+        back.start()
+        self.pass_on(caller, called, True)
+
+    def pass_on(self, source: socket.socket, target: socket.socket, records: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if records:
+                    self.recorded += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def through_a_relay(relays: list[Relay], before: Callable[[RankAddress], None]) -> tuple[PeerNetwork, ...]:
+    """Connect two ranks; rank 0 calls rank 1 through a relay."""
+
+    def work(rank: int, exchange: Callable[[str], list[str]]) -> PeerNetwork:
+        def exchange_relayed(own: str) -> list[str]:
+            if rank == 0:
+                return exchange(own)
+            contact = codec.decode(own, RankAddress)
+            before(contact)
+            relays.append(Relay((contact.host, contact.port)))
+            port = relays[-1].listener.getsockname()[1]
+            return exchange(codec.encode(msgspec.structs.replace(contact, port=port)))
+
+        return connect(rank, {1 - rank: f"rank {1 - rank}"}, exchange_relayed, unix=False, key=b"the job's")
+
+    return in_pairs(work)
+
+
+def test_a_recorded_handshake_is_worthless(caplog: pytest.LogCaptureFixture) -> None:
+    """SEC-2: each side draws a new number for every connection."""
+    relays: list[Relay] = []
+    for network in through_a_relay(relays, lambda contact: None):
+        network.close()
+    recorded = relays[0].recorded[: address.OPENING.size + address.PROOF_BYTES]
+    assert recorded.startswith(address.MAGIC) and len(recorded) == address.OPENING.size + 32
+    replays: list[socket.socket] = []
+
+    def replay(contact: RankAddress) -> None:
+        replays.append(socket.create_connection((contact.host, contact.port)))
+        replays[0].sendall(recorded)
+
+    first, second = through_a_relay(relays, replay)
+    with first, second:
+        first.links[1].send([torch.ones(1)])
+        assert await_message(second, second.links[0])[0].item() == 1.0
+    assert "it does not know the key of this job" in caplog.text
+    replays[0].close()
+
+
+def test_ranks_with_different_keys_do_not_connect() -> None:
+    """SEC-2: the exchange alone does not make a member."""
+    errors: list[str] = []
+
+    def work(rank: int, exchange: Callable[[str], list[str]]) -> PeerNetwork:
+        try:
+            return connect(
+                rank, {1 - rank: "the other"}, exchange, key=b"%d" % rank, unix=False, timeout_seconds=1.0
+            )
+        except PeerLost as error:
+            errors.append(str(error))
+            return None  # type: ignore[return-value]
+
+    in_pairs(work)
+    assert any("rank 0 was not welcomed by rank 1" in error for error in errors)
+    assert any("rank 1 waited in vain for ranks [0]" in error for error in errors)
+
+
+def test_a_unix_socket_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-2"""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with own, other:
+        assert address._is_own_user(own)
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert not address._is_own_user(own)
+    first, second = linked_pair()
+    with first, second:
+        assert first.links[1].transport == second.links[0].transport == "TCP"
 
 
 def test_a_peer_that_never_connects_is_named() -> None:
     """B7"""
 
-    def exchange(own: object) -> list[object]:
-        contact = codec.decode(str(own), RankAddress)
-        absent = RankAddress(rank=0, machine="", host="127.0.0.1", port=1, path="", secret="")
+    def exchange(own: str) -> list[str]:
+        contact = codec.decode(own, RankAddress)
+        absent = RankAddress(rank=0, machine="", host="127.0.0.1", port=1, path="", nonce="")
         return [codec.encode(absent), codec.encode(contact)]
 
     with pytest.raises(PeerLost, match=r"rank 1 waited in vain for ranks \[0\]"):
@@ -355,8 +461,8 @@ def test_a_loopback_address_of_another_machine_is_explained() -> None:
 # ---------------------------------------------------------------- with a real second process
 
 
-def store_exchange(store: TCPStore, rank: int, own: object) -> list[object]:
-    store.set(f"address/{rank}", str(own))
+def store_exchange(store: TCPStore, rank: int, own: str) -> list[str]:
+    store.set(f"address/{rank}", own)
     return [store.get(f"address/{other}").decode() for other in range(2)]
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from varuna.capture import Captured, Source
+from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.device.facts import available_bytes, ran_out_of_memory
 from varuna.measure.draft import ProfileDraft
@@ -162,6 +163,7 @@ class MeasurementDriver:
                 device=self.device,
                 sizes=sizes,
                 host=host,
+                key=job_key("links"),
                 effort=effort,
             ),
             LinkCost,

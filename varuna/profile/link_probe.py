@@ -72,11 +72,12 @@ def measure_link_between(
     device: torch.device,
     sizes: Sequence[int],
     host: str = "127.0.0.1",
+    key: bytes | None = None,
     effort: Effort = LINK_EFFORT,
 ) -> LinkCost | None:
     """Measure the link between two ranks; all ranks call it, and the first of the two gets the costs."""
     others = {other: f"rank {other}" for other in ranks if rank in ranks and other != rank}
-    with connect(rank, others, exchange, host=host, device=device) as network:
+    with connect(rank, others, exchange, host=host, key=key, device=device) as network:
         for link in network.links.values():
             end, leads = NetworkEnd(network, link), rank == ranks[0]
             return measure_link(end, leads=leads, device=device, sizes=sizes, effort=effort)

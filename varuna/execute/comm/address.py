@@ -1,17 +1,27 @@
 """Connects this rank to its peers: from rank numbers to authenticated sockets.
 
 Every rank listens, gives its address to all others through `exchange`, connects to peers with a higher rank,
-and accepts peers with a lower one. A caller must prove that it knows the job's secret, which is made of a
-random contribution of every rank. Listening ends when all peers are connected.
+and accepts peers with a lower one. Listening ends when all peers are connected. Both ends prove that they
+know the key of these links, each with a number that the other has just drawn, so a recorded handshake is
+worthless:
+
+    both     opening: magic, from, to, 32 random bytes
+    caller   HMAC(key, "call", both openings)
+    called   HMAC(key, "answer", both openings), if the caller's proof is right
+
+The key comes from the job's credential and the numbers of all ranks. A job without a credential (torchrun)
+makes it of the numbers alone; whoever reads the exchange knows it.
 
 Ranks on one machine use a Unix-domain socket, which is cheaper than TCP for small messages. They must also
 share the network namespace: containers on one host do not.
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import secrets
 import selectors
@@ -19,6 +29,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,30 +39,36 @@ from torch.distributed import distributed_c10d
 from varuna import codec
 from varuna.addresses import address_facing
 from varuna.errors import PeerLost
+from varuna.secure.credential import own_credential
+
+log = logging.getLogger("varuna")
 
 CONNECT_SECONDS = 60.0
 """Timeout for all peers to connect; includes the start of the slowest rank."""
-HELLO_SECONDS = 5.0
-"""Timeout for a caller to send its hello."""
+HELLO_SECONDS = 15.0
+"""Timeout for a caller to prove that it is a rank of this job."""
+REFUSAL_LOG_SECONDS = 10.0
+"""Shortest interval between two log lines about refused callers."""
 KEEPALIVE_SECONDS = 5
 """Probe interval: after 3 unanswered probes the peer's machine counts as lost."""
 
 Exchange = Callable[[str], list[str]]
 """Takes this rank's text and returns those of all ranks."""
 
-HELLO = struct.Struct("!8sqq32s")  # magic, from, to, proof
-MAGIC = b"varuna/1"
+OPENING = struct.Struct("!8sqq32s")  # magic, from, to (-1 if not known yet), random number
+PROOF_BYTES = 32
+MAGIC = b"varuna/2"
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Listening address of a rank, and its contribution to the job's secret."""
+    """Listening address of a rank, and its random number for the key of the links."""
 
     rank: int
     machine: str
     host: str
     port: int
     path: str
-    secret: str
+    nonce: str
 
 
 def machine_identity() -> str:
@@ -79,10 +96,14 @@ def connect_sockets(
     exchange: Exchange,
     *,
     host: str = "127.0.0.1",
+    key: bytes | None = None,
     unix: bool = True,
     timeout_seconds: float = CONNECT_SECONDS,
 ) -> dict[int, socket.socket]:
-    """Return a connected, non-blocking socket to each peer. Each peer must name this rank in turn."""
+    """Return a connected, non-blocking socket to each peer. Each peer must name this rank in turn.
+
+    `key` is a secret of all ranks, such as `job_key("links")`; None: `exchange` decides who takes part.
+    """
     over_tcp, over_unix = _listen(host)
     with over_tcp, over_unix, contextlib.ExitStack() as undo:
         own = RankAddress(
@@ -91,30 +112,28 @@ def connect_sockets(
             host=host,
             port=over_tcp.getsockname()[1],
             path=over_unix.getsockname()[1:].decode(),
-            secret=secrets.token_hex(16),
+            nonce=secrets.token_hex(16),
         )
         addresses = _exchange_addresses(own, peers, exchange)
-        shared = "".join(addresses[other].secret for other in sorted(addresses))
-        secret = hashlib.sha256(shared.encode()).digest()
-        deadline = time.monotonic() + timeout_seconds
-        connected: dict[int, socket.socket] = {}
+        nonces = "".join(addresses[other].nonce for other in sorted(addresses)).encode()
+        own_key = hashlib.sha256(nonces).digest() if key is None else hmac.digest(key, nonces, "sha256")
+        handshakes = Handshakes(
+            [over_tcp, over_unix], rank, own_key, deadline=time.monotonic() + timeout_seconds
+        )
+        undo.callback(handshakes.close)
         for peer in sorted(peers):
-            if peer > rank:  # the hello waits in the peer's backlog until the peer accepts it
-                connected[peer] = undo.enter_context(_dial(own, addresses[peer], deadline))
-                connected[peer].sendall(_hello(secret, rank, peer))
-        lower = {peer for peer in peers if peer < rank}
-        with contextlib.closing(Reception([over_tcp, over_unix], rank, lower, secret)) as reception:
-            accepted = reception.accept_all(deadline)
-        for peer, caller in accepted.items():
-            connected[peer] = undo.enter_context(caller)
-            caller.sendall(_hello(secret, rank, peer))
-        for peer in peers:
             if peer > rank:
-                _expect_welcome(connected[peer], rank, peer, secret, deadline)
+                handshakes.call(peer, _dial(own, addresses[peer], handshakes.deadline))
+        connected = handshakes.run({peer for peer in peers if peer < rank})
         for link in connected.values():
             _tune(link)
-        undo.pop_all()  # all connected: keep the sockets open
         return connected
+
+
+def job_key(purpose: str) -> bytes | None:
+    """Return a secret of the ranks of this job; None if its launcher gives it no credential."""
+    credential = own_credential()
+    return None if credential is None else credential.derive(purpose)
 
 
 def _exchange_addresses(
@@ -148,19 +167,6 @@ def _listen(host: str) -> tuple[socket.socket, socket.socket]:
     return over_tcp, over_unix
 
 
-def _hello(secret: bytes, source: int, target: int) -> bytes:
-    proof = hmac.digest(secret, struct.pack("!qq", source, target), "sha256")
-    return HELLO.pack(MAGIC, source, target, proof)
-
-
-def _caller_rank(hello: bytes, rank: int, secret: bytes) -> int | None:
-    """Return the rank of the caller; None if it is not a rank of this job."""
-    magic, source, target, _ = HELLO.unpack(hello)
-    if magic != MAGIC or target != rank or not hmac.compare_digest(hello, _hello(secret, source, target)):
-        return None
-    return int(source)
-
-
 def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket:
     seconds = max(deadline - time.monotonic(), 0.001)
     if own.machine == peer.machine:
@@ -168,9 +174,12 @@ def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket
         try:
             link.settimeout(seconds)
             link.connect(b"\0" + peer.path.encode())
-            return link
+            if _is_own_user(link):
+                return link
+            log.warning("another user listens at the Unix socket of rank %d: using TCP", peer.rank)
         except OSError:
-            link.close()  # some sandboxes forbid Unix sockets: use TCP
+            pass  # some sandboxes forbid Unix sockets: use TCP
+        link.close()
     try:
         return socket.create_connection((peer.host, peer.port), timeout=seconds)
     except OSError as error:
@@ -186,95 +195,209 @@ def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket
         ) from error
 
 
-class Reception:
-    """Accepts the expected peers. Refuses callers without the secret and callers that stay silent."""
+def _is_own_user(link: socket.socket) -> bool:
+    """Return False if a process of another user is at the other end of a Unix socket."""
+    if link.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
 
-    def __init__(
-        self, listeners: Sequence[socket.socket], rank: int, expected: set[int], secret: bytes
-    ) -> None:
+
+@dataclass(eq=False)
+class Handshake:
+    """A connection whose other end has not proved yet that it is a rank of this job."""
+
+    link: socket.socket
+    peer: int | None  # None: a caller that has not given its rank
+    until: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    own: bytes = b""  # opening
+    other: bytes = b""  # opening
+    received: bytes = b""
+    called: bool = False  # this rank called; else the other did
+
+    def proof(self, key: bytes, role: bytes) -> bytes:
+        openings = (self.own, self.other) if self.called else (self.other, self.own)
+        return hmac.digest(key, role + b"".join(openings), "sha256")
+
+
+class Refused(Exception):
+    """The other end is not a rank of this job."""
+
+
+class Handshakes:
+    """Connects to the expected peers. Refuses callers without the key and callers that stay silent."""
+
+    def __init__(self, listeners: Sequence[socket.socket], rank: int, key: bytes, *, deadline: float) -> None:
+        self.deadline = deadline
         self._listeners = listeners
         self._rank = rank
-        self._missing = set(expected)
-        self._secret = secret
-        self._accepted: dict[int, socket.socket] = {}
-        # Of callers that are not accepted: the bytes received so far, and the deadline for the rest.
-        self._hellos: dict[socket.socket, tuple[bytes, float]] = {}
+        self._key = key
+        self._missing: set[int] = set()  # peers that have to call
+        self._pending: dict[socket.socket, Handshake] = {}  # in the order of their start
+        self._done: dict[int, socket.socket] = {}
+        self._num_refused = 0
+        self._last_refusal = ""
+        self._logged_at = -REFUSAL_LOG_SECONDS
         self._selector = selectors.DefaultSelector()
-        for listener in listeners:
-            self._selector.register(listener, selectors.EVENT_READ)
 
-    def accept_all(self, deadline: float) -> dict[int, socket.socket]:
-        """Wait for all expected peers and return their sockets."""
-        while self._missing:
+    def call(self, peer: int, link: socket.socket) -> None:
+        """Begin a handshake over a new connection to a peer."""
+        handshake = Handshake(link, peer, self.deadline, called=True)
+        self._begin(handshake, peer)
+
+    def run(self, callers: set[int]) -> dict[int, socket.socket]:
+        """Wait for all peers and return their sockets."""
+        self._missing = set(callers)
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+        while self._missing or any(handshake.called for handshake in self._pending.values()):
             now = time.monotonic()
-            if now >= deadline:
-                raise PeerLost(
-                    f"rank {self._rank} waited in vain for ranks {sorted(self._missing)} to connect "
-                    "(did they start, and may the machines connect on any port?)"
-                )
-            for caller in [caller for caller, (_, until) in self._hellos.items() if now >= until]:
-                self._forget(caller)
-                caller.close()
-            next_deadline = min([deadline, *(until for _, until in self._hellos.values())])
-            for key, _ in self._selector.select(next_deadline - now):
+            if now >= self.deadline:
+                raise self._timeout()
+            for handshake in [handshake for handshake in self._pending.values() if now >= handshake.until]:
+                self._refuse(handshake, f"it proved nothing within {HELLO_SECONDS:g} s")
+            until = min([self.deadline, *(handshake.until for handshake in self._pending.values())])
+            for key, _ in self._selector.select(max(until - now, 0)):
                 assert isinstance(key.fileobj, socket.socket)
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
-                else:
-                    self._read_hello(key.fileobj)
-        accepted, self._accepted = self._accepted, {}
-        return accepted
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            caller, _ = listener.accept()
-            caller.setblocking(False)
-            self._hellos[caller] = b"", time.monotonic() + HELLO_SECONDS
-            self._selector.register(caller, selectors.EVENT_READ)
-
-    def _read_hello(self, caller: socket.socket) -> None:
-        before, until = self._hellos[caller]
-        try:
-            received = caller.recv(HELLO.size - len(before))
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        hello = before + received
-        if received and len(hello) < HELLO.size:
-            self._hellos[caller] = hello, until
-            return
-        self._forget(caller)
-        peer = _caller_rank(hello, self._rank, self._secret) if received else None
-        if peer in self._missing:
-            self._missing.remove(peer)
-            self._accepted[peer] = caller
-        else:
-            caller.close()
-
-    def _forget(self, caller: socket.socket) -> None:
-        self._selector.unregister(caller)
-        del self._hellos[caller]
+                elif key.fileobj in self._pending:
+                    self._continue(self._pending[key.fileobj])
+        done, self._done = self._done, {}
+        return done
 
     def close(self) -> None:
+        """Close everything that `run` has not returned."""
+        for handshake in [*self._pending.values()]:
+            if not handshake.called:
+                self._refuse(handshake, "all peers are connected")
+        self._log_refusals(at_once=True)
         self._selector.close()
-        for caller in [*self._hellos, *self._accepted.values()]:
-            caller.close()
+        for link in [*self._pending, *self._done.values()]:
+            link.close()
 
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            link, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                oldest = next((one for one in self._pending.values() if not one.called), None)
+                if oldest is None:
+                    raise
+                self._refuse(oldest, "too many connections are open")
+            return
+        handshake = Handshake(link, None, min(self.deadline, time.monotonic() + HELLO_SECONDS))
+        if _is_own_user(link):
+            self._begin(handshake, -1)
+        else:
+            self._refuse(handshake, "it is a process of another user")
 
-def _expect_welcome(link: socket.socket, rank: int, peer: int, secret: bytes, deadline: float) -> None:
-    link.settimeout(max(deadline - time.monotonic(), 0.001))
-    welcome = b""
-    try:
-        while len(welcome) < HELLO.size and (received := link.recv(HELLO.size - len(welcome))):
-            welcome += received
-    except OSError as error:
-        raise PeerLost(f"rank {rank} got no welcome from rank {peer}: {error} (is it alive?)") from error
-    if len(welcome) < HELLO.size or _caller_rank(welcome, rank, secret) != peer:
-        raise PeerLost(
-            f"rank {rank} was not welcomed by rank {peer} (it failed while connecting, its plan does not "
-            f"link it to rank {rank}, or another program listens at its address)"
+    def _begin(self, handshake: Handshake, target: int) -> None:
+        handshake.link.setblocking(False)
+        handshake.own = OPENING.pack(MAGIC, self._rank, target, handshake.nonce)
+        self._pending[handshake.link] = handshake
+        self._selector.register(handshake.link, selectors.EVENT_READ)
+        try:
+            self._send(handshake, handshake.own)
+        except OSError as error:
+            self._fail(handshake, str(error))
+
+    def _send(self, handshake: Handshake, data: bytes) -> None:
+        if handshake.link.send(data) != len(data):  # a new connection has space for some bytes
+            raise OSError("the connection takes no bytes")
+
+    def _continue(self, handshake: Handshake) -> None:
+        needed = OPENING.size if not handshake.other else PROOF_BYTES
+        try:
+            received = handshake.link.recv(needed - len(handshake.received))
+            if not received:
+                raise Refused("it closed the connection")
+            handshake.received += received
+            if len(handshake.received) < needed:
+                return
+            message, handshake.received = handshake.received, b""
+            if not handshake.other:
+                self._read_opening(handshake, message)
+            else:
+                self._read_proof(handshake, message)
+        except BlockingIOError:
+            return
+        except (OSError, Refused) as error:
+            self._fail(handshake, str(error))
+
+    def _read_opening(self, handshake: Handshake, message: bytes) -> None:
+        magic, source, target, _ = OPENING.unpack(message)
+        if magic != MAGIC:
+            raise Refused("it does not speak the protocol of links")
+        if handshake.called:
+            if source != handshake.peer:
+                raise Refused(f"it is rank {source}")
+            handshake.other = message
+            self._send(handshake, handshake.proof(self._key, b"call"))
+        elif target != self._rank or source not in self._missing:
+            raise Refused(f"it calls rank {target} as rank {source}, which is not expected")
+        else:
+            handshake.other, handshake.peer = message, source
+
+    def _read_proof(self, handshake: Handshake, message: bytes) -> None:
+        expected = handshake.proof(self._key, b"answer" if handshake.called else b"call")
+        if not hmac.compare_digest(message, expected):
+            raise Refused("it does not know the key of this job")
+        assert handshake.peer is not None
+        if not handshake.called:
+            if handshake.peer not in self._missing:
+                raise Refused(f"rank {handshake.peer} is connected already")
+            self._send(handshake, handshake.proof(self._key, b"answer"))
+            self._missing.remove(handshake.peer)
+        self._forget(handshake)
+        self._done[handshake.peer] = handshake.link
+
+    def _forget(self, handshake: Handshake) -> None:
+        if self._pending.pop(handshake.link, None) is not None:
+            self._selector.unregister(handshake.link)
+
+    def _fail(self, handshake: Handshake, why: str) -> None:
+        if handshake.called:
+            raise PeerLost(
+                f"rank {self._rank} was not welcomed by rank {handshake.peer}: {why} (it failed while "
+                f"connecting, its plan does not link it to rank {self._rank}, or another program listens at "
+                "its address)"
+            )
+        self._refuse(handshake, why)
+
+    def _refuse(self, handshake: Handshake, why: str) -> None:
+        try:
+            name = handshake.link.getpeername()
+            source = f"{name[0]} port {name[1]}" if isinstance(name, tuple) else "this machine"
+        except OSError:
+            source = "a closed connection"
+        self._forget(handshake)
+        handshake.link.close()
+        self._num_refused += 1
+        self._last_refusal = f"{source}: {why}"
+        self._log_refusals()
+
+    def _log_refusals(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not self._num_refused or (not at_once and now - self._logged_at < REFUSAL_LOG_SECONDS):
+            return
+        log.warning(
+            "rank %d refused %d connections to its links, the last from %s",
+            self._rank,
+            self._num_refused,
+            self._last_refusal,
         )
+        self._num_refused, self._logged_at = 0, now
+
+    def _timeout(self) -> PeerLost:
+        if self._missing:
+            return PeerLost(
+                f"rank {self._rank} waited in vain for ranks {sorted(self._missing)} to connect "
+                "(did they start, and may the machines connect on any port?)"
+            )
+        silent = sorted(one.peer for one in self._pending.values() if one.called and one.peer is not None)
+        return PeerLost(f"rank {self._rank} got no answer from ranks {silent} (are they alive?)")
 
 
 def _tune(link: socket.socket) -> None:

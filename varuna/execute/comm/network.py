@@ -30,6 +30,7 @@ def connect(
     exchange: Exchange,
     *,
     host: str = "127.0.0.1",
+    key: bytes | None = None,
     unix: bool = True,
     device: torch.device | str = "cpu",
     delay: Delay | None = None,
@@ -38,9 +39,11 @@ def connect(
     """Connect this rank to its peers, given as rank → name of the rank in errors.
 
     Every rank must call it, with or without peers, because `exchange` gathers from all ranks. `host` is this
-    machine's address as the others reach it (see `own_address`).
+    machine's address as the others reach it (see `own_address`), `key` a secret that only these ranks know.
     """
-    sockets = connect_sockets(rank, peers, exchange, host=host, unix=unix, timeout_seconds=timeout_seconds)
+    sockets = connect_sockets(
+        rank, peers, exchange, host=host, key=key, unix=unix, timeout_seconds=timeout_seconds
+    )
     return PeerNetwork(sockets, peers, device=torch.device(device), delay=delay)
 
 

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.calls import RankCall, announced_call, announcement, mismatch
+from varuna.execute.comm.address import job_key
 from varuna.execute.comm.board import StatusBoard
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import (
@@ -194,6 +195,7 @@ def open_session(
         {other: describe(other) for other in adjacent | beside},
         lambda own: session.gather(own, str),
         host=host,
+        key=job_key("links"),
         device=device,
         delay=link_delay,
     )
