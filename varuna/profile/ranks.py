@@ -12,6 +12,7 @@ import torch.distributed as dist
 from varuna.errors import WorkerError
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.collective import Collective, RankFailure
+from varuna.execute.comm.groups import secure_group
 from varuna.measure.reductions import group_sizes
 
 T = TypeVar("T")
@@ -27,7 +28,10 @@ def join_ranks() -> Collective:
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return Collective(0, [0])
-    return Collective(dist.get_rank(), range(size), dist.new_group(backend="gloo", timeout=WAIT_LIMIT))
+    group = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)
+    assert isinstance(group, dist.ProcessGroup)
+    secure_group(group)
+    return Collective(dist.get_rank(), range(size), group)
 
 
 def on_all(ranks: Collective, work: Callable[[], T], kind: Any) -> list[T]:

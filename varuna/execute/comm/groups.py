@@ -1,8 +1,12 @@
 """Process groups of a plan, and the choice of backends and channels.
 
-Only the members of a group take part in making it.
+Only the members of a group take part in making it. Gloo lets anyone join who is quicker than a rank, so every
+rank proves over a new group that it has the job's credential, and the sockets on which gloo listens are closed
+to new connections (`varuna.secure.listeners`).
 """
 
+import hmac
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -10,13 +14,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from varuna.execute.comm.address import machine_identity
+from varuna.errors import WorkerError
+from varuna.execute.comm.address import job_key, machine_identity
 from varuna.execute.comm.slots import device_uuid, reachable_gpus
+from varuna.secure.listeners import close_gloo_listeners
 from varuna.types import ChannelName, Plan, StageMap
 
 GLOO_TIMEOUT_FACTOR = 20
 """Gloo times out this much later than the waiter, so that the waiter's error, which names the cause, comes
 first."""
+PROOF_SECONDS = 60.0
+"""Longest wait for the proofs of all ranks of a new group."""
 
 
 class RankDevice(NamedTuple):
@@ -67,7 +75,55 @@ def make_group(
         use_local_synchronization=True,
     )
     assert isinstance(group, dist.ProcessGroup)
+    secure_group(group)
     return group
+
+
+def secure_group(group: dist.ProcessGroup) -> None:
+    """Check that all ranks of a new group are of this job, and close it to strangers. All ranks call it."""
+    close_gloo_listeners()
+    key = job_key("groups")
+    if key is not None and _has_host_backend(group):
+        _prove(group, dist.get_process_group_ranks(group), key)
+
+
+def _has_host_backend(group: dist.ProcessGroup) -> bool:
+    """Return False for a group of NCCL alone. NCCL's ranks meet in the job's store, which is closed."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _prove(group: dist.ProcessGroup, ranks: Sequence[int], key: bytes) -> None:
+    """Raise WorkerError unless every rank answers the numbers that all ranks have drawn."""
+    numbers = b"".join(_exchange(group, ranks, secrets.token_bytes(32)))
+
+    def proof(rank: int) -> bytes:
+        return hmac.digest(key, f"rank {rank} of {ranks}: ".encode() + numbers, "sha256")
+
+    for rank, found in zip(ranks, _exchange(group, ranks, proof(dist.get_rank())), strict=True):
+        if not hmac.compare_digest(found, proof(rank)):
+            raise WorkerError(
+                f"rank {rank} of a new process group does not have the credential of this job: another "
+                "program has taken its place (restart the job; let only its machines reach its network)"
+            )
+
+
+def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], own: bytes) -> list[bytes]:
+    """Return 32 bytes of every rank."""
+    parts = [torch.empty(32, dtype=torch.uint8) for _ in ranks]
+    work = dist.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8), group, async_op=True)
+    assert work is not None
+    try:
+        work.wait(timedelta(seconds=PROOF_SECONDS))
+    except RuntimeError as error:
+        raise WorkerError(
+            f"a new process group of ranks {list(ranks)} does not work: {error} (a rank has ended, or "
+            "another program has taken its place; restart the job)"
+        ) from error
+    return [part.numpy().tobytes() for part in parts]
 
 
 def make_placeholder_group(rank: int) -> None:
@@ -77,6 +133,7 @@ def make_placeholder_group(rank: int) -> None:
     wait for each other forever.
     """
     dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    close_gloo_listeners()
 
 
 def have_equal_widths(stage_map: StageMap, stages: Sequence[int]) -> bool:
