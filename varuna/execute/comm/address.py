@@ -200,7 +200,8 @@ def _is_own_user(link: socket.socket) -> bool:
     if link.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.getuid()
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
 
 
 @dataclass(eq=False)

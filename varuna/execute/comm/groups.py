@@ -1,18 +1,19 @@
 """Process groups of a plan, and the choice of backends and channels.
 
-Only the members of a group take part in making it. Gloo lets anyone join who is quicker than a rank, so every
-rank proves over a new group that it has the job's credential, and the sockets on which gloo listens are closed
-to new connections (`varuna.secure.listeners`).
+Only the members of a group take part in making it. Gloo lets anyone join who is quicker than a rank. So every
+rank proves over a new group that it has the job's credential, and the sockets on which gloo listens are
+closed to new connections (`varuna.secure.listeners`).
 """
 
 import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from varuna.errors import WorkerError
 from varuna.execute.comm.address import job_key, machine_identity
@@ -114,10 +115,10 @@ def _prove(group: dist.ProcessGroup, ranks: Sequence[int], key: bytes) -> None:
 def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], own: bytes) -> list[bytes]:
     """Return 32 bytes of every rank."""
     parts = [torch.empty(32, dtype=torch.uint8) for _ in ranks]
-    work = dist.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8), group, async_op=True)
-    assert work is not None
+    options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.timeout = timedelta(seconds=PROOF_SECONDS)  # a mere `wait` would leave the call in the group
     try:
-        work.wait(timedelta(seconds=PROOF_SECONDS))
+        group.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)], options).wait()
     except RuntimeError as error:
         raise WorkerError(
             f"a new process group of ranks {list(ranks)} does not work: {error} (a rank has ended, or "

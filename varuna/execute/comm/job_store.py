@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from varuna.addresses import address_facing
 from varuna.errors import PeerHangs, PeerLost
 from varuna.secure.credential import JobCredential
+from varuna.secure.listeners import close_gloo_listeners, use_interface_of
 from varuna.secure.store_client import CONNECT_SECONDS, KeyTimeout, StoreConnection, StoreGone
 from varuna.secure.store_server import StoreAnswer, StoreRequest
 
@@ -182,5 +184,9 @@ def rendezvous(
         timeout=timeout,
         connect_seconds=CONNECT_SECONDS if store_waits else JOIN_SECONDS,
     )
-    yield store, rank, world
-    raise RuntimeError("torch.distributed cannot repeat the rendezvous of a Varuna job")
+    use_interface_of(address_facing(store.host))
+    try:
+        yield store, rank, world
+        raise RuntimeError("torch.distributed cannot repeat the rendezvous of a Varuna job")
+    finally:  # init_process_group drops this generator when its group has formed
+        close_gloo_listeners()

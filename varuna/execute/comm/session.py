@@ -25,6 +25,7 @@ from varuna.execute.comm.groups import (
     make_group,
     make_placeholder_group,
     reduce_backend,
+    secure_group,
 )
 from varuna.execute.comm.lanes import open_lanes
 from varuna.execute.comm.link import PeerLink
@@ -32,6 +33,7 @@ from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import CAUSE_SECONDS, Waiter
 from varuna.execute.step.division import linked_ranks
+from varuna.secure.listeners import close_gloo_listeners
 from varuna.types import ChannelName, StageMap, place_in_map
 
 _num_sessions = 0  # opened in this process: every session has its own keys in the job's store
@@ -169,6 +171,9 @@ def open_session(
     session = Session(rank=rank, ranks=ranks, stage_map=stage_map, stage=stage, replica=replica)
     if len(ranks) == 1:
         return session
+    if dist.get_world_size() == len(ranks):
+        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+        secure_group(dist.group.WORLD)  # the script made it, and may use it too
     session.group = make_group(ranks, timeout_seconds=timeout_seconds, backend="gloo")
     devices, store = _exchange_devices(session, device)
 
@@ -249,6 +254,7 @@ def _open_channels(
             link.use_lanes(*lanes)
         elif channel == "host":
             link.use_host()
+    close_gloo_listeners()  # of lanes over gloo
 
 
 def make_tie_groups(
