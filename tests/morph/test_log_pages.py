@@ -9,7 +9,7 @@ from hypothesis import given
 
 from varuna.morph.protocol import stream
 from varuna.morph.protocol.stream import MessageReader, pack_message
-from varuna.morph.run import log_pages
+from varuna.morph.run import log_pages, supervisor
 from varuna.morph.run.log_pages import find_lines, last_lines, read_page
 from varuna.secure.framing import FramingError, pack_frame
 
@@ -72,3 +72,20 @@ def test_frames_of_another_program_and_endless_messages_are_refused(monkeypatch:
     monkeypatch.setattr(stream, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(FramingError, match="more than 100 bytes"):
         MessageReader().feed(pack_frame(b"+" + bytes(60)) * 2)
+
+
+def test_output_for_the_terminal_is_bounded_and_never_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REL-5: a line without an end does not hold back what follows, and a flood is cut."""
+    monkeypatch.setattr(supervisor, "MAX_OUTPUT", 10)
+    monkeypatch.setattr(supervisor, "MAX_BACKLOG", 100)
+    worker = supervisor.WorkerProcess(0, tmp_path, shows_progress=False)
+    worker.out.write_bytes(b"x" * 25 + b"\nend\n")
+    shown = [text for _ in range(4) for _, text in worker.new_output()]
+    assert "".join(shown) == "x" * 25 + "\nend\n"
+    with worker.out.open("ab") as log:
+        log.write(b"y" * 1000)
+    worker.end(0)
+    shown = [text for _, text in worker.new_output()]
+    assert shown[0].startswith("[900 bytes are not shown here: see ") and "".join(shown[1:]) == "y" * 100
