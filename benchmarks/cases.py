@@ -23,6 +23,7 @@ from benchmarks.morphing import manager, morphing
 from benchmarks.partition import partition_rows
 from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
+from benchmarks.strangers import strangers
 from tests.pool import Pool
 from varuna.types import ScheduleName
 
@@ -436,4 +437,5 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "rannc": rannc,
     "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),
     "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
+    "strangers": lambda lab: strangers(quick=lab.quick),
 }

@@ -52,6 +52,7 @@ WHOLE_MACHINE = (
     "tests/morph/test_managed_jobs.py",
     "tests/morph/test_full_disks.py",
     "tests/morph/test_soak.py",
+    "tests/morph/test_strangers.py",
     "tests/morph/test_hosts.py",
     "tests/morph/test_ssh.py",
     "tests/morph/test_ray.py",
