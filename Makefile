@@ -8,6 +8,7 @@ READY  := $(VENV)/.ready
 MOTO   := $(VENV)/moto/pinned
 RAY    := $(VENV)/ray/pinned
 HOSTS  := $(VENV)/.hosts
+OLDEST := .venv-oldest
 
 # Processes that run tests side by side. Tests wait for other processes much of the time.
 TEST_WORKERS ?= 3
@@ -15,13 +16,17 @@ TEST_WORKERS ?= 3
 # Workers share the machine: one thread each, so that timings and results do not depend on its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench lint format types setup clean
+.PHONY: demo test test-oldest bench lint format types setup clean
 
 demo: $(READY)
 	$(PY) examples/demo.py
 
 test: lint types $(MOTO) $(RAY) $(HOSTS)
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# The captures rely most on torch's internals: they run with the oldest version that pyproject.toml allows, too.
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadgroup tests/capture $(PYTEST_ARGS)
 
 bench: $(READY) $(HOSTS)
 	$(PY) -m benchmarks
@@ -52,6 +57,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -q -c $(OLDEST)/constraints.txt torch==2.11.0
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -q -c $(OLDEST)/constraints.txt -e '.[dev]'
+	@touch $@
+
 # The S3 server and the Ray of the tests: their packages do not go with ours, so each has its own environment.
 $(MOTO): tests/checkpoint/moto-constraints.txt | $(READY)
 	$(PY) tests/environments.py moto $<
@@ -74,4 +86,4 @@ $(HOSTS): | $(READY)
 	fi
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache

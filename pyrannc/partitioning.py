@@ -24,6 +24,7 @@ from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, fi
 from varuna.capture import Captured, Source
 from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.state import adopted_state, model_values
+from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
@@ -37,9 +38,6 @@ from varuna.train.validate import check_once
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
-
-CHECKED_SAMPLES = 4
-"""Samples of the first call with which the captured model is compared with the original."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pyrannc import RaNNCModule
 from tests.pool import Pool
 from tests.zoo import hand_made
+from tests.zoo.devices import Tour, visit
 from tests.zoo.graphs import graph
 from tests.zoo.here import run_here
 from tests.zoo.tours import case_of, try_one
@@ -71,6 +72,14 @@ def test_models_that_cannot_be_captured_are_refused_by_their_line(name: str, wor
     with pytest.raises(CaptureError) as refusal:
         run_here(hand_made.CASES[name])
     assert "hand_made.py:" in str(refusal.value) and words in str(refusal.value)
+
+
+def test_a_device_is_toured_in_every_precision_and_placement() -> None:
+    """EXA-7: each cell of the table has a result, also for models that cannot be captured."""
+    tour = Tour("cpu", ("fp32", "bf16"), (1,))
+    assert visit("factors", tour, 0, [0, 0]) == {"fp32": ["ok"], "bf16": ["ok"]}
+    refused = visit("branch on data", tour, 0, [0, 0])
+    assert all(said.startswith("not captured: ") for (said,) in refused.values())
 
 
 def test_inputs_of_another_shape_or_dtype_are_captured_separately(pool: Pool) -> None:

@@ -142,7 +142,7 @@ def one_precision(dtype: torch.dtype | None, device: torch.device) -> Iterator[O
     if dtype is not None:
         torch.set_default_dtype(dtype)
     # The code's constants must be those of the graph, which was traced in a lower precision.
-    replaced = patch.object(torch, "finfo", lambda given=None: finfo(torch.float32))
+    replaced = patch.object(torch, "finfo", lambda *_, **__: finfo(torch.float32))
     try:
         with warnings.catch_warnings(), mode:
             warnings.simplefilter("ignore")

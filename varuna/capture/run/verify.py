@@ -37,6 +37,8 @@ _WORK = Work(seed=0, step=0, first_sample=0)
 
 FP64_PARAMETERS = 50_000_000
 """Largest number of parameters that are copied in fp64."""
+CHECKED_SAMPLES = 4
+"""Samples of the inputs with which the models run: activations in fp64 take four times those in bf16."""
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 """Difference of a tensor, as a share of its norm, that rounding alone explains."""
 NOISE_MULTIPLE = 20.0
@@ -128,6 +130,9 @@ class _Comparison:
     def _own_input(self, name: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
+        dim = self._captured.batch_dims.get(name)
+        if dim is not None:
+            value = value.narrow(dim, 0, min(CHECKED_SAMPLES, value.shape[dim]))
         wanted = self._dtype if value.is_floating_point() and self._dtype is not None else value.dtype
         own = value.detach().to(self._device, wanted, copy=True)
         return own.requires_grad_(name in self._convention.gradients)
