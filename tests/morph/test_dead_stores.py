@@ -61,7 +61,8 @@ def test_a_job_whose_store_dies_saves_and_restarts(tmp_path: Path, reference: di
 
 
 def end_store(world: World, machine: str, port: int) -> None:
-    world.happens(events.StoreEnded(machine, world.agents[machine], port, "it was killed"))
+    trains = world.iteration > 0
+    world.happens(events.StoreEnded(machine, world.agents[machine], port, "it was killed", trains))
     world.carry_out()
 
 

@@ -49,6 +49,7 @@ class StoreEnded(Event, frozen=True):
     agent: str
     port: int
     why: str
+    trains: bool = False  # workers of this machine have trained a step, so they can save
 
 
 class WorkerFailed(Event, frozen=True):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,7 +99,8 @@ def measure_with_processes(count: int, device: torch.device, sizes: Sequence[int
         store.set("sizes", ",".join(map(str, sizes)))
         link, reductions = _measure_all(store, 0, count + 1, device)
         for process in processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # all measurements are done; else it is killed
+                process.wait(START_LIMIT.total_seconds())
     assert link is not None
     return ProcessCosts(link, tuple(reductions), fixed)
 

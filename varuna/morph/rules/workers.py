@@ -56,7 +56,7 @@ def store_ended(decision: Decision, event: events.StoreEnded) -> None:
         decision.log("store ended", f"{event.machine}: {event.why}; it opens another one")
     elif decision.state.phase == "running" and _is_store_of(decision, event):
         reason = f"the store of the job on {event.machine} has ended: {event.why}"
-        if decision.state.step_seconds:
+        if event.trains:
             decision.save_and_end(reason)
         else:
             _count_crash(decision, reason)

@@ -262,7 +262,8 @@ class Agent:
 
     def report_store_end(self, port: int, why: str) -> None:
         print(f"the store at port {port} has ended: {why}", flush=True)
-        self.send(events.StoreEnded(self.orders.machine, self.name, port, why))
+        trains = any(worker.progress().steps for worker in self.supervisor.live_workers)
+        self.send(events.StoreEnded(self.orders.machine, self.name, port, why, trains))
 
     # ------------------------------------------------------------ workers
 
