@@ -68,8 +68,10 @@ class Collective:
         starts = [start[LENGTH_BYTES:][:size] for start, size in zip(starts, sizes, strict=True)]
         if max(sizes) <= FIRST_BYTES - LENGTH_BYTES:
             return starts
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
+        padded = data
+        if len(data) < max(sizes):
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(data)] = data
         return [part[:size] for part, size in zip(self._all_gather(padded), sizes, strict=True)]
 
     def _all_gather(self, own: Tensor) -> list[Tensor]:
