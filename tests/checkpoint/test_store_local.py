@@ -204,6 +204,25 @@ assert store.read("manifest.json") == b"old"
 """
 
 
+def test_a_sector_that_cannot_be_read_is_an_error_and_not_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REL-1: a page of a mapping that is gone would kill the process with SIGBUS."""
+    place = tmp_path / "file"
+    place.write_bytes(bytes(3 * mmap.PAGESIZE))
+    real = mmap.mmap
+
+    def cut_after_mapping(*arguments: Any, **options: Any) -> mmap.mmap:
+        mapping = real(*arguments, **options)
+        os.truncate(place, mmap.PAGESIZE)
+        return mapping
+
+    monkeypatch.setattr(mmap, "mmap", cut_after_mapping)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        LocalStore(str(tmp_path)).read_spans("file", [(0, 10), (mmap.PAGESIZE, 2 * mmap.PAGESIZE)])
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(place))
+
+
 def test_a_full_disk_is_reported_with_path_and_space_and_leaves_no_file(tmp_path: Path) -> None:
     script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     tiny_disk = f"mount -t tmpfs -o size=2m none {tmp_path}"

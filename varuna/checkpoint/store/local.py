@@ -20,6 +20,7 @@ from varuna.checkpoint.store.store import MANIFEST, OWN_PREFIX, Buffer, Claim, E
 SMALL_BYTES = 256 << 10  # a copy of a smaller chunk costs less than a system call
 BATCH_BYTES = 4 << 20
 SYNC_BYTES = 1 << 30
+MADV_POPULATE_READ = 22  # the module mmap has no name for it
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that sync folders automatically
 
@@ -63,11 +64,13 @@ class LocalStore:
             whole = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""  # cannot map 0 bytes
         finally:
             os.close(fd)
-        for first, stop in spans:
-            start = first - first % mmap.PAGESIZE
-            if stop > first and isinstance(whole, mmap.mmap):
-                with suppress(OSError):  # requests all pages of a span at once; advice only
-                    whole.madvise(mmap.MADV_WILLNEED, start, stop - start)
+        if not isinstance(whole, bytes):
+            pages = page_runs(spans)
+            for first, stop in pages:
+                with suppress(OSError):  # requests all pages of a run at once; advice only
+                    whole.madvise(mmap.MADV_WILLNEED, first, stop - first)
+            for first, stop in pages:
+                populate(whole, first, stop - first, place)
         view = memoryview(whole)
         return [view[first:stop] for first, stop in spans]
 
@@ -113,6 +116,28 @@ class LocalStore:
         while folder != self._folder:
             folder = os.path.dirname(folder)
             sync_folder(folder)
+
+
+def page_runs(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the spans from the start of their first page, joined where they touch or share a page."""
+    runs: list[tuple[int, int]] = []
+    for first, stop in sorted(span for span in spans if span[1] > span[0]):
+        start = first - first % mmap.PAGESIZE
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(stop, runs[-1][1])
+        else:
+            runs.append((start, stop))
+    return runs
+
+
+def populate(mapping: mmap.mmap, first: int, length: int, place: str) -> None:
+    """Read the pages of a mapping. Raises EIO for a bad sector, which would kill this process later."""
+    try:
+        mapping.madvise(MADV_POPULATE_READ, first, length)
+    except OSError as error:
+        if error.errno in (errno.EFAULT, errno.EIO):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), place) from error
+        # Linux before 5.14 does not know this advice.
 
 
 def size_of_file(facts: os.stat_result, place: str) -> int:
