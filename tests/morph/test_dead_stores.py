@@ -113,7 +113,7 @@ def test_a_hang_between_wrapping_the_model_and_the_first_step_is_found() -> None
 
     def tick(activity: int) -> None:
         progress = (WorkerProgress(0, activity=activity),)
-        world.happens(events.Tick({"a": (world.agents["a"], 1, progress)}))
+        world.happens(events.Tick({"a": (world.agents["a"], world.workers.get("a"), progress)}))
         world.carry_out()
 
     for activity in range(1, 4):  # it captures, plans and compiles, each for 29 minutes
