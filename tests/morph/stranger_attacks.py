@@ -85,10 +85,10 @@ class Marker:
 # ---------------------------------------------------------------- connections
 
 
-def connect(target: Target) -> socket.socket:
+def connect(target: Target, seconds: float = CONNECT_SECONDS) -> socket.socket:
     family = socket.AF_INET if target.port else socket.AF_UNIX
     connection = socket.socket(family)
-    connection.settimeout(CONNECT_SECONDS)
+    connection.settimeout(seconds)
     try:
         connection.connect((target.address, target.port) if target.port else "\0" + target.address)
     except OSError as error:
@@ -274,19 +274,24 @@ def attack_new_sockets(target: Target, order: Order) -> str:
     messages += [struct.pack("!8sqq32s", b"varuna/1", 0, rank, os.urandom(32)) for rank in (0, 1)]
     messages += [b"\x16\x03\x01\xff\xff" + os.urandom(64), b"\xff" * 8]
     found: set[tuple[str, int]] = set()
+    closed: set[tuple[str, int]] = set()
     kept = []  # connections that say nothing more
     deadline = time.monotonic() + order.seconds
     while time.monotonic() < deadline:
-        for address, port in sorted(listening_sockets("thread-self")):
+        for address, port in sorted(listening_sockets("thread-self") - closed):
             if port == SSH:
                 continue
             new = (address, port) not in found
             found.add((address, port))
             for message in messages if new else messages[:1]:
-                with suppress(OSError, NoConnection):
-                    connection = connect(Target("", address, port))
+                try:
+                    connection = connect(Target("", address, port), 0.1)
+                except NoConnection:
+                    closed.add((address, port))
+                    break
+                kept.append(connection)
+                with suppress(OSError):
                     connection.sendall(message)
-                    kept.append(connection)
         for connection in kept[:-500]:
             connection.close()
         kept = kept[-500:]
