@@ -11,7 +11,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional
 from torch.utils import checkpoint
 
@@ -112,7 +112,6 @@ def test_discarded_guards() -> None:
     name = "discarded_guards"
     shapes, mode = fake_shapes()
     require(name, isinstance(getattr(shapes, "pending_fresh_unbacked_symbols", None), list), "a list of them")
-    require(name, hasattr(shapes, "error_on_new_guards"), "ShapeEnv.error_on_new_guards")
     with mode:
         tensors = [torch.ones(3)]
     require(name, torch._guards.detect_fake_mode(tensors) is mode, "torch._guards.detect_fake_mode")
@@ -121,6 +120,15 @@ def test_discarded_guards() -> None:
         shapes.create_unbacked_symint()
         raise ValueError
     require(name, shapes.pending_fresh_unbacked_symbols == before, "pending_fresh_unbacked_symbols")
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    symbolic = mode.from_tensor(torch.ones(6), symbolic_context=context)
+    refused = False
+    try:
+        with patches.discarded_guards([symbolic]):
+            bool(symbolic.shape[0] == 6)
+    except Exception:
+        refused = True
+    require(name, refused, "ShapeEnv.error_on_new_guards or ShapeEnv._check_frozen")
     require(name, hasattr(fake_tensor, "unset_fake_temporarily"), "fake_tensor.unset_fake_temporarily")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna.capture.model.call_convention import CallConvention
 from varuna.capture.model.copies import working_copy
@@ -26,7 +27,7 @@ from varuna.capture.model.tied_weights import canonical_names, named_tensors
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.one_precision import one_precision
 from varuna.capture.run.plain_randomness import plain_randomness
-from varuna.capture.run.program import SpanProgram
+from varuna.capture.run.program import SpanProgram, attributes
 from varuna.capture.trace.trace import LOW_PRECISION, autocast, without_kv_cache
 from varuna.errors import CaptureError, list_some
 from varuna.types import Work
@@ -313,6 +314,13 @@ class _Comparison:
                 moved = self._eager()
             for name in expected:
                 movement[name] = max(movement[name], _distance(expected[name], moved.get(name)))
+        whole = [0, self._captured.num_segments]
+        base = self._carved(whole)
+        with self._moved_constants():
+            moved = self._carved(whole)
+        for name in moved:
+            distance = _distance(base.get(name), moved[name])
+            movement[name] = max(movement.get(name, 0.0), distance)
         if repeated and self._dtype == torch.float64:
             first = next(iter(repeated))
             raise CaptureError(
@@ -332,6 +340,18 @@ class _Comparison:
             yield
         finally:
             _flip(floats, bits)
+
+    @contextmanager
+    def _moved_constants(self) -> Iterator[None]:
+        """Move the graph's constants, which were computed in the precision of the trace, and back."""
+        module = self._captured.carve(0, self._captured.num_segments).graph_module
+        constants = [value for value in attributes(module).values() if isinstance(value, Tensor)]
+        floats = [value for value in constants if value.is_floating_point() or value.is_complex()]
+        _flip(floats, 1)
+        try:
+            yield
+        finally:
+            _flip(floats, 1)
 
     def _refuse(
         self, suspects: Mapping[str, tuple[float, float]], expected: Results, cuts: Sequence[int]
@@ -360,8 +380,10 @@ def _cotangent(output: Tensor) -> Tensor:
 def _flip(tensors: Sequence[Tensor], bits: int) -> None:
     """Flip the last bits of all values, in place; a second call restores them exactly."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for tensor in tensors:
-        tensor.detach().view(whole[tensor.element_size()]).bitwise_xor_(bits)
+    with _disable_current_modes():  # which would change a copy in another precision
+        for tensor in tensors:
+            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            values.detach().view(whole[values.element_size()]).bitwise_xor_(bits)
 
 
 def _norm(tensor: Tensor | None) -> float:

@@ -150,7 +150,7 @@ class OperationCache(TorchFunctionMode):
 
     def _traced(self, func: Any, args: Any, kwargs: Any, known: tuple[Any, list[Tensor]] | None) -> Any:
         graph = self._tracer.graph
-        last = next(reversed(graph.nodes), None)
+        last = next(iter(reversed(graph.nodes)), None)  # torch 2.11 has no iterator there
         result = func(*args, **kwargs)
         nodes = list(takewhile(lambda node: node is not last, reversed(graph.nodes)))[::-1]
         in_place = any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in nodes)

@@ -148,6 +148,21 @@ def untracked_modules() -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def no_new_guards(shapes: ShapeEnv) -> Iterator[None]:
+    """Raise if code restricts a symbolic size."""
+    if hasattr(shapes, "error_on_new_guards"):
+        with shapes.error_on_new_guards():
+            yield
+        return
+
+    def refuse(expression: Any, value: Any) -> None:  # torch 2.11 only warns
+        raise RuntimeError(f"{expression} must be {value}, but no size may be restricted here")
+
+    with patch.object(shapes, "frozen", True), patch.object(shapes, "_check_frozen", refuse):
+        yield
+
+
+@contextmanager
 def discarded_guards(tensors: list[Tensor]) -> Iterator[None]:
     """Raise if code restricts the batch size, and forget the symbols of an attempt that raised."""
     mode = torch._guards.detect_fake_mode(tensors)
@@ -158,7 +173,7 @@ def discarded_guards(tensors: list[Tensor]) -> Iterator[None]:
     pending = shapes.pending_fresh_unbacked_symbols
     before = list(pending)
     try:
-        with shapes.error_on_new_guards():
+        with no_new_guards(shapes):
             yield
     except Exception:
         pending[:] = before
