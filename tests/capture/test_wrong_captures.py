@@ -23,7 +23,7 @@ from tests.capture.wrong_captures import (
     sentences,
     with_args,
 )
-from varuna.capture import Captured, Source, check_capture
+from varuna.capture import Captured, Source, check_capture, opaque
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName
 
@@ -178,3 +178,24 @@ def test_state_that_no_capture_sees_is_found(kind: str) -> None:
     with pytest.raises(CaptureError, match="the loss differently when it is called again"):
         check_capture(model, captured, batch_of(3))
     assert model.calls == 0
+
+
+class Phase(nn.Module):
+    """Multiplies by a constant that the trace computes in fp32, after an opaque module and a shared draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.layer = opaque(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        turned = torch.fft.rfft(self.layer(self.noise(x))) * torch.exp(1j * torch.tensor(0.3))
+        return F.mse_loss(torch.fft.irfft(turned, n=6) + torch.randn(6), y)
+
+
+def test_constants_of_the_trace_and_draws_of_opaque_modules_are_no_difference() -> None:
+    """EXA-7: the model itself computes the constant in fp64, and the opaque module numbers its own draws."""
+    torch.manual_seed(0)
+    model = Phase()
+    captured = Source(model).capture(batch_of(3), training=True)
+    assert captured.shared_draws == {1}
+    check_capture(model, captured, batch_of(3))
