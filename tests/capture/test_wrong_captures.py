@@ -162,15 +162,13 @@ class Stateful(nn.Module):
         self.calls += 1
         factor = {
             "counter": lambda: self.calls,
-            "numpy": lambda: float(np.random.rand()),
-            "random": lambda: random.random(),
             "list": lambda: float(len(self.seen)),
         }[self.kind]()
         self.seen.append(factor)
         return F.mse_loss(self.layer(x) * factor, y)
 
 
-@pytest.mark.parametrize("kind", ["counter", "numpy", "random", "list"])
+@pytest.mark.parametrize("kind", ["counter", "list"])
 def test_state_that_no_capture_sees_is_found(kind: str) -> None:
     """EXA-7: the model itself gives other results when it is called again."""
     model = Stateful(kind)
