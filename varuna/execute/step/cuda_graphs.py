@@ -153,7 +153,7 @@ class ReplayedMicroBatch(HeldMicroBatch):
 
 
 class GraphedStage(Stage):
-    """Replays what it can. Recompute, random numbers, opaque modules and weight hooks run unrecorded."""
+    """Replays what it can. Recompute, random numbers and opaque modules run unrecorded."""
 
     def __init__(self, state: TensorsByName, recorders: Callable[[], Record], device: torch.device) -> None:
         super().__init__(state, split_backward=False)
@@ -165,7 +165,7 @@ class GraphedStage(Stage):
         self._free: dict[MicroBatchForm, list[Recording]] = {}
         self._weights: dict[int, list[object]] = {}  # by program: identity and address of its tensors
         self._logged: set[str] = set()
-        self._recordable: dict[int, bool] = {}  # by program, for one step: its weights have no hooks
+        self._checked: set[int] = set()  # programs whose weights were checked in this step
 
     def forward(
         self,
@@ -221,7 +221,7 @@ class GraphedStage(Stage):
     def clear(self) -> None:
         for held in self.held.values():
             self._release(held)
-        self._recordable.clear()
+        self._checked.clear()
         super().clear()
 
     def _obstacle(self, program: StageProgram, keep_graph: bool) -> str:
@@ -230,9 +230,10 @@ class GraphedStage(Stage):
             return "they are recomputed"
         if not program.repeats:
             return "they draw random numbers or have opaque modules"
-        if id(program) not in self._recordable:
-            self._recordable[id(program)] = self._check_weights(program)
-        return "" if self._recordable[id(program)] else "their weights have hooks"
+        if id(program) not in self._checked:
+            self._checked.add(id(program))
+            self._check_weights(program)
+        return ""
 
     def _log_once(self, obstacle: str) -> None:
         if obstacle not in self._logged:
@@ -250,17 +251,14 @@ class GraphedStage(Stage):
         except TypeError:  # an input that is not hashable
             return None
 
-    def _check_weights(self, program: StageProgram) -> bool:
-        """Return False if weights have hooks. Forget recordings whose weights have moved. Once per step."""
-        tensors: list[Any] = self._tensors(program)
-        hooked = any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors if t.is_leaf)
-        now: list[object] = [(id(t), t.data_ptr(), t.requires_grad) for t in tensors]
-        if hooked or self._weights.get(id(program), now) != now:
+    def _check_weights(self, program: StageProgram) -> None:
+        """Forget recordings whose weights have moved. Once per step."""
+        now: list[object] = [(id(t), t.data_ptr(), t.requires_grad) for t in self._tensors(program)]
+        if self._weights.get(id(program), now) != now:
             for form in [form for form in self._known if form[0] == id(program)]:
                 self._known.pop(form)
                 self._free.pop(form, None)
         self._weights[id(program)] = now
-        return not hooked
 
     def _recording(
         self, form: MicroBatchForm, received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
