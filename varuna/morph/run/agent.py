@@ -40,7 +40,7 @@ NOTICE_SECONDS = 30.0
 MAX_STORE_ENDS = 10
 """Stores that may end unexpectedly in one generation; one more ends the agent."""
 MAX_REFUSALS = 8
-"""Refusals in a row after which the agent exits: the manager at this address runs another job."""
+"""Unanswered hellos in a row after which the agent exits: the manager does not want it."""
 
 
 class Agent:
@@ -131,10 +131,10 @@ class Agent:
         while True:
             try:
                 await self.talk_to(host.strip("[]"), int(port))
-            except ssl.SSLCertVerificationError:
-                self.num_refusals += 1
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, ssl.SSLError):
-                self.heard = time.monotonic()  # its machine lives: the manager may be restarted
+                # Its machine lives, and the manager may be restarted. A stranger that takes the manager's
+                # port meanwhile must not end the agent.
+                self.heard = time.monotonic()
             except (OSError, FramingError, ValueError):
                 pass
             finally:
@@ -145,7 +145,7 @@ class Agent:
             if now - self.connected_at > self.orders.patience_seconds:
                 self.end("no manager")
             if self.num_refusals >= MAX_REFUSALS:
-                self.end("the manager at this address does not know the job")
+                self.end("the manager does not answer its hello")
             await asyncio.sleep(RECONNECT_SECONDS)
             while self.over.is_set():  # do not reconnect while exiting
                 await asyncio.sleep(RECONNECT_SECONDS)
