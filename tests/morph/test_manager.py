@@ -342,13 +342,15 @@ def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
         assert "not on a connected machine" in manager.ask("logs", rank=7).text
 
 
-def test_an_agent_of_an_earlier_job_exits_when_the_manager_does_not_know_its_credential(
-    tmp_path: Path,
-) -> None:
+def test_an_agent_of_an_earlier_job_exits_when_its_patience_ends(tmp_path: Path) -> None:
     """V46: each job has its own credential."""
     with led(tmp_path) as manager:
         orders = AgentOrders(
-            job="before", machine="10.9.9.9", manager=f"127.0.0.1:{manager.port}", credential=OTHER
+            job="before",
+            machine="10.9.9.9",
+            manager=f"127.0.0.1:{manager.port}",
+            credential=OTHER,
+            patience_seconds=2.0,
         )
         agent = subprocess.run(
             AGENT_COMMAND, input=orders.line(), env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60

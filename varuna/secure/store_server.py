@@ -20,6 +20,7 @@ import msgspec
 
 from varuna.secure.credential import JobCredential
 from varuna.secure.framing import FrameReader, FramingError, pack_frame
+from varuna.secure.refusals import RefusalLog
 
 HANDSHAKE_SECONDS = 5.0
 """Time limit for a caller to prove that it belongs to the job."""
@@ -87,7 +88,7 @@ class StoreMember(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 self._server.handle(self, _read_request(payload))
         except (FramingError, msgspec.DecodeError) as error:
-            self._server.log_refusal(f"{self._peer}: {error}")
+            self._server.refusals.add(f"{self._peer}: {error}")
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -119,8 +120,7 @@ class StoreServer:
     def __init__(self, credential: JobCredential, *, log: Callable[[str], None]) -> None:
         self._context = credential.server_context()
         self._context.num_tickets = 0  # connections are not resumed
-        self._log = log
-        self._num_refused = 0
+        self.refusals = RefusalLog(lambda why: log(f"refused {why}"))
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
         self._members: set[StoreMember] = set()
         self._values: dict[str, bytes] = {}
@@ -139,7 +139,7 @@ class StoreServer:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # no file descriptor is left, or the caller is gone already
-                self.log_refusal(f"a caller: {error}")
+                self.refusals.add(f"a caller: {error}")
                 await asyncio.sleep(0.05)
                 continue
             if len(self._strangers) >= MAX_STRANGERS:
@@ -161,15 +161,9 @@ class StoreServer:
                 ssl_shutdown_timeout=1.0,
             )
         except asyncio.CancelledError as cancelled:
-            self.log_refusal(f"{address}: {cancelled}")
+            self.refusals.add(f"{address}: {cancelled}")
         except (OSError, ValueError) as error:
-            self.log_refusal(f"{address}: {error or type(error).__name__}")
-
-    def log_refusal(self, why: str) -> None:
-        """Log the first ten refusals, then ever fewer: endless callers must not fill the disk."""
-        self._num_refused = count = self._num_refused + 1
-        if count <= 10 or not count & (count - 1):
-            self._log(f"refused {why}" + (f" (refusal {count})" if count > 10 else ""))
+            self.refusals.add(f"{address}: {error or type(error).__name__}")
 
     async def close(self) -> None:
         """Disconnect everybody."""

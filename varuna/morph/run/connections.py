@@ -17,6 +17,7 @@ from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.state import WorkerProgress
 from varuna.secure.credential import JobCredential
 from varuna.secure.framing import FramingError
+from varuna.secure.refusals import RefusalLog
 
 HANDSHAKE_SECONDS = 5.0
 """Time limit for the TLS handshake of a caller."""
@@ -94,7 +95,7 @@ class ManagerConnection(asyncio.Protocol):
 
     def refuse(self, why: str) -> None:
         """Disconnect the caller. The log gets the reason, the caller does not."""
-        self._server.log_refusal(f"{self._peer}: {why}")
+        self._server.refusals.add(f"{self._peer}: {why}")
         self.close(why)
 
     def send(self, message: ManagerMessage | commands.Command) -> None:
@@ -133,7 +134,7 @@ class ConnectionServer:
         self._context.num_tickets = 0  # no caller resumes a TLS session
         self._port = port
         self._log = log
-        self._num_refused = 0
+        self.refusals = RefusalLog(lambda why: log("caller refused", why))
         self._listeners: dict[str, socket.socket] = {}
 
     async def listen(self, address: str, listener: socket.socket | None = None) -> None:
@@ -156,7 +157,7 @@ class ConnectionServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # such as too many open files
-                self.log_refusal(f"cannot accept a caller: {error.strerror}")
+                self.refusals.add(f"cannot accept a caller: {error.strerror}")
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(RETRY_SECONDS, self._resume, listener)
@@ -169,12 +170,6 @@ class ConnectionServer:
             connection = ManagerConnection(self, f"{peer[0]}:{peer[1]}")
             self.strangers[connection] = None
             connection.shake_hands(sock, self._context)
-
-    def log_refusal(self, why: str) -> None:
-        """Log the first ten refusals, then ever fewer: endless callers must not fill the disk."""
-        self._num_refused = count = self._num_refused + 1
-        if count <= 10 or not count & (count - 1):
-            self._log("caller refused", why + (f" (refusal {count})" if count > 10 else ""))
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
