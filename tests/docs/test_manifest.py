@@ -36,8 +36,8 @@ def test_its_names_lead_to_each_other() -> None:
     assert pods["serviceName"] == found["Service"]["metadata"]["name"]
     assert pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"]
     assert found["Service"]["spec"]["selector"] == pods["selector"]["matchLabels"]
-    machines, problems = read_machines(found["ConfigMap"]["data"]["machines"])
-    assert machines == tuple(f"trainer-{number}.trainers" for number in range(pods["replicas"]))
-    assert not problems
+    listed = read_machines(found["ConfigMap"]["data"]["machines"].encode(), source="the manifest")
+    assert listed.machines == tuple(f"trainer-{number}.trainers" for number in range(pods["replicas"]))
+    assert not listed.problem
     (volume,) = (one for one in found["Pod"]["spec"]["volumes"] if one["name"] == "machines")
     assert volume["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
