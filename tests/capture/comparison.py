@@ -53,17 +53,13 @@ def chained(
         stages.append((program, state, received, arrived))
     loss = arrived[0]
     grads: list[Tensor | None] = [torch.ones_like(loss)]
-    for program, state, received, sent in reversed(stages):
-        specs = program.sent or [None]
-        pairs = [
-            (value, grad)
-            for value, grad, spec in zip(sent, grads, specs, strict=True)
-            if spec is None or spec.needs_grad
-        ]
-        assert all(value.requires_grad for value, _ in pairs), program.sent
-        torch.autograd.backward(
-            [v for v, _ in pairs], [torch.zeros_like(v) if g is None else g for v, g in pairs]
-        )
+    for _, state, received, sent in reversed(stages):
+        # Frozen weights count as trainable when tracing, so a value with `needs_grad` may require none.
+        pairs = [(value, grad) for value, grad in zip(sent, grads, strict=True) if value.requires_grad]
+        if pairs:
+            torch.autograd.backward(
+                [v for v, _ in pairs], [torch.zeros_like(v) if g is None else g for v, g in pairs]
+            )
         grads = [value.grad for value in received]
         for name in state.canonical:
             grad = state.tensor(name).grad
