@@ -38,6 +38,15 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 MOMENTS = ["before the step", "F", "B", "after the step"]
 BATCH = 4
 
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Fresh processes: a wrapped model that earlier tests left alive there would keep the signal."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
 Moments = Mapping[int, Sequence[str]]  # by rank, when it gets the signal
 
 
