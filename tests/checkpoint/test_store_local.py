@@ -19,11 +19,10 @@ import pytest
 
 from varuna.checkpoint.store import claim as claim_module
 from varuna.checkpoint.store import local
-from varuna.checkpoint.store.claim import RECORD, refuse_disowned
+from varuna.checkpoint.store.claim import RECORD, claim_after_earlier_run, refuse_disowned
 from varuna.checkpoint.store.local import LocalStore
 from varuna.checkpoint.store.store import Owner
 from varuna.errors import StoreTaken
-from varuna.train.checkpoints import claim_after_earlier_run
 
 ROOT = Path(__file__).parent.parent.parent
 

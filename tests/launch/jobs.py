@@ -48,11 +48,8 @@ def run(command: list[str], folder: Path, script: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True)
 
 
-@contextmanager
-def started(command: list[str], folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a job in the background. End it with the test."""
-    (folder / "script.py").write_text(script)
-    job = subprocess.Popen(
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         cwd=folder,
         env=environment(folder),
@@ -60,6 +57,13 @@ def started(command: list[str], folder: Path, script: str) -> Iterator[subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+@contextmanager
+def started(command: list[str], folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a job in the background. End it with the test."""
+    (folder / "script.py").write_text(script)
+    job = start(command, folder)
     try:
         yield job
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from tests.launch.jobs import environment, launcher, log, run
+from tests.launch.jobs import launcher, log, run, start
 from tests.pool import free_port
 
 MEET = """
@@ -63,14 +63,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 def on_machine(folder: Path, number: int, port: int, *options: str) -> subprocess.Popen[str]:
     command = launcher(folder, devices=1, stages=2)
     command[3:3] = ["--nservers", "2", "--node-rank", str(number), "--master-port", str(port), *options]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(folder),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return start(command, folder)
 
 
 def run_on_two_machines(folder: Path, *options: str) -> tuple[list[str], str]:

@@ -749,6 +749,21 @@ def play(world: World, what: str, how: object) -> None:
         }[what]()
 
 
+def recover_and_end(world: World) -> None:
+    """All machines recover, and the job must end."""
+    for machine in list(world.unresponsive):
+        world.come_back(machine)
+    world.happens(events.MachineListRead(("a", "b", "e", "f")))
+    world.passes(400)
+    for _ in range(5):
+        if world.verdict is None:
+            assert world.workers, f"nothing runs: {world.state.phase}, {world.state.reason}"
+            world.all_finish()
+            world.carry_out()
+            world.passes(130)
+    assert world.verdict is not None and not world.workers
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans())
 def test_after_any_events_one_generation_lives_at_a_time_and_the_job_can_end(
@@ -760,18 +775,7 @@ def test_after_any_events_one_generation_lives_at_a_time_and_the_job_can_end(
         play(world, what, how)
         if promptly:
             world.carry_out()
-    for machine in list(world.unresponsive):
-        world.come_back(machine)
-    world.happens(events.MachineListRead(("a", "b", "e", "f")))
-    world.passes(400)
-    for _ in range(5):
-        if world.verdict is None:
-            assert world.workers, f"nothing runs: {world.state.phase}, {world.state.reason}"
-            world.all_finish()
-            world.carry_out()
-            world.passes(130)
-    assert world.verdict is not None
-    assert not world.workers
+    recover_and_end(world)
 
 
 @given(st.lists(HAPPENINGS, max_size=15))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.morph.test_decide import HAPPENINGS, SAVED, World, play
+from tests.morph.test_decide import HAPPENINGS, SAVED, World, play, recover_and_end
 from varuna.morph import commands, events
 from varuna.morph.decide import decide
 from varuna.morph.journal import (
@@ -110,17 +110,7 @@ def test_after_any_damage_of_the_journal_no_number_repeats_and_the_job_can_end(
     for what, how in after:
         play(world, what, how)
         world.carry_out()
-    for machine in list(world.unresponsive):
-        world.come_back(machine)
-    world.happens(events.MachineListRead(("a", "b", "e", "f")))
-    world.passes(400)
-    for _ in range(5):
-        if world.verdict is None:
-            assert world.workers, f"nothing runs: {world.state.phase}, {world.state.reason}"
-            world.all_finish()
-            world.carry_out()
-            world.passes(130)
-    assert world.verdict is not None and not world.workers
+    recover_and_end(world)
 
 
 def test_a_machine_that_ignores_its_generation_does_not_stop_the_job_for_ever() -> None:

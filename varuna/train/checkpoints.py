@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,23 +27,15 @@ from varuna.checkpoint.format.manifest import (
     decode_manifest,
     decode_part,
     folder_of,
-    seal,
 )
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
-from varuna.checkpoint.load import (
-    Checkpoint,
-    load_error,
-    newest_complete,
-    newest_whole,
-    none_left,
-    open_checkpoint,
-    set_aside,
-)
+from varuna.checkpoint.load import Checkpoint, newest_complete, newest_whole
+from varuna.checkpoint.recover import LoadRequest, describe_recovery, find_document, give_up
 from varuna.checkpoint.save import commit, remove_old, remove_part, write_part
 from varuna.checkpoint.select import LoadSelection, select
-from varuna.checkpoint.store.claim import DEAD_SECONDS, RENEW_SECONDS
-from varuna.checkpoint.store.store import Claim, Owner, Store, local_folder, open_store, retrying
+from varuna.checkpoint.store.claim import claim_after_earlier_run
+from varuna.checkpoint.store.store import Claim, Owner, Store, open_store, retrying
 from varuna.checkpoint.writer_process import SaveOrder
 from varuna.environment import VarunaEnvironment
 from varuna.errors import BrokenCheckpoint, CheckpointError, StoreOfOtherJob, StoreTaken
@@ -58,8 +50,6 @@ RETRY_SECONDS = 60.0
 """Time during which a failed store operation is retried."""
 FAILED_JOB_SECONDS = 20.0
 """Time that a failed job waits at its end for a running save."""
-EARLIER_RUN_SECONDS = 20.0
-"""Time that an earlier run of the same job may hold its claim: a disconnected run ends within 10 s."""
 LONG_WAIT_FACTOR = 15.0
 """Other ranks wait this many times the timeout while a rank reads or writes."""
 STATUS_SECONDS = 1.0
@@ -448,7 +438,7 @@ class Checkpoints:
         self.store = store.url
         return loaded
 
-    def _load(self, store: Store, request: "LoadRequest") -> int | None:
+    def _load(self, store: Store, request: LoadRequest) -> int | None:
         with self._session.patient(LONG_WAIT_FACTOR):
             verified = self._find_verified(store, request, "no checkpoint was loaded")
             if verified is None:
@@ -477,12 +467,12 @@ class Checkpoints:
         return manifest.facts.step
 
     def _find_verified(
-        self, store: Store, request: "LoadRequest", failure: str
+        self, store: Store, request: LoadRequest, failure: str
     ) -> tuple[Manifest, LoadSelection, dict[str, memoryview]] | None:
         """Return a checkpoint whose bytes are verified on all ranks; None if the store has none."""
         while True:
             # Only one rank looks, so that all load the same checkpoint while others write or remove some.
-            document = self._ranks.run_on_first(partial(_find_document, store, request), failure, bytes)
+            document = self._ranks.run_on_first(partial(find_document, store, request), failure, bytes)
             if document is None:
                 return None
             manifest = decode_manifest(document, "the manifest of the first rank")
@@ -491,7 +481,7 @@ class Checkpoints:
             if views is not None:
                 return manifest, chosen, views
 
-    def _select(self, manifest: Manifest, request: "LoadRequest") -> LoadSelection:
+    def _select(self, manifest: Manifest, request: LoadRequest) -> LoadSelection:
         return select(
             manifest,
             self.training.stage,
@@ -504,7 +494,7 @@ class Checkpoints:
         )
 
     def _read(
-        self, store: Store, manifest: Manifest, keys: Sequence[str], request: "LoadRequest", failure: str
+        self, store: Store, manifest: Manifest, keys: Sequence[str], request: LoadRequest, failure: str
     ) -> dict[str, memoryview] | None:
         """Return the verified bytes of this rank, or None on all ranks if any rank found damage.
 
@@ -530,74 +520,5 @@ class Checkpoints:
         return None
 
 
-@dataclass
-class LoadRequest:
-    """A checkpoint to load: of one step, or the newest that verifies."""
-
-    step: int | None
-    check_complete: bool = True
-    strict: bool = True
-    cast: bool = False
-    required: bool = True  # False: a store without checkpoints is no error
-    set_aside: dict[int, str] = field(default_factory=dict)  # broken steps and their problems, newest first
-
-
 def open_retrying(global_store: PathLike) -> Store:
     return retrying(open_store(os.fspath(global_store)), seconds=RETRY_SECONDS, on_wait=log.warning)
-
-
-def find_checkpoint(store: Store, request: LoadRequest) -> Manifest | None:
-    """Return the requested checkpoint. Set aside the broken ones that are newer."""
-    if request.step is not None:
-        return open_checkpoint(store, request.step, check_complete=request.check_complete).manifest
-    manifest, newer = newest_whole(store, skip=request.set_aside)
-    for one in newer:
-        if one.broken and not one.set_aside and set_aside(store, one.step, one.problem, one.manifest):
-            request.set_aside[one.step] = one.problem
-    if manifest is None and (request.required or any(one.broken for one in newer) or request.set_aside):
-        raise none_left(store, newer, request.set_aside)
-    return manifest
-
-
-def _find_document(store: Store, request: LoadRequest) -> bytes | None:
-    """Return the requested checkpoint as a document, for other ranks: JSON keeps ints of any size."""
-    manifest = find_checkpoint(store, request)
-    return None if manifest is None else msgspec.json.encode(seal(manifest))
-
-
-def give_up(store: Store, manifest: Manifest, problem: str, request: LoadRequest) -> None:
-    """Set a broken checkpoint aside. Raises an error if the user requested this step."""
-    step = manifest.facts.step
-    marked = request.check_complete and set_aside(store, step, problem, manifest)
-    if request.step is not None:
-        raise load_error(store, step, problem, broken=True)
-    if marked:
-        request.set_aside[step] = problem
-
-
-def describe_recovery(set_aside: Mapping[int, str], loaded: Facts) -> str:
-    """Name the broken checkpoints and the steps that are lost; "" if none is broken."""
-    if not set_aside:
-        return ""
-    broken = "; ".join(
-        f"checkpoint {step} is broken and was set aside: {problem}" for step, problem in set_aside.items()
-    )
-    lost = max(set_aside) - loaded.step
-    return f"{broken}; checkpoint {loaded.step} was loaded instead: {lost} steps are lost and trained again"
-
-
-def claim_after_earlier_run(store: Store, owner: Owner, *, force: bool = False, wait: bool = True) -> Claim:
-    """Claim the store; wait for an earlier run of the same job that is about to end.
-
-    Without `wait`, do not wait for an earlier generation of the same managed job.
-    """
-    patience = EARLIER_RUN_SECONDS if local_folder(store.url) else DEAD_SECONDS + RENEW_SECONDS
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return store.claim(owner, force=force)
-        except StoreTaken as taken:
-            early = taken.by_this_launch and not wait
-            if early or not taken.by_this_job or time.monotonic() >= deadline:
-                raise
-        time.sleep(0.1 if local_folder(store.url) else 1.0)

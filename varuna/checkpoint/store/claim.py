@@ -25,7 +25,7 @@ from functools import cache
 
 import msgspec
 
-from varuna.checkpoint.store.store import OWN_PREFIX, Claim, Owner, Store
+from varuna.checkpoint.store.store import OWN_PREFIX, Claim, Owner, Store, local_folder
 from varuna.errors import StoreOfOtherJob, StoreTaken
 
 RECORD = OWN_PREFIX + "owner"
@@ -33,6 +33,7 @@ NOBODY = "-"  # a token of only these characters belongs to no run
 STALE_SECONDS = 15 * 60.0  # a record that was not renewed for this long belongs to a dead job
 RENEW_SECONDS = 20.0
 DEAD_SECONDS = 3 * RENEW_SECONDS  # a run of this job that has not renewed its record for this long is dead
+EARLIER_RUN_SECONDS = 20.0  # a run that was cut off ends within 10 s and releases its folder
 EMPTY_SECONDS = 1.0  # a lock with an empty record is being acquired or released
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 WAYS_OUT = "use another store for this job, wait until that job ends, or take the store over with --force"
@@ -351,3 +352,20 @@ def claim_folder(store: Store, folder: str, owner: Owner, *, force: bool) -> Cla
             raise
         return RecordClaim(store, owner, time.time).take(force=force)
     return claim
+
+
+def claim_after_earlier_run(store: Store, owner: Owner, *, force: bool = False, wait: bool = True) -> Claim:
+    """Claim the store; wait for an earlier run of the same job that is about to end.
+
+    Without `wait`, do not wait for an earlier generation of the same managed job.
+    """
+    patience = EARLIER_RUN_SECONDS if local_folder(store.url) else DEAD_SECONDS + RENEW_SECONDS
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return store.claim(owner, force=force)
+        except StoreTaken as taken:
+            early = taken.by_this_launch and not wait
+            if early or not taken.by_this_job or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1 if local_folder(store.url) else 1.0)
