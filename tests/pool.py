@@ -8,7 +8,6 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,13 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parent.parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class TaskFailed(AssertionError):

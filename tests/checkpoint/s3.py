@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import IO
 
 from tests.environments import environment
+from tests.ports import free_port
 
 PINNED = Path(__file__).with_name("moto-constraints.txt")
 BUCKET = "bucket"
@@ -20,7 +21,7 @@ class S3Server:
     """Empty when it starts, but for one bucket; it keeps its port when it is started again."""
 
     def __init__(self) -> None:
-        self.port = 0
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed
 
 from tests.launch.jobs import launcher, log, run, start
-from tests.pool import free_port
+from tests.ports import free_port
 
 MEET = """
 import os, sys

@@ -5,6 +5,7 @@ afterwards. A test may prepend code that sets how often the script saves (EVERY,
 longer an instruction takes (`delay`), and what it does after a step (`misbehave`).
 """
 
+import functools
 import json
 import os
 import re
@@ -82,6 +83,10 @@ print("trained")
 STEP = re.compile(r"\[rank 0\] step (\d+) loss (\S+)")
 
 
+def contains_one(texts: Sequence[str], line: str) -> bool:
+    return any(text in line for text in texts)
+
+
 class Job:
     """A manager under test, its machines 127.0.0.1, 127.0.0.2, ... with one worker each."""
 
@@ -145,6 +150,14 @@ class Job:
             if wanted(line) if callable(wanted) else wanted in line:
                 return line
         raise AssertionError(f"the job ended without {wanted!r}:\n" + "\n".join(self.lines))
+
+    def wait_for_all(self, *wanted: str) -> list[str]:
+        """Read until each text was in a line, in any order. Return these lines."""
+        found: dict[str, str] = {}
+        while missing := [text for text in wanted if text not in found]:
+            line = self.wait_for(functools.partial(contains_one, missing))
+            found |= {text: line for text in missing if text in line}
+        return [found[text] for text in wanted]
 
     def wait_for_steps(self, count: int) -> None:
         """Wait for `count` more steps."""

@@ -54,9 +54,8 @@ def test_a_full_home_ends_neither_the_manager_nor_the_resumed_job(
         job.wait_for_steps(12)
         fill_home(filler)
         os.kill(job.worker(1), signal.SIGKILL)
-        job.wait_for("generation: 2: 1 stage x 2 replicas")
-        job.wait_for("varuna: journal: ")
-        assert "journal.jsonl cannot be written: No space left on device; the job continues" in job.lines[-1]
+        _, problem = job.wait_for_all("generation: 2: 1 stage x 2 replicas", "varuna: journal: ")
+        assert "journal.jsonl cannot be written: No space left on device; the job continues" in problem
         job.wait_for_steps(3)
         assert "No space left on device" in job.status()["problems"]["journal"]
         assert "journal: " in job.varuna("status").stdout
@@ -69,8 +68,7 @@ def test_a_full_home_ends_neither_the_manager_nor_the_resumed_job(
         job.wait_for_steps(3)
         fill_home(filler)
         os.kill(job.worker(2), signal.SIGKILL)
-        job.wait_for("generation: 4: 1 stage x 2 replicas")
-        job.wait_for("varuna: journal: ")
+        job.wait_for_all("generation: 4: 1 stage x 2 replicas", "varuna: journal: ")
         filler.unlink()
         job.wait_for("varuna: journal: solved")
         job.process.kill()

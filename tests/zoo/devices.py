@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.pool import free_port
+from tests.ports import free_port
 from tests.tasks import RememberingSource, remembering
 from tests.zoo.tours import case_of, cases
 from tests.zoo.trial import Case, batch_of, default_dtype, made

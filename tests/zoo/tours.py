@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.pool import free_port
+from tests.ports import free_port
 from tests.zoo import hand_made, trial
 from tests.zoo.here import run_here
 from tests.zoo.trial import Case, Layout

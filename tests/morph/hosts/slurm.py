@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.morph.hosts.box import PATH, Box, missing_tools, tool
+from tests.ports import free_port
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")
 
@@ -71,7 +72,7 @@ class SlurmCluster:
 
     def _configuration(self, munge_socket: str) -> str:
         folder, host = self.folder, socket.gethostname()
-        ports = free_ports(len(self.nodes) + 1)
+        ports = [free_port() for _ in range(len(self.nodes) + 1)]
         lines = [
             "ClusterName=varuna",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -143,10 +144,3 @@ class SlurmCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def free_ports(number: int) -> list[int]:
-    """Return different free ports."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [listener.getsockname()[1] for listener in listeners]
