@@ -35,8 +35,9 @@ from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "varuna.train.varuna", "varuna.execute.comm.job_store")
 """Modules that an agent's fork server imports before the first fork."""
-PRELOADED_LATER = ("torch.export._trace",)
-"""Modules that wrapping a model imports: loaded after the first fork, while the server is idle."""
+PRELOADED_LATER = ("torch.export._trace", "varuna.capture.rehearsal:rehearse")
+"""Modules that wrapping a model imports, and a function to call: after the first fork, while the server is
+idle."""
 LEASE_SECONDS = 10
 """Lease of an agent's workers."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -169,7 +170,10 @@ def preload(names: Sequence[str]) -> None:
         sys.path.append(str(Path(__file__).parents[3]))
     gc.disable()  # imports create little garbage; collections would take a quarter of the time
     for name in names:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
     gc.freeze()  # collections in workers must not touch, and so copy, the shared memory
     gc.enable()
 
