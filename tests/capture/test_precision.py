@@ -28,7 +28,7 @@ class Mixed(nn.Module):
         with torch.autocast("cpu", enabled=False):
             exact = h.float() @ self.first.weight
             exact = self.cuts[1](exact)
-            exact = torch.cos(exact @ self.first.weight)
+            exact = torch.cos(exact @ self.first.weight).sum(-1, keepdim=True, dtype=torch.float32) + exact
         h = self.dropout(self.norm(h) * exact.to(h.dtype))
         h = self.cuts[2](h)
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.capture.comparison import assert_same, chained, eager
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from varuna.capture import CutPoint, Source, opaque, plain_randomness
-from varuna.capture.graph.randomness import attention
+from varuna.capture.graph.randomness import attention, draw
 from varuna.types import Work
 
 
@@ -46,6 +46,59 @@ def test_plain_randomness_draws_the_same_as_the_pipeline() -> None:
     model = Draws()
     inputs = {"x": torch.randn(3, 5, 8)}
     assert_same(model, inputs, batch=3, rtol=0, atol=0)
+
+
+class PermutedBias(nn.Module):
+    """Adds a bias, as T5 does: its innermost dimension in memory is not the last, and it crosses a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(6, 2)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        bias = self.bias(torch.arange(20).remainder(6).view(4, 5)).permute(2, 0, 1).unsqueeze(0)
+        wide = torch.cat([x, x], 3).transpose(1, 2)[:, :, :, :5]  # with gaps in memory
+        bias, wide = self.cut(bias, wide)
+        masked = torch.where(visible, bias, -1.0)
+        return (masked * torch.rand_like(masked) + wide.sin() * torch.rand_like(wide)).sum()
+
+
+def test_numbers_do_not_depend_on_the_memory_order_of_a_received_value() -> None:
+    """EXA-7: random numbers fill memory in its order, which a cut must keep."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(3, 4, 2, 4), "visible": torch.rand(3, 1, 4, 5) > 0.3}
+    assert_same(PermutedBias(), inputs, batch=3, rtol=0, atol=0)
+
+
+def test_fused_attention_takes_one_kernel_for_every_memory_order() -> None:
+    """EXA-7: kernels draw other masks, and CUDA's is chosen by strides and by the mask's gradient."""
+    seen = []
+
+    def scaled_dot_product_attention(*args: Tensor | None, **_: Any) -> Tensor:
+        strides = [arg.stride(-1) for arg in args if arg is not None]
+        seen.append((strides, torch.backends.cuda.cudnn_sdp_enabled()))
+        assert args[0] is not None
+        return args[0]
+
+    query, bias = torch.empty(2, 4, 8, 5, device="meta").mT, torch.empty(1, 5, 5, 4, device="meta")
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    for mask in (bias.permute(0, 3, 1, 2), torch.empty(5, 1, device="meta").expand(5, 5), None):
+        parts: list[Any] = [(0, 1), (0, 1), (0, 1), *([] if mask is None else [None])]
+        given = (query, query, query, mask)[: len(parts)]
+        draw(
+            scaled_dot_product_attention,
+            given,
+            {},
+            Work(0, 0, 0),
+            0,
+            parts=parts,
+            results=[(0, 1)],
+            num_samples=2,
+        )
+    assert all(set(strides) == {1} for strides, _ in seen)
+    assert [enabled for _, enabled in seen] == [False] * 4 + [was_enabled] * 2
+    assert torch.backends.cuda.cudnn_sdp_enabled() == was_enabled
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

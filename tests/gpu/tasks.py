@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tests.tasks
@@ -208,6 +209,48 @@ def train_gpt2_with_flash_attention_alone() -> float:
     wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return wrapped.step(inputs)[0]
+
+
+class Biased(nn.Module):
+    """Attends twice with one learned bias, as T5 does; heads are the bias's innermost dimension in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.first, self.second = nn.Embedding(9, 2), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        distances = (torch.arange(12)[:, None] - torch.arange(12)).abs().clamp(max=8).to(x.device)
+        bias = self.bias(distances).permute(2, 0, 1).unsqueeze(0)
+        x = self.cut(x + self._attend(self.first(x), bias, visible))
+        return (x + self._attend(self.second(x), bias, visible)).square().mean()
+
+    def _attend(self, x: Tensor, bias: Tensor, visible: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = torch.where(visible, bias.to(heads.dtype), torch.finfo(heads.dtype).min)
+        found = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, dropout_p=0.125)
+        return found.transpose(1, 2).flatten(2)
+
+
+def train_biased(depth: int, precision: str, recompute: bool, device: str = DEVICE) -> list[float]:
+    """Return the losses of three steps."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "x": torch.randn(6, 12, 16, generator=generator),
+        "visible": torch.rand(6, 1, 12, 12, generator=generator) > 0.2,
+    }
+    options: dict[str, Any] = {"precision": precision, "recompute": recompute, "from_cache": False, "seed": 3}
+    model = Varuna(Biased(), stage_map(depth, 1), inputs, 6, 2, device=device, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_optimizer(optimizer, init_loss_scale=1)
+    losses = []
+    for _ in range(3):
+        losses.append(model.step(inputs)[0])
+        optimizer.step()
+        model.zero_grad()
+    model.close()
+    return losses
 
 
 class WaitsAtOnce:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.legs import train_in_one_go, train_leg
+from tests.gpu.tasks import train_biased
 from tests.pool import Pool
 from tests.tasks import compare, train, train_plainly
 from varuna.schedule import NAMES
@@ -65,6 +66,17 @@ def test_dropout_on_cuda_does_not_depend_on_the_layout(pool: Pool) -> None:
     ]
     for found in results[1:]:
         compare(found, results[0], **F64)
+
+
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 2e-3)])
+def test_dropout_in_fused_attention_does_not_depend_on_the_layout(
+    pool: Pool, precision: str, close: float
+) -> None:
+    """V16, EXA-7: torch chooses a kernel by strides, and each kernel draws another mask."""
+    whole = pool.run(train_biased, 1, 1, precision, False)[0]
+    for recompute in (False, True):
+        found = pool.run(train_biased, 2, 2, precision, recompute)[0]
+        torch.testing.assert_close(found, whole, rtol=close, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

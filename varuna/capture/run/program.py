@@ -149,7 +149,7 @@ def on_device(args: Any, device: torch.device) -> Any:
 
 
 def under_autocast(
-    operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, *args: Any, **kwargs: Any
+    operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run one operation in a precision of its own, where the model changes it for a few lines."""
     with torch.autocast(device_type, dtype, enabled=enabled):
@@ -157,16 +157,16 @@ def under_autocast(
 
 
 def memory_order(value: Tensor) -> list[int] | None:
-    """Return the order of a dense tensor's dimensions in memory; None for the usual or no order."""
+    """Return the order of a tensor's dimensions in memory, without gaps; None for the usual order.
+
+    Strides of dimensions of size 1 and of expanded ones mean nothing: these dimensions keep their places.
+    """
     sizes, strides = [_hint(size) for size in value.shape], [_hint(stride) for stride in value.stride()]
     if None in sizes or None in strides:
         return None
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    dense = 1
-    for dim in reversed(order):
-        if strides[dim] != dense:
-            return None
-        dense *= sizes[dim]
+    ordered = [dim for dim in range(value.dim()) if sizes[dim] != 1 and strides[dim] != 0]
+    outermost_first = iter(sorted(ordered, key=lambda dim: -strides[dim]))
+    order = [next(outermost_first) if dim in ordered else dim for dim in range(value.dim())]
     return None if order == list(range(value.dim())) else order
 
 
