@@ -86,6 +86,16 @@ def test_symbolic_len() -> None:
         require("symbolic_len", len([1]) == 1 and len(x) == x.shape[0], "builtins.len")
 
 
+def test_stable_sets() -> None:
+    class Named(nn.Module):
+        def forward(self) -> tuple[list[str], bool]:
+            return list(set("qweruiop")), isinstance({1}, set)
+
+    with patches.stable_sets(named := Named()):
+        assert named() == (sorted("qweruiop"), True)
+    assert "set" not in globals() and type(set()) is set
+
+
 def test_simplified_min() -> None:
     require_parameters("simplified_min", ShapeEnv, "simplify", "self", "expr", "size_oblivious")
     require_parameters("simplified_min", ShapeEnv, "bound_sympy", "self", "expr")

@@ -59,7 +59,8 @@ def capture(
     if differing:
         raise ValueError(
             f"ranks {differing} have wrapped another model than rank {session.rank} "
-            "(build the same model, with the same CutPoints and sample inputs, on every rank)"
+            "(build the same model, with the same CutPoints and sample inputs, on every rank; if its forward "
+            "loops over a set of strings, start all ranks with PYTHONHASHSEED=0)"
         )
     machines = [machine for _, _, machine in everyone]
     return CapturedModel(source, captured, batch, everyone[0][1] % 2**63, machines)

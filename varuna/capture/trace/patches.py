@@ -10,7 +10,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -111,6 +111,38 @@ def symbolic_len() -> AbstractContextManager[Any]:
         return value.shape[0] if isinstance(value, Tensor) and value.dim() else original(value)
 
     return patch.object(builtins, "len", size)
+
+
+class _KindOfSet(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, set)
+
+
+class StableSet(set[Any], metaclass=_KindOfSet):
+    """A set whose strings come in sorted order: by their hashes, the order is another in each process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        values = list(super().__iter__())
+        return iter(sorted(values) if all(isinstance(value, str) for value in values) else values)
+
+
+@contextmanager
+def stable_sets(model: nn.Module) -> Iterator[None]:
+    """Let `set(names)` in the files of a model's classes have the same order on all ranks.
+
+    Some models loop over such a set. Without this, each rank would trace another order of operations.
+    """
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    files = {sys.modules.get(name) for name in {cls.__module__ for cls in classes} if _is_foreign(name)}
+    with ExitStack() as stack:
+        for file in files:
+            if file is not None and "set" not in vars(file):
+                stack.enter_context(patch.object(file, "set", StableSet, create=True))
+        yield
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] not in ("builtins", "torch", "varuna", "pyrannc", "typing")
 
 
 def simplified_min() -> AbstractContextManager[Any]:

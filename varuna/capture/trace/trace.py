@@ -141,6 +141,7 @@ def _adapted_calls(
             patches.symbolic_len(),
             patches.simplified_min(),
             patches.skipped_moves(),
+            patches.stable_sets(model),
             KnownBranches(recorder),
             cache,
         ):
