@@ -39,6 +39,7 @@ class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     home: str | None = None  # saved job options and manager addresses; default: ~/.varuna
     cache: str | None = None  # cut positions and costs of models; default: ~/.cache/varuna
     debug: str | None = None  # "1": commands print full tracebacks
+    nccl_on_shared_gpus: str | None = None  # "1", for tests: each rank has an NCCL_HOSTID of its own
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:

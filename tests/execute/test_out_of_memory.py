@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrannc import RaNNCModule
 from varuna import Varuna
 from varuna.errors import OutOfDeviceMemory
-from varuna.execute.comm.groups import reduce_backend
+from varuna.environment import variable_name
+from varuna.execute.comm.groups import nccl_name, reduce_backend
 from varuna.execute.device.facts import choose_gpu, find_device
 from varuna.execute.device.out_of_memory import USABLE, MemoryUse, StageLayout, explain, propose
 from varuna.train.varuna import REMEDIES
@@ -128,6 +129,15 @@ def test_nccl_reduces_gradients_if_each_rank_has_its_own_gpu() -> None:
     assert reduce_backend(["a", "b"]) == "cpu:gloo,cuda:nccl"
     assert reduce_backend(["a", "b", "a"]) == "gloo"
     assert reduce_backend([None, None]) == "gloo"
+
+
+def test_a_switch_for_tests_allows_nccl_on_a_shared_gpu_to_ranks_with_own_host_names() -> None:
+    """EXA-7: without own names NCCL would refuse them."""
+    switch = {variable_name("nccl_on_shared_gpus"): "1"}
+    own = [nccl_name("a", {**switch, "NCCL_HOSTID": f"host{rank}"}) for rank in range(2)]
+    assert reduce_backend(own) == "cpu:gloo,cuda:nccl"
+    assert reduce_backend([nccl_name("a", switch)] * 2) == "gloo"
+    assert reduce_backend([nccl_name("a", {"NCCL_HOSTID": f"host{rank}"}) for rank in range(2)]) == "gloo"
 
 
 class ThirdIsTooMuch(TorchDispatchMode):

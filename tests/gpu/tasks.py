@@ -77,7 +77,7 @@ def channels_used() -> dict[int, str]:
     return found
 
 
-def lose_the_last_stage(report: str) -> None:
+def lose_the_last_stage(report: str, **options: Any) -> None:
     """End the last stage in the middle of the third step, with work queued on the device."""
     steps = [0]
 
@@ -86,7 +86,7 @@ def lose_the_last_stage(report: str) -> None:
             os._exit(9)
         return 0.0
 
-    model, _ = wrap("GPT", 2, batch=4, chunk=1, compute_delay=die, timeout_seconds=20)
+    model, _ = wrap("GPT", 2, batch=4, chunk=1, compute_delay=die, timeout_seconds=20, **options)
     inputs = make_inputs("GPT", 4, torch.Generator().manual_seed(2), torch.float32)
     try:
         for _ in range(4):

@@ -6,6 +6,7 @@ closed to new connections (`varuna.secure.listeners`).
 """
 
 import hmac
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from varuna.environment import VarunaEnvironment
 from varuna.errors import WorkerError
 from varuna.execute.comm.address import job_key, machine_identity
 from varuna.execute.comm.slots import device_uuid, reachable_gpus
@@ -34,12 +36,21 @@ class RankDevice(NamedTuple):
     machine: str
     gpu: str | None  # UUID; None: the rank computes on a CPU
     reachable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can write, its own included
+    nccl_name: str | None = None  # of the GPU for NCCL, which refuses two ranks with equal names
 
 
 def describe_device(device: torch.device) -> RankDevice:
     if device.type != "cuda":
         return RankDevice(machine_identity(), None, ())
-    return RankDevice(machine_identity(), device_uuid(device), reachable_gpus(device))
+    gpu = device_uuid(device)
+    return RankDevice(machine_identity(), gpu, reachable_gpus(device), nccl_name(gpu, os.environ))
+
+
+def nccl_name(gpu: str, environment: Mapping[str, str]) -> str:
+    """Return the name by which NCCL knows a GPU. Tests let ranks that share one name hosts of their own."""
+    if VarunaEnvironment.read(environment).nccl_on_shared_gpus != "1":
+        return gpu
+    return f"{gpu} of {environment.get('NCCL_HOSTID', '')}"
 
 
 def choose_channel(one: RankDevice, other: RankDevice, *, nccl: bool) -> ChannelName:
@@ -54,7 +65,7 @@ def choose_channel(one: RankDevice, other: RankDevice, *, nccl: bool) -> Channel
 
 
 def reduce_backend(gpus: Sequence[str | None]) -> str:
-    """Return the backend that reduces gradients, given every rank's GPU.
+    """Return the backend that reduces gradients, given NCCL's name of every rank's GPU.
 
     NCCL refuses two ranks on one GPU. Gloo accepts GPU tensors and copies them through host memory. CPU
     tensors are reduced in the same groups.

@@ -182,7 +182,7 @@ def open_session(
         return f"rank {other} (stage {its_stage}, replica {its_replica})"
 
     session.board = StatusBoard(store, rank, len(ranks), describe, timeout_seconds=timeout_seconds)
-    session.backend = reduce_backend([found.gpu for found in devices.values()])
+    session.backend = reduce_backend([found.nccl_name for found in devices.values()])
     session.replicas = _replica_group(session, timeout_seconds)
     adjacent = {
         other for s in (stage - 1, stage + 1) for other in linked_ranks(stage_map, stage, replica, s).values()
