@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrannc import RaNNCModule
 from varuna import Varuna
-from varuna.errors import OutOfDeviceMemory
 from varuna.environment import variable_name
+from varuna.errors import OutOfDeviceMemory
 from varuna.execute.comm.groups import nccl_name, reduce_backend
 from varuna.execute.device.facts import choose_gpu, find_device
 from varuna.execute.device.out_of_memory import USABLE, MemoryUse, StageLayout, explain, propose
