@@ -47,6 +47,8 @@ class World:
         self.unreachable: set[str] = set()  # no agent can be started there
         self.slow_to_exit: set[str] = set()  # its agent does not exit when it is dismissed
         self.hung = False  # its workers hear nothing
+        self.progress_differs = False  # a machine counts more activity than another
+        self.staggered = False  # a tick has the heartbeat of one machine only
         self.cannot_save = False  # its store is full
         self.num_tries = 0  # requests to save
         self.failed_saves = 0
@@ -193,6 +195,9 @@ class World:
                 for machine, agent in self.agents.items()
                 if machine not in self.unresponsive
             }
+            if self.staggered:
+                due = list(beats)[int(self.now / 0.25) % len(beats)]
+                beats = {due: beats[due]}
             self.happens(events.Tick(beats))
             self.carry_out()
 
@@ -204,7 +209,7 @@ class World:
                 0,
                 iteration=self.iteration,
                 steps=self.iteration,
-                activity=self.iteration,
+                activity=self.iteration + (ord(machine[-1]) if self.progress_differs else 0),
                 in_step=in_step,
                 step_seconds=0.5 if self.iteration else 0.0,
                 store="/store",
@@ -448,6 +453,17 @@ def test_a_hung_job_restarts_and_a_slow_job_does_not() -> None:
     world.passes(1, steps=1)
     world.passes(300, in_step=False)
     assert len(world.generations) == 2
+
+
+def test_a_hang_is_detected_however_the_heartbeats_of_the_machines_fall() -> None:
+    """V43: the machines have different counts, and no tick has all of them."""
+    world = begun("a", "b", "c")
+    world.progress_differs = world.staggered = True
+    world.passes(3, steps=1)
+    world.passes(59)
+    assert len(world.generations) == 1
+    world.passes(4)
+    assert len(world.generations) == 2 and "no progress for" in world.launched[1].why
 
 
 def test_a_hung_job_is_detected_during_a_save_request() -> None:

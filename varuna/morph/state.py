@@ -179,6 +179,7 @@ class JobState(msgspec.Struct, frozen=True):
     iteration_at_crash: int = 0
     progressed_at: float = 0.0  # last progress of this generation
     stacks_at: float = 0.0  # last request for stack traces
+    progress: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each machine of the generation
     activity: int = 0
     in_step: bool = False
     step_seconds: float = 0.0

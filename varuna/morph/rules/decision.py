@@ -107,6 +107,7 @@ class Decision:
             failed_before=0,
             postponed="",
             postponements=0,
+            progress={},
             activity=0,
             in_step=False,
             step_seconds=0.0,

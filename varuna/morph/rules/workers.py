@@ -71,14 +71,17 @@ def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
 
 def tick(decision: Decision, event: events.Tick) -> None:
     members = dict(decision.state.members)
-    progress: list[WorkerProgress] = []
+    latest = {**decision.state.progress}
     for name, (agent, generation, found) in event.heartbeats.items():
         if decision.member_of_agent(name, agent):
             members[name] = msgspec.structs.replace(members[name], seen=decision.now)
             if decision.state.active and generation == decision.generation.number:
-                progress += found
-    decision.set(members=members)
-    if progress:
+                latest[name] = found
+    # A tick rarely has a heartbeat of every machine: progress is what all of them reported last.
+    at_work = decision.state.active
+    latest = {name: found for name, found in latest.items() if at_work and name not in decision.state.ended}
+    decision.set(members=members, progress=latest)
+    if progress := [worker for found in latest.values() for worker in found]:
         activity = sum(worker.activity for worker in progress)
         if activity != decision.state.activity:
             decision.set(activity=activity, progressed_at=decision.now)
