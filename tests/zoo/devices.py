@@ -294,6 +294,23 @@ def _line(name: str, precision: str, said: Sequence[str]) -> str:
     return " ".join([f"{name:36} {precision:5}", *(f"{each.split(':')[0][:10]:10}" for each in said)])
 
 
+def markdown(results: Mapping[tuple[str, PrecisionName], list[str]], tour: Tour) -> str:
+    """Return a table for docs/models.md: models with the same results share a row."""
+    single = len(tour.placements) if 1 in tour.depths else 0
+    stages = [*(["one stage"] if single else []), *(["two stages"] if 2 in tour.depths else [])]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in results):
+        cells: list[str] = []
+        for precision in tour.precisions:
+            kinds = [each.split(":")[0] for each in results.get((name, precision), [])]
+            parts = (kinds[:single], kinds[single:])
+            cells += [", ".join(dict.fromkeys(part)) for part in parts if part]
+        rows.setdefault(tuple(cells), []).append(name)
+    titles = [f"{precision}, {count}" for precision in tour.precisions for count in stages]
+    lines = [["models", *titles], ["---"] * (1 + len(titles)), *(["; ".join(rows[k]), *k] for k in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _summarize(
     results: Mapping[tuple[str, PrecisionName], list[str]], names: Sequence[str], tour: Tour, seconds: float
 ) -> bool:
@@ -311,6 +328,7 @@ def _summarize(
             kinds = Counter(said[place].split(":")[0] for said in rows)
             good &= not kinds.keys() - {OK, "not captured"}
             print(f"{precision} {column:10}", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+    print("", markdown(results, tour), "", sep="\n")
     finished = len({name for name, _ in results})
     print(f"{finished} of {len(names)} models in {seconds:.0f} s")
     return good and finished == len(names)

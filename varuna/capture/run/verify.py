@@ -363,7 +363,7 @@ class _Comparison:
             f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model itself: "
             f"{first} by {difference:.3g} where its norm is {_norm(expected.get(first)):.3g} (allowed: "
             f"{allowed:.3g}){more}. Check that forward depends only on its inputs and parameters, not on a "
-            "Python counter or on numpy's random numbers."
+            "Python counter, on numpy's random numbers, or on whether it is traced."
         )
 
 
