@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pyrannc.module import RaNNCModule
     from pyrannc.process import (
         barrier,
+        clear,
         delay_grad_allreduce,
         get_rank,
         get_world_size,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RaNNCModule",
     "barrier",
+    "clear",
     "delay_grad_allreduce",
     "dry_run",
     "get_rank",

@@ -69,6 +69,29 @@ OPTION_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.stru
 DEFAULTS = Configuration()
 
 
+class OriginalArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of RaNNC's `RaNNCModule` that are none of the options, by their names in its versions."""
+
+    enable_apex_amp: bool = False  # the same as use_amp_master_params
+    enable_zero: bool = False  # the same as shard_optimizer
+    offload_params: bool = False
+    allreduce_amp_master_params: bool = False  # gradients are reduced in the precision of the parameters
+    allreduce_amp_master_param: bool = False
+    check_unused_values: bool = True  # values that nobody uses are dropped from the graph
+
+
+def take_arguments(options: dict[str, object]) -> OriginalArguments:
+    """Remove RaNNC's own arguments from `options` and return them."""
+    fields = {field.name for field in msgspec.structs.fields(OriginalArguments)}
+    found = OriginalArguments(**{name: bool(options.pop(name)) for name in fields & options.keys()})
+    if found.offload_params:
+        raise ValueError(
+            "offload_params=True is not supported: parameters stay on the device (use more stages, "
+            "partition_num=..., or shard_optimizer=True)"
+        )
+    return found
+
+
 def read_configuration(
     environment: Mapping[str, str], home: Path, arguments: Mapping[str, object]
 ) -> Configuration:

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.calls import AgreedCalls, CurrentCall
-from pyrannc.configuration import folder_of, read_configuration
+from pyrannc.configuration import folder_of, read_configuration, take_arguments
 from pyrannc.logs import configure_logging
+from pyrannc.members import PartMembers
 from pyrannc.optimizers import PartitionedOptimizer
 from pyrannc.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
-from pyrannc.process import join, switches
+from pyrannc.process import join, live_modules, switches
 from varuna.capture.trace.trace import LOW_PRECISION
 from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
@@ -38,7 +39,18 @@ FIRST_CALL_TIMEOUT_FACTOR = 30.0
 """Multiplies timeouts in the first call, in which rank 0 plans."""
 
 
-class RaNNCModule(nn.Module):
+REPLACED = {
+    "enable_dropout": "use train() and eval()",
+    "is_checkpointing_enabled": "model.plan.stages has `recompute` of each stage",
+    "sync_param": "use get_param(name)",
+    "sync_param_grad": "use get_param_grad(name)",
+    "get_local_param_segment": "use get_param(name)",
+    "allreduce_grads_zero": "use allreduce_grads()",
+}
+"""Methods of RaNNC that have another name."""
+
+
+class RaNNCModule(PartMembers):
     """A model that is partitioned over all ranks, and used as if this rank held all of it.
 
         model = pyrannc.RaNNCModule(model, optimizer)
@@ -51,7 +63,6 @@ class RaNNCModule(nn.Module):
     the mean over all samples. All ranks make the same calls in the same order.
     """
 
-    _model: nn.Module
     _partitioned: PartitionedModel | None
 
     def __init__(
@@ -59,7 +70,7 @@ class RaNNCModule(nn.Module):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         gather_inputs: bool = True,
-        use_amp_master_params: bool = False,
+        use_amp_master_params: bool | str | os.PathLike[str] = False,
         load_deployment: str | os.PathLike[str] | bool | None = None,
         *,
         precision: PrecisionName | None = None,
@@ -73,6 +84,11 @@ class RaNNCModule(nn.Module):
     ) -> None:
         super().__init__()
         check_model(model)
+        if isinstance(use_amp_master_params, str | os.PathLike):  # later versions of RaNNC have it here
+            use_amp_master_params, load_deployment = False, use_amp_master_params
+        original = take_arguments(options)
+        use_amp_master_params |= original.enable_apex_amp
+        shard_optimizer |= original.enable_zero
         if optimizer is not None:
             _check_optimizer(optimizer, model)
         if isinstance(load_deployment, bool):  # the option with this name, which loads deployment_file
@@ -107,8 +123,13 @@ class RaNNCModule(nn.Module):
         )
         self._rank = process.rank
         self._session = self._open_session((tuple(range(process.world)),))
+        live_modules.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session.closed:
+            raise RuntimeError(
+                "the model was undeployed, by undeploy() or pyrannc.clear() (wrap it again to go on)"
+            )
         with self._report_errors("forward"):
             call = self._calls.agree(
                 self._session, args, kwargs, training=self.training, precision=self._current_precision()
@@ -177,12 +198,6 @@ class RaNNCModule(nn.Module):
             reducer = self._require_partitioned("clip_grad_norm").pipeline.trainer.reducer
             return reducer.clip(float(max_norm))
 
-    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield this rank's parameters or buffers; before the first call, all of them."""
-        for name, tensor in super()._named_members(*args, **kwargs):
-            if self._partitioned is None or not tensor.is_meta:
-                yield name, tensor
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of the whole model, which the original model can load; all ranks call it."""
         for option in ("no_hook", "amp_master_params", "rank0_only", "sync_all_ranks", "sync_grad"):
@@ -216,17 +231,27 @@ class RaNNCModule(nn.Module):
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             return super().load_state_dict(state_dict, strict)
 
-    def get_param(self, name: str) -> Tensor:
-        """Return one whole parameter or buffer on every rank; all ranks call it."""
-        tensor = self._broadcast_tensor(name, lambda tensor: tensor)
+    @property
+    def name_to_param(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model by name; those that other ranks hold are on `meta`."""
+        return dict(self._model.named_parameters())
+
+    def get_param(self, name: str, amp_master_param: bool = False) -> Tensor:
+        """Return one whole parameter or buffer on every rank; all ranks call it.
+
+        `amp_master_param` changes nothing: in every precision, optimizers step the parameters themselves.
+        """
+        tensor = self._broadcast_tensor("get_param", name, lambda tensor: tensor)
         assert tensor is not None
         return tensor
 
-    def get_param_grad(self, name: str) -> Tensor | None:
+    def get_param_grad(self, name: str, amp_master_param: bool = False) -> Tensor | None:
         """Return the gradient of one parameter on every rank; all ranks call it."""
-        return self._broadcast_tensor(name, lambda tensor: tensor.grad)
+        return self._broadcast_tensor("get_param_grad", name, lambda tensor: tensor.grad)
 
-    def _broadcast_tensor(self, name: str, select: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    def _broadcast_tensor(
+        self, call: str, name: str, select: Callable[[Tensor], Tensor | None]
+    ) -> Tensor | None:
         partitioned = self._partitioned
         local: dict[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         if partitioned is not None:
@@ -239,7 +264,7 @@ class RaNNCModule(nn.Module):
         if partitioned is None:
             tensor = select(local[name])
             return None if tensor is None else tensor.detach().clone()
-        with self._report_errors("get_param", announce=True):
+        with self._report_errors(call, announce=True, argument=name):
             owner = partitioned.owners[name]
             own = select(partitioned.state.tensor(name)) if owner == self._rank else None
             return self._session.broadcast(
@@ -275,6 +300,8 @@ class RaNNCModule(nn.Module):
             model = self.__dict__.get("_model")
             if model is None or name.startswith("_"):
                 raise
+            if name in REPLACED and not hasattr(model, name):
+                raise AttributeError(f"RaNNCModule has no {name!r} ({REPLACED[name]})") from None
             return getattr(model, name)
 
     def train(self, mode: bool = True) -> "RaNNCModule":
@@ -298,7 +325,7 @@ class RaNNCModule(nn.Module):
         return session
 
     @contextmanager
-    def _report_errors(self, call: str, *, announce: bool = False) -> Iterator[None]:
+    def _report_errors(self, call: str, *, announce: bool = False, argument: str = "") -> Iterator[None]:
         """Run a call that all ranks make, and report its error to all of them."""
 
         def explain(error: torch.OutOfMemoryError) -> Exception | None:
@@ -312,7 +339,7 @@ class RaNNCModule(nn.Module):
             trainer=lambda: None if self._partitioned is None else self._partitioned.pipeline.trainer,
             explain_memory=explain,
         )
-        with self._session.call(call, announce=announce), reported:
+        with self._session.call(call, announce=announce, argument=argument), reported:
             yield
 
 

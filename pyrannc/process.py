@@ -3,7 +3,8 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,28 @@ def barrier() -> None:
         dist.barrier()
 
 
-def show_deployment(path: str | os.PathLike[str]) -> None:
-    """Print a saved deployment: its stages and their costs, and the alternatives."""
+class Deployed(Protocol):
+    """A wrapped model of this process."""
+
+    def undeploy(self) -> None: ...
+
+
+live_modules: WeakSet[Deployed] = WeakSet()
+
+
+def clear() -> None:
+    """Undeploy all wrapped models of this process; all ranks call it."""
+    barrier()  # no rank closes a connection that another one still uses
+    for module in list(live_modules):
+        module.undeploy()
+    live_modules.clear()
+
+
+def show_deployment(path: str | os.PathLike[str], batch_size: int | None = None) -> None:
+    """Print a saved deployment: its stages and their costs, and the alternatives.
+
+    `batch_size`, an argument of RaNNC, changes nothing: the deployment contains its batch size.
+    """
     show_plan(console(), read_plan(path))
 
 

@@ -628,6 +628,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     arguments: tuple[str, ...] = ()  # of the script
     worker_flags: tuple[str, ...] = ()  # flags such as --rank that workers pass to the script
+    offers_flags: bool = False  # pass the others, too, to an argparse parser that takes them
     code_dir: str  # working directory of the workers
     log_dir: str
     environment: Mapping[str, str] = {}  # variables that the user sets for the workers

@@ -1,5 +1,6 @@
 """Ranks of machines, and flags and environment variables of workers."""
 
+import argparse
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.cli.launch import choose_flags
+from varuna.morph.run.script_flags import lacking_flags, offer_flags
 from varuna.morph.run.worker_env import (
     WORKER_FLAGS,
     accepted_flags,
@@ -132,6 +134,42 @@ def test_a_worker_gets_its_rank_and_sizes_as_flags_and_variables() -> None:
 def test_a_script_gets_the_flags_that_its_source_names(source: str, taken: bool) -> None:
     """V30"""
     assert accepted_flags(source) == ({"--stage_to_rank_map", "--chunk_size"} if taken else set())
+
+
+def parser_of(*flags: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train.py")
+    for flag in flags:
+        parser.add_argument(flag, default="own")
+    return parser
+
+
+OFFERED = {"--rank": "3", "--stage_to_rank_map": "0;1;", "--chunk_size": "2"}
+
+
+def test_a_parser_gets_the_flags_that_it_takes() -> None:
+    """V30: whatever builds their names. Given flags and prefixes of other flags stay as they are."""
+    both = parser_of("--stage_to_rank_map", "--rank", "--lr")
+    assert lacking_flags(both, ["--lr", "1"], OFFERED) == ["--rank=3", "--stage_to_rank_map=0;1;"]
+    assert lacking_flags(both, ["--rank=1", "--stage_to_rank_map", "0;"], OFFERED) == []
+    assert lacking_flags(parser_of("--rank", "--chunk_size"), [], OFFERED) == []
+    assert lacking_flags(parser_of("--stage_to_rank_map", "--rank_of_adapter"), [], OFFERED) == [
+        "--stage_to_rank_map=0;1;"
+    ]
+
+
+def test_every_parser_of_the_process_sees_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V30: with the command line, with given arguments, and in a subcommand."""
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
+    offer_flags(OFFERED)
+    parser = parser_of("--stage_to_rank_map", "--rank", "--lr")
+    assert vars(parser.parse_args()) == {"stage_to_rank_map": "0;1;", "rank": "3", "lr": "1"}
+    assert parser.parse_args(["--rank", "7"]).rank == "7"
+    assert parser_of("--rank").parse_args([]).rank == "own"
+    commands = argparse.ArgumentParser()
+    command = commands.add_subparsers().add_parser("train")
+    command.add_argument("--stage_to_rank_map")
+    assert commands.parse_args(["train"]).stage_to_rank_map == "0;1;"
 
 
 def test_worker_args_override_the_source_of_the_script(tmp_path: Path) -> None:

@@ -118,6 +118,20 @@ def test_the_older_form_of_the_call_works(make_profiler: MakeProfiler, tmp_path:
     assert sizes_of(profile) == [[1, 2]] * 3
 
 
+def test_the_original_s_arguments_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """V24: by position and by name; segments that another run has measured are kept."""
+    model = Ladder(3)
+    profiler = Profiler(
+        model, get_batch, "cpu", None, False, tmp_path, [0], False, True, effort=ladders.BRIEF
+    )
+    assert "pstages_to_profile has no effect" in caplog.text
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    profiler.set_optimizer(sgd, init_loss_scale=2**17, min_loss_scale=1.0)
+    assert profiler.profile_all([1]).optimizer.name == "SGD"
+    again = Profiler(model, get_batch, "cpu", out_folder=tmp_path, from_cache=True, add_to_existing=True)
+    assert sizes_of(again.profile_all([1])) == [[1]] * 3
+
+
 def test_a_size_without_memory_ends_the_sweep_and_larger_ones_are_not_tried(
     make_profiler: MakeProfiler, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

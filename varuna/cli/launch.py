@@ -188,7 +188,7 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool | None,
         typer.Option(
             help="Pass --rank, --stage_to_rank_map, ... to the script, or pass none of them. "
-            "Default: pass those that its source names."
+            "Default: pass those that its argparse parser takes or its source names."
         ),
     ] = None
 
@@ -271,6 +271,7 @@ def script_spec(options: ScriptOptions, *, devices_per_machine: int) -> JobSpec:
         script=str(places[0]),
         arguments=tuple(arguments),
         worker_flags=choose_flags(places[0], options.worker_args),
+        offers_flags=options.worker_args is None,
         code_dir=str(folder),
         log_dir=str(Path(options.log_dir).absolute() / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")),
         devices_per_machine=devices_per_machine,

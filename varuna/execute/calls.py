@@ -7,6 +7,7 @@ by one key of the store for each call (`StatusBoard.compare_call`).
 """
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import msgspec
 
@@ -42,15 +43,31 @@ class RankCall(msgspec.Struct, frozen=True):
     name: str
 
 
-def announcement(name: str) -> list[float]:
+def announcement(name: str, argument: str = "") -> list[float]:
     """Return three numbers, as in other messages that may meet this one: gloo needs equal lengths."""
-    return [FIRST_CODE - CALLS.index(name), 0.0, 0.0]
+    return [FIRST_CODE - CALLS.index(name), float(crc32(argument.encode())), 0.0]
+
+
+def announced_argument(numbers: Sequence[float]) -> float:
+    """Return a code of the call's argument, which differs if the argument does."""
+    return numbers[1]
 
 
 def announced_call(numbers: Sequence[float]) -> str | None:
     """Return the call that a message announces; None if it is another message."""
     index = int(FIRST_CODE - numbers[0]) if numbers[0] <= FIRST_CODE else -1
     return CALLS[index] if 0 <= index < len(CALLS) else None
+
+
+def argument_mismatch(name: str, arguments: Sequence[tuple[int, str]]) -> CallMismatch:
+    """Return the error for ranks that make one call with different arguments, given as (rank, argument)."""
+    (first, argument), *others = arguments
+    differing = [(rank, theirs) for rank, theirs in others if theirs != argument]
+    found = ", ".join(f"rank {rank} {name}({theirs!r})" for rank, theirs in differing[:4])
+    return CallMismatch(
+        f"rank {first} calls {name}({argument!r}), {found}: pass the same argument on all ranks (loop over "
+        "the names of the whole model, in the same order: a rank holds only some of the parameters)"
+    )
 
 
 def mismatch(calls: Sequence[RankCall]) -> CallMismatch:

@@ -1,5 +1,6 @@
 """The class `Profiler`: measures once what a model costs on one kind of device."""
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from varuna.profile.runnable import SegmentFactory
 from varuna.profile.timing import SegmentBench, SizeBatch
 from varuna.types import PrecisionName, Profile, ReduceCost
 
+log = logging.getLogger("varuna")
+
 OPTIMIZER_EFFORT = Effort(seconds=0.5, fewest=5, most=30, warmups=2)
 OPTIMIZER_ELEMENTS = 1 << 26
 """Most weights that an optimizer is measured on: 1 GiB with the state of Adam."""
@@ -51,6 +54,8 @@ class Profiler:
     earlier run, finished or not, are kept and extended. Several processes can run it together, started
     as for training: all of them return the profile, and rank 0 writes it. The older form works as well:
     `Profiler(model, device)`, `initialize(get_batch)`, `profile_all(get_batch, sizes, out_folder=...)`.
+    `pstages_to_profile` and `from_cache` are arguments of the original Varuna: all segments are measured,
+    and the model is captured in each run. `add_to_existing=False` starts a new profile.
     """
 
     def __init__(
@@ -61,12 +66,14 @@ class Profiler:
         gpus_per_node: int | None = None,
         fp16: bool = False,
         out_folder: str | os.PathLike[str] = "profiles",
+        pstages_to_profile: Sequence[int] | None = None,
+        from_cache: bool = True,
+        add_to_existing: bool = True,
         *,
         precision: PrecisionName | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
         shared_weights: Sequence[tuple[str, str]] | None = None,
         initialize: Any = None,
-        add_to_existing: bool = True,
         message_bytes: Sequence[int] = MESSAGE_BYTES,
         effort: Effort = Effort(),  # noqa: B008 - a value, never changed
     ) -> None:
@@ -77,6 +84,8 @@ class Profiler:
         if get_batch is not None and not callable(get_batch):
             device, get_batch = get_batch, None
         self._ranks = join_ranks()
+        if pstages_to_profile is not None and self._ranks.rank == 0:
+            log.warning("pstages_to_profile has no effect: the ranks share all segments")
         self.device = find_device(device, int(os.environ.get("LOCAL_RANK", -1)), self._ranks.rank)
         self._get_batch = get_batch
         self._gpus_per_node = gpus_per_node
@@ -101,10 +110,18 @@ class Profiler:
         """Set `get_batch`, if it was not given to `Profiler`."""
         self._get_batch = get_batch
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer | MakeOptimizer) -> None:
+    def set_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | MakeOptimizer,
+        amp_opt_level: str = "O2",
+        loss_scale: float | str = "dynamic",
+        init_loss_scale: float = 2**20,
+        min_loss_scale: float | None = None,
+    ) -> None:
         """Set the optimizer to measure: one like yours, or a function that makes one from parameters.
 
-        Without this call an existing profile keeps its optimizer, and a new one uses AdamW.
+        Without this call an existing profile keeps its optimizer, and a new one uses AdamW. The other
+        arguments are those of the original Varuna: a loss scale does not change the measured times.
         """
         self._make_optimizer = (
             same_optimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer

@@ -127,6 +127,15 @@ def check_share(num_samples: int, session: Session, plan: Plan) -> None:
         )
 
 
+def check_evaluated(num_samples: int, batch_size: int | None) -> None:
+    """Refuse a batch size below the number of samples, since all samples are evaluated."""
+    if batch_size is not None and batch_size < num_samples:
+        raise ValueError(
+            f"evaluate was given {num_samples} samples and batch_size={batch_size}, but it evaluates all of "
+            "them (pass only the samples that you mean, and leave batch_size out)"
+        )
+
+
 def call_for_sample(get_batch: Callable[..., Mapping[str, object]]) -> Mapping[str, object]:
     """Call `get_batch(size, device=...)`, or `get_batch(size)` if it takes no device."""
     takes_device = "device" in inspect.signature(get_batch).parameters

@@ -1,5 +1,6 @@
 """The class `Varuna`: wraps a model and trains it on all ranks."""
 
+import math
 import os
 import time
 import weakref
@@ -7,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import own_address
@@ -36,6 +38,7 @@ from varuna.train.validate import (
     WrapOptions,
     call_for_sample,
     check_arguments,
+    check_evaluated,
     check_once,
     check_optimizer,
     check_share,
@@ -61,6 +64,15 @@ REMEDIES = Remedies(
         f"{count} stages, or offload_optimizer=True, which keeps the optimizer's state on the host"
     ),
 )
+
+
+REPLACED = {
+    "config": "the layout is model.plan",
+    "current_step": "the number of finished steps is model.iteration",
+    "local_rank": "it is LOCAL_RANK in the environment; the device is model.device",
+    "schedule": "the name of the schedule is model.plan.schedule; timeline() returns what ran",
+}
+"""Attributes of the original Varuna that have another name."""
 
 
 def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
@@ -94,6 +106,9 @@ class Varuna(nn.Module):
     takes this replica's share of the batch, the same on all stages of the replica. `SampleOrder` computes
     the share, also if the stages have different numbers of replicas. Parameters keep their names.
     """
+
+    average_loss: float | None = None  # of the last step
+    _overflow = False
 
     def __init__(
         self,
@@ -222,7 +237,7 @@ class Varuna(nn.Module):
         optimizer: torch.optim.Optimizer,
         loss_scale: float | str = "dynamic",
         init_loss_scale: float = 2**20,
-        min_loss_scale: float = 1.0,
+        min_loss_scale: float | None = 1.0,
     ) -> None:
         """Register an optimizer of this model's parameters. The loss scales are used only in fp16."""
         with self._report_errors("set_optimizer"):
@@ -244,15 +259,36 @@ class Varuna(nn.Module):
             self._optimizer = training.optimizer = optimizer
             training.loss_scale = self._loss_scale
 
+    @overload
     def step(
         self, inputs: Mapping[str, object], clip_grad_max_norm: float | None = None
-    ) -> tuple[float, bool]:
+    ) -> tuple[float, bool]: ...
+
+    @overload
+    def step(
+        self,
+        inputs: Mapping[str, object],
+        clip_grad_max_norm: float | None = None,
+        *,
+        with_norm: Literal[True],
+    ) -> tuple[float, bool, float]: ...
+
+    def step(
+        self,
+        inputs: Mapping[str, object],
+        clip_grad_max_norm: float | None = None,
+        *,
+        with_norm: bool = False,
+    ) -> tuple[float, bool] | tuple[float, bool, float]:
         """Run forward and backward of the global batch; the gradients are in `.grad`.
 
         `inputs` is this replica's share of the batch. Returns the loss of the global batch, and whether
         all ranks must skip the update because of an fp16 overflow. `clip_grad_max_norm` clips the gradient
-        of the whole model; `grad_norm` is its norm before clipping (pass infinity to only measure it).
+        of the whole model; `grad_norm` is its norm before clipping. `with_norm` measures the norm without
+        clipping, too, and returns it as a third value.
         """
+        if with_norm and clip_grad_max_norm is None:
+            clip_grad_max_norm = math.inf
         self._reporter.pace.enter(time.perf_counter())
         with self._session.call("step", announce=False), self._report_errors("step"):
             usr1.hold()
@@ -278,16 +314,22 @@ class Varuna(nn.Module):
             )
             self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
             self._reporter.report_if_due()
-        self.grad_norm = totals.norm
+        self.grad_norm, self.average_loss, self._overflow = totals.norm, totals.loss, totals.overflow
         if self._progress.watched:
             self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
+        if with_norm:
+            return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
         return totals.loss, totals.overflow
 
-    def evaluate(self, inputs: Mapping[str, object]) -> float:
-        """Return the loss of `inputs` (this replica's share) in evaluation mode; change nothing."""
+    def evaluate(self, inputs: Mapping[str, object], batch_size: int | None = None) -> float:
+        """Return the loss of `inputs` (this replica's share) in evaluation mode; change nothing.
+
+        All samples of `inputs` count. `batch_size` is not needed; if it is given, there must not be more.
+        """
         self._reporter.pace.interrupt()
         with self._session.call("evaluate"), self._report_errors("evaluate"):
             batch = self._programs.batch(inputs)
+            check_evaluated(batch.size, batch_size)
             loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
         self._progress.alive()
         return loss
@@ -300,6 +342,16 @@ class Varuna(nn.Module):
 
     def get_loss_scale(self) -> float | None:
         return self._loss_scale.value if self._loss_scale.checks_overflow else None
+
+    def get_status(self) -> dict[str, object]:
+        """Return the step, and loss, overflow, gradient norm and loss scale of the last step."""
+        return {
+            "iteration": self.iteration,
+            "average_loss": self.average_loss,
+            "overflow": self._overflow,
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.get_loss_scale(),
+        }
 
     def timeline(self) -> Timeline:
         """Return the operations of all ranks in the last step. All ranks call this."""
@@ -402,6 +454,10 @@ class Varuna(nn.Module):
     # ------------------------------------------------------------ the place of this rank
 
     @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
     def stage(self) -> int:
         return self._session.stage
 
@@ -441,6 +497,32 @@ class Varuna(nn.Module):
         """The transport to each linked rank. Shared memory is used from the first message on."""
         network = self._session.network
         return {} if network is None else {peer: link.transport for peer, link in network.links.items()}
+
+    # ------------------------------------------------------------ names of the original Varuna
+
+    @property
+    def model(self) -> StageModule:
+        """The original model's modules with this stage's tensors, in `.module`."""
+        if "_stage_module" not in self.__dict__:
+            # Past nn.Module, which would register it as a submodule.
+            self.__dict__["_stage_module"] = stage_module(self._programs.sampled.source, self._state)
+        found: StageModule = self.__dict__["_stage_module"]
+        return found
+
+    @property
+    def partitioned_model(self) -> StageModule:
+        """The same as `model`."""
+        return self.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of `set_optimizer`."""
+        return self._optimizer
+
+    @property
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """The name of each of this stage's parameters."""
+        return {parameter: name for name, parameter in self._state.named_parameters()}
 
     # ------------------------------------------------------------ the interface of nn.Module
 
@@ -491,6 +573,11 @@ class Varuna(nn.Module):
         return merged
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Varuna":
+        """Accept `to(model.device)` and similar calls that change nothing; refuse all others."""
+        tensors = (*self._state.parameters(), *self._state.buffers())
+        with torch.no_grad():
+            if all(fn(tensor) is tensor for tensor in tensors):
+                return self
         raise RuntimeError(
             "a wrapped model cannot change its device or precision (choose them when wrapping: device=..., "
             f"precision=...; it is on {self.device} in {self.plan.precision})"
@@ -507,6 +594,8 @@ class Varuna(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            if name in REPLACED:
+                raise AttributeError(f"{error} ({REPLACED[name]})") from None
             raise AttributeError(
                 f"{error} (the wrapper does not forward attributes of the original model, such as "
                 "save_pretrained or generate: call full_state_dict() on all ranks and load it into the "

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
-from varuna.execute.calls import RankCall, announced_call, announcement, mismatch
+from varuna.execute.calls import (
+    RankCall,
+    announced_argument,
+    announced_call,
+    announcement,
+    argument_mismatch,
+    mismatch,
+)
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.board import StatusBoard
 from varuna.execute.comm.collective import Collective
@@ -91,10 +98,11 @@ class Session(Collective):
         return StageLinks(links, sends_gradients=offset < 0) if self.uneven else links[self.replica]
 
     @contextmanager
-    def call(self, name: str, *, announce: bool = True) -> Iterator[None]:
+    def call(self, name: str, *, announce: bool = True, argument: str = "") -> Iterator[None]:
         """Run a call of the script that all ranks must make. A call inside another one does not count.
 
         `announce`: compare the calls of all ranks first, with one small message. Not for `step`.
+        `argument` must be the same on all ranks.
         """
         waiter = self.waiter
         if waiter is None or self._in_call:
@@ -104,7 +112,11 @@ class Session(Collective):
         self._in_call = True
         try:
             if announce:
-                self.check_calls(self.gather_numbers(announcement(name)), self.ranks)
+                messages = self.gather_numbers(announcement(name, argument))
+                self.check_calls(messages, self.ranks)
+                if len({announced_argument(message) for message in messages}) > 1:
+                    arguments = self.gather(argument, str)
+                    raise argument_mismatch(name, list(zip(self.ranks, arguments, strict=True)))
             yield
         finally:
             self._in_call = False

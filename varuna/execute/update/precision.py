@@ -4,6 +4,7 @@ Every rank sees the same overflow, because it comes from the step's last reducti
 without a message of their own.
 """
 
+import sys
 from collections.abc import Mapping
 
 from varuna.types import PrecisionName
@@ -54,11 +55,15 @@ class DynamicLossScale(LossScale):
 
 
 def make_loss_scale(
-    precision: PrecisionName, loss_scale: float | str, init_loss_scale: float, min_loss_scale: float
+    precision: PrecisionName,
+    loss_scale: float | str,
+    init_loss_scale: float,
+    min_loss_scale: float | None,  # None: no minimum
 ) -> LossScale:
     if precision != "fp16":
         return LossScale()
     if loss_scale == "dynamic":
+        min_loss_scale = sys.float_info.min if min_loss_scale is None else min_loss_scale
         if not 0 < min_loss_scale <= init_loss_scale:
             raise ValueError(
                 f"0 < min_loss_scale <= init_loss_scale must hold, not {min_loss_scale} and {init_loss_scale}"

@@ -195,6 +195,7 @@ def log_store_line(line: str) -> None:
 def become_worker(parent: int, request: dict[str, Any]) -> None:
     from varuna.files import open_private
     from varuna.morph.run import worker
+    from varuna.morph.run.script_flags import offer_flags
     from varuna.processes import die_with_parent
 
     os.environ.update(request["environment"])
@@ -211,6 +212,8 @@ def become_worker(parent: int, request: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if "numpy" in sys.modules:  # the fork copied its random state; torch and Python reseed themselves
         sys.modules["numpy"].random.seed()
+    if flags := request.get("flags"):
+        offer_flags(flags)
     worker.run_script(request["code_dir"], request["script"], request["arguments"])
 
 

@@ -23,7 +23,12 @@ from varuna.files import make_private_folder
 from varuna.morph.failures import ErrorFile, WorkerFailure, describe_exit
 from varuna.morph.run.log_pages import last_lines
 from varuna.morph.run.progress_page import ProgressReader
-from varuna.morph.run.worker_env import WORKER_DEFAULTS, worker_arguments, worker_environment
+from varuna.morph.run.worker_env import (
+    WORKER_DEFAULTS,
+    launch_flags,
+    worker_arguments,
+    worker_environment,
+)
 from varuna.morph.state import Outcome, WorkerProgress
 from varuna.secure.credential import JobCredential
 from varuna.types import MachineWorkers
@@ -260,6 +265,7 @@ class Supervisor:
                 code_dir=workers.job.code_dir,
                 script=workers.job.script,
                 arguments=worker_arguments(workers, local_rank),
+                flags=launch_flags(workers, local_rank) if workers.job.offers_flags else {},
                 credential=self._credential,
             )
 

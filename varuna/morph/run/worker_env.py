@@ -3,6 +3,7 @@
 import ast
 
 from varuna.environment import VarunaEnvironment
+from varuna.morph.run.script_flags import MAP_FLAG
 from varuna.types import Layout, MachineWorkers, format_stage_map
 
 WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -10,7 +11,7 @@ WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE
 WORKER_FLAGS = (
     "--rank",
     "--local_rank",
-    "--stage_to_rank_map",
+    MAP_FLAG,
     "--chunk_size",
     "--batch-size",
     "--resume_step",
@@ -41,30 +42,36 @@ def name_idle_devices(layout: Layout, *, devices_per_machine: int) -> str:
 def accepted_flags(source: str) -> frozenset[str]:
     """Return the launch flags in a script's source, or none if it lacks `--stage_to_rank_map`.
 
-    Only that flag is specific to Varuna: a script may use `--rank` or `--batch-size` for itself.
+    Only that flag is specific to Varuna: a script may use `--rank` or `--batch-size` for itself. A script
+    that uses argparse gets all flags that its parser takes, whatever its source says (`offer_flags`).
     """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return frozenset()  # the worker will report the error
     constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return frozenset(WORKER_FLAGS) & constants if "--stage_to_rank_map" in constants else frozenset()
+    return frozenset(WORKER_FLAGS) & constants if MAP_FLAG in constants else frozenset()
 
 
-def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...]:
-    """Return the arguments of the script in one worker: the launch flags that it accepts, then its own."""
+def launch_flags(workers: MachineWorkers, local_rank: int) -> dict[str, str]:
+    """Return the launch flags of one worker with their values."""
     layout, rank = workers.layout, workers.ranks[local_rank]
     values: dict[str, object] = {
         "--rank": rank,
         "--local_rank": local_rank,
-        "--stage_to_rank_map": format_stage_map(layout.stage_map),
+        MAP_FLAG: format_stage_map(layout.stage_map),
         "--chunk_size": layout.microbatch_size,
         "--batch-size": layout.replica_batch(rank),
         "--resume_step": workers.resume_step,
     }
-    accepted = {flag: value for flag, value in values.items() if flag in workers.job.worker_flags}
-    flags = (f"{flag}={value}" for flag, value in accepted.items() if value is not None)
-    return (*flags, *workers.job.arguments)
+    return {flag: str(value) for flag, value in values.items() if value is not None}
+
+
+def worker_arguments(workers: MachineWorkers, local_rank: int) -> tuple[str, ...]:
+    """Return the arguments of the script in one worker: the launch flags that it accepts, then its own."""
+    job, flags = workers.job, launch_flags(workers, local_rank)
+    accepted = (f"{flag}={value}" for flag, value in flags.items() if flag in job.worker_flags)
+    return (*accepted, *job.arguments)
 
 
 def forced(force: bool) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The parts of a GPT-2 pretraining script."""
