@@ -14,8 +14,8 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,21 +93,25 @@ def draw(
     leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
     placed = next((leaf for leaf in leaves if isinstance(leaf, torch.device | Tensor)), torch.device("cpu"))
     device = placed.device if isinstance(placed, Tensor) else placed
+    kernel: AbstractContextManager[None] = nullcontext()
     if getattr(operation, "__name__", "").startswith("scaled_dot_product_attention"):
         if device.type == "cpu" and (num_samples in (None, 1) or results is not None):
             sample_dim = parts[0] if results is not None or num_samples is None else (0, leaves[0].shape[0])
             return _attention(args, kwargs, work, ordinal, None if num_samples is None else sample_dim)
-        operation = partial(_with_one_kernel, operation)
-    if num_samples is None or results is None:
-        sample = SHARED if num_samples is None else work.first_sample
-        with _seeded(seed_of(work, sample, ordinal), device):
-            return operation(*args, **kwargs)
-    outputs = []
-    for i, sample in enumerate(work.samples(num_samples)):
-        own = [_of_sample(leaf, dim, i) for leaf, dim in zip(leaves, parts, strict=True)]
-        own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-        with _seeded(seed_of(work, sample, ordinal), device):
-            outputs.append(operation(*own_args, **own_kwargs))
+        leaves = [_with_dense_rows(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        kernel = _one_attention_kernel(args, kwargs)
+    with kernel:
+        if num_samples is None or results is None:
+            sample = SHARED if num_samples is None else work.first_sample
+            with _seeded(seed_of(work, sample, ordinal), device):
+                return operation(*args, **kwargs)
+        outputs = []
+        for i, sample in enumerate(work.samples(num_samples)):
+            own = [_of_sample(leaf, dim, i) for leaf, dim in zip(leaves, parts, strict=True)]
+            own_args, own_kwargs = pytree.tree_unflatten(own, structure)
+            with _seeded(seed_of(work, sample, ordinal), device):
+                outputs.append(operation(*own_args, **own_kwargs))
     joined = [
         torch.cat(values, dim=dim[0]) if dim is not None else values[0]
         for dim, *values in zip(results, *map(pytree.tree_leaves, outputs), strict=True)
@@ -153,30 +157,28 @@ def attention(
     return drop(weights).to(value.dtype) @ value
 
 
-def _with_one_kernel(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Run fused attention by a kernel that depends on shapes and dtypes alone: each draws another mask.
-
-    Torch chooses it also by the strides of the last dimensions, which change where a value crosses a cut. It
-    takes cuDNN's only if the mask needs no gradient, and so not again where the forward is recomputed.
-    """
-    args, kwargs = pytree.tree_map_only(Tensor, _with_dense_rows, (args, dict(kwargs)))
-    masked = bound(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)["attn_mask"] is not None
-    with _without_cudnn_attention() if masked else nullcontext():
-        return operation(*args, **kwargs)
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
-
-
 @contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
+def _one_attention_kernel(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let torch choose the kernel of fused attention by shapes and dtypes alone: each draws another mask.
+
+    Torch takes cuDNN's only if the attention mask needs no gradient, and so not again where the forward is
+    recomputed. It also looks at the strides of the last dimensions, which `_with_dense_rows` makes equal:
+    they change where a value crosses a cut.
+    """
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if mask is None:
+        yield
+        return
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def draw_in_place(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
