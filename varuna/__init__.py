@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from varuna.train.data import SampleOrder
     from varuna.train.notify import notify_manager_preempt
     from varuna.train.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
+    from varuna.train.wrap import wrap
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "notify_manager_preempt",
     "opaque",
     "plain_randomness",
+    "wrap",
 ]
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "notify_manager_preempt": "varuna.train.notify",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",
+    "wrap": "varuna.train.wrap",
 }
 
 

@@ -31,6 +31,7 @@ CALLS = (
     "get_param_grad",
     "optimizer.state_dict",
     "clip_grad_norm_",
+    "gather_model",
 )
 FIRST_CODE = -1000.0
 """Codes of calls lie below all numbers that other messages start with."""

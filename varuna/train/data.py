@@ -7,11 +7,22 @@ continues with another number of replicas still sees every sample once per epoch
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from varuna.types import spread_evenly
+
+
+class ReplicaOfJob(Protocol):
+    """A wrapped model, as far as the order of samples needs it."""
+
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def rank_within_stage(self) -> int: ...
+    @property
+    def data_depth(self) -> int: ...
 
 
 class SampleOrder:
@@ -74,6 +85,11 @@ class SampleOrder:
         shares = spread_evenly(len(batch), parts=num_replicas)
         first = sum(shares[:replica])
         return batch[first : first + shares[replica]]
+
+    def share(self, model: ReplicaOfJob) -> Sequence[int]:
+        """Return the indices of this rank's share of the wrapped model's next step."""
+        place = {"replica": model.rank_within_stage, "num_replicas": model.data_depth}
+        return self.replica(step=model.iteration, **place)
 
     def batches(
         self, *, replica: int, num_replicas: int, first_step: int = 0, num_steps: int | None = None

@@ -29,6 +29,7 @@ from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
 from varuna.train.autosave import AutosaveTimer, parse_rhythm
+from varuna.train.gather import gather_model
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.save_requests import SaveRequests, usr1
@@ -572,6 +573,14 @@ class Varuna(nn.Module):
                 merged.update(part)
         return merged
 
+    def gather_model(self, rank: int = 0) -> nn.Module | None:
+        """Return the whole model, of the original class, on the CPU of `rank`; None on other ranks.
+
+        All ranks call this. Use it to generate, test or export; it is a copy of its own.
+        """
+        with self._session.call("gather_model"), self._report_errors("gather_model"):
+            return gather_model(self._session, self._programs.sampled.source, self._state, rank)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Varuna":
         """Accept `to(model.device)` and similar calls that change nothing; refuse all others."""
         tensors = (*self._state.parameters(), *self._state.buffers())
@@ -598,8 +607,8 @@ class Varuna(nn.Module):
                 raise AttributeError(f"{error} ({REPLACED[name]})") from None
             raise AttributeError(
                 f"{error} (the wrapper does not forward attributes of the original model, such as "
-                "save_pretrained or generate: call full_state_dict() on all ranks and load it into the "
-                "original model)"
+                "save_pretrained or generate: call gather_model() on all ranks; one of them gets a model "
+                "that has them)"
             ) from None
 
     # ------------------------------------------------------------ errors

@@ -152,6 +152,11 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         return _look_up(self.meta_model, name).dtype
 
+    @property
+    def training_flags(self) -> Mapping[str, bool]:
+        """Return each module's `training` when the model was wrapped."""
+        return self._flags
+
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor with this canonical name."""
         return next((group for group in self.ties if group[0] == name), (name,))

@@ -1,0 +1,149 @@
+"""The short form of wrapping a model: the layout comes from the launcher, or is chosen here."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna.environment import VarunaEnvironment
+from varuna.execute.device.facts import available_bytes, device_memory_bytes, find_device
+from varuna.train.varuna import Varuna
+from varuna.types import format_stage_map, parse_stage_map
+from varuna.units import format_bytes
+
+log = logging.getLogger("varuna")
+
+STATE_SHARE = 0.6
+"""Share of the memory that weights, gradients and optimizer state may take; activations need the rest."""
+MICROBATCHES_PER_STAGE = 4
+"""With so many micro-batches per stage, a pipeline waits for at most a fifth of the time."""
+
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: OptimizerOrFactory,
+    *,
+    batch_size: int,
+    sample: Mapping[str, object] | Callable[..., Mapping[str, object]],
+    stages: int | None = None,
+    microbatch_size: int | None = None,
+    device: int | str | torch.device = -1,
+    **options: Any,
+) -> Varuna:
+    """Wrap a model and its optimizer for the processes of this job, however they were started.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model = varuna.wrap(model, optimizer, batch_size=64, sample={"x": x[:2], "y": y[:2]})
+        loss, overflow = model.step(inputs)
+
+    `varuna run` decides the layout of its jobs. Under torchrun, or in one process, the number of stages is
+    `stages`, or the smallest with which the training state fits into memory; the other processes are
+    replicas. `optimizer` was made with the parameters of `model`, and then updates this rank's part of them;
+    or it is a function that makes one, given parameters. `options` are those of `Varuna`.
+    """
+    environment = VarunaEnvironment.read(os.environ)
+    names: dict[Tensor, str] = {value: name for name, value in model.named_parameters()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_optimizer(optimizer, names)
+    stage_map, given = environment.stage_to_rank_map, environment.chunk_size
+    if stage_map is None:
+        stage_map = _choose_map(model, stages, device)
+    elif stages is not None and stages != len(parse_stage_map(stage_map)):
+        raise ValueError(
+            f"stages={stages}, but the launcher has chosen the map {stage_map!r} (set --nstages there)"
+        )
+    size = given or microbatch_size or default_microbatch_size(stage_map, batch_size)
+    wrapped = Varuna(model, stage_map, sample, batch_size, size, device=device, **options)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _hand_over(optimizer, names, wrapped)
+    else:
+        optimizer = optimizer(wrapped.parameters())
+    wrapped.set_optimizer(optimizer)
+    return wrapped
+
+
+def default_microbatch_size(stage_map: str, batch_size: int) -> int:
+    """Return the whole share of a replica without a pipeline; else a size that keeps the stages busy."""
+    rows = parse_stage_map(stage_map)
+    share = -(-batch_size // max(len(row) for row in rows))
+    return share if len(rows) == 1 else max(1, share // (MICROBATCHES_PER_STAGE * len(rows)))
+
+
+def _choose_map(model: nn.Module, stages: int | None, device: int | str | torch.device) -> str:
+    world = _join()
+    if stages is None:
+        stages = _fewest_stages(model, world, device)
+    elif isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or world % stages:
+        raise ValueError(f"stages must be a number that divides the {world} processes, not {stages!r}")
+    # The stages of one replica are neighbours: on machines with several devices their links stay inside.
+    return format_stage_map([range(stage, world, stages) for stage in range(stages)])
+
+
+def _join() -> int:
+    """Return the number of processes; initialize torch.distributed if a launcher has started several."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _fewest_stages(model: nn.Module, world: int, device: int | str | torch.device) -> int:
+    """Return the smallest number of stages with which every rank's part of the training state fits."""
+    need = training_state_bytes(model)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    space = torch.tensor([int(STATE_SHARE * _space(find_device(device, -1, rank)))])
+    if world > 1:
+        dist.all_reduce(space, op=dist.ReduceOp.MIN)  # all ranks must choose the same
+    limit = int(space)
+    for stages in (count for count in range(1, world + 1) if world % count == 0):
+        if need <= stages * limit:
+            if stages > 1:
+                log.info("the training state takes %s: %d stages", format_bytes(need), stages)
+            return stages
+    raise MemoryError(
+        f"weights, gradients and optimizer state take about {format_bytes(need)}, but {world} "
+        f"process{'es have' if world > 1 else ' has'} space for {format_bytes(world * limit)} of them (start "
+        "more processes, or pass stages= and options such as shard_optimizer=True to try it all the same)"
+    )
+
+
+def training_state_bytes(model: nn.Module) -> int:
+    """Return the bytes of weights, buffers, gradients, and of an optimizer with two values per weight."""
+    total = sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in model.parameters():
+        total += parameter.nbytes * (4 if parameter.requires_grad else 1)
+    return total
+
+
+def _space(device: torch.device) -> int:
+    free = available_bytes(device)
+    if free is None:
+        return device_memory_bytes(device)
+    return min(free, device_memory_bytes(device)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    if optimizer.state:
+        raise ValueError(
+            "the optimizer has made steps before the model was wrapped (wrap first; `model.resume(store)` or "
+            "`load_checkpoint` continue a run)"
+        )
+    foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's parameters do not belong to the model (make the optimizer with "
+            "this model's parameters, or pass a function that makes it)"
+        )
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], wrapped: Varuna) -> None:
+    """Replace the model's parameters by those of this stage, in the groups that they were in."""
+    held = dict(wrapped.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        found = (held.get(names[parameter]) for parameter in group["params"])
+        group["params"] = [parameter for parameter in found if parameter is not None]
