@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
     from varuna.plan.search.auto_config import AutoConfig
     from varuna.profile.profiler import Profiler
-    from varuna.train.checkpoints import newest_checkpoint
     from varuna.train.data import SampleOrder
     from varuna.train.notify import notify_manager_preempt
+    from varuna.train.saving.checkpoints import newest_checkpoint
     from varuna.train.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
     from varuna.train.wrap import wrap
 
@@ -44,7 +44,7 @@ _HOMES = {
     "cut_after": "varuna.capture",
     "get_this_rank_config_varuna": "varuna.train.varuna",
     "get_varuna_config": "varuna.train.varuna",
-    "newest_checkpoint": "varuna.train.checkpoints",
+    "newest_checkpoint": "varuna.train.saving.checkpoints",
     "notify_manager_preempt": "varuna.train.notify",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from varuna.cli.run import parse_save_every
 from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
-from varuna.train.autosave import AutosaveTimer, parse_rhythm
+from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
 
 
 def share_lost(interval: float, cost: float, mean: float) -> float:

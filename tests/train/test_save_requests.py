@@ -24,7 +24,7 @@ from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
 from varuna.errors import CheckpointError
-from varuna.train.save_requests import (
+from varuna.train.saving.save_requests import (
     HANDLERS_DIFFER,
     NO_STORE,
     STORE_VARIABLE,

@@ -16,7 +16,6 @@ from varuna.execute.update.initial_values import share_initial_values
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.train.assemble import assemble
-from varuna.train.checkpoints import Checkpoints
 from varuna.train.layout import (
     Prediction,
     choose_layout,
@@ -26,7 +25,8 @@ from varuna.train.layout import (
     predict,
 )
 from varuna.train.programs import CapturedModel, StagePrograms, batch_of
-from varuna.train.training_state import TrainingState
+from varuna.train.saving.checkpoints import Checkpoints
+from varuna.train.saving.training_state import TrainingState
 from varuna.train.validate import WrapOptions, all_names, plan_stages, refuse_detached, refuse_inseparable
 from varuna.types import Plan
 

@@ -28,13 +28,13 @@ from varuna.morph.run.progress_page import open_progress
 from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
-from varuna.train.autosave import AutosaveTimer, parse_rhythm
 from varuna.train.gather import gather_model
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
-from varuna.train.save_requests import SaveRequests, usr1
-from varuna.train.saver import Saver
-from varuna.train.training_state import Stateful
+from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
+from varuna.train.saving.save_requests import SaveRequests, usr1
+from varuna.train.saving.saver import Saver
+from varuna.train.saving.training_state import Stateful
 from varuna.train.validate import (
     WrapOptions,
     call_for_sample,

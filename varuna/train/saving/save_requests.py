@@ -20,7 +20,7 @@ from typing import Any
 
 from varuna.environment import variable_name
 from varuna.morph.run.worker import early_signal
-from varuna.train.autosave import AutosaveTimer
+from varuna.train.saving.autosave import AutosaveTimer
 
 STORE_VARIABLE = variable_name("checkpoint_store")
 

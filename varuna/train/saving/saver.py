@@ -15,8 +15,8 @@ from varuna.errors import CheckpointError, StoreTaken
 from varuna.execute.device.facts import available_bytes
 from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.progress_page import ProgressWriter
-from varuna.train.checkpoints import Checkpoints, PathLike
-from varuna.train.save_requests import RankRequest, SaveRequests, decide, usr1
+from varuna.train.saving.checkpoints import Checkpoints, PathLike
+from varuna.train.saving.save_requests import RankRequest, SaveRequests, decide, usr1
 
 log = logging.getLogger("varuna")
 

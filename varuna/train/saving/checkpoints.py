@@ -41,7 +41,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.errors import BrokenCheckpoint, CheckpointError, StoreOfOtherJob, StoreTaken
 from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
-from varuna.train.training_state import PartContent, RankSummary, TrainingState, check_summaries
+from varuna.train.saving.training_state import PartContent, RankSummary, TrainingState, check_summaries
 from varuna.types import Plan, place_in_map
 
 log = logging.getLogger("varuna")
