@@ -34,7 +34,7 @@ from varuna.checkpoint.load import all_checkpoints, newest_complete, open_checkp
 from varuna.checkpoint.save import commit, write_part
 from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError
-from varuna.train import checkpoints as checkpointing
+from varuna.train.saving import checkpoints as checkpointing
 
 LONG = 60.0  # for what must come, however slow the machine
 ME, OTHER = "stage-0-replica-0", "stage-1-replica-0"

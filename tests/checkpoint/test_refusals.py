@@ -20,7 +20,7 @@ from varuna.checkpoint.load import all_checkpoints
 from varuna.checkpoint.save import commit
 from varuna.checkpoint.store.store import open_store
 from varuna.errors import CheckpointError, StoreTaken
-from varuna.train import checkpoints as checkpointing
+from varuna.train.saving import checkpoints as checkpointing
 
 BATCH = 4
 
