@@ -210,8 +210,11 @@ def become_worker(parent: int, request: dict[str, Any]) -> None:
     worker.keep_early_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes stack traces to the log
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if "numpy" in sys.modules:  # the fork copied its random state; torch and Python reseed themselves
+    # The fork copied random states. Seed them as a new process would; Python reseeds its own.
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     if flags := request.get("flags"):
         offer_flags(flags)
     worker.run_script(request["code_dir"], request["script"], request["arguments"])
