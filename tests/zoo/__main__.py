@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--precisions", default="fp32,bf16", help="fp32, bf16, fp16, comma-separated")
     parser.add_argument("--depths", default="1,2", help="numbers of stages, comma-separated")
     parser.add_argument("--only", default="", help="parts of names, comma-separated")
+    parser.add_argument("--skip", type=int, default=0, help="number of models to leave out at the beginning")
     parser.add_argument("--limit", type=int, help="number of models")
     parser.add_argument("--jobs", type=int, default=1, help="models at the same time, two processes each")
     parser.add_argument("--seconds", type=float, default=450.0, help="start no model after this time")
@@ -31,7 +32,8 @@ def main() -> int:
     device = f"{options.device}:0" if options.device == "cuda" else options.device
     depths = tuple(map(int, options.depths.split(",")))
     where = Tour(device, tuple(options.precisions.split(",")), depths)
-    fine = tour_device(where, wanted, limit=options.limit, jobs=options.jobs, seconds=options.seconds)
+    amount = {"skip": options.skip, "limit": options.limit, "jobs": options.jobs}
+    fine = tour_device(where, wanted, **amount, seconds=options.seconds)
     return 0 if fine else 1
 
 

@@ -143,7 +143,11 @@ class Trial:
         apart = torch.tensor(differences).norm() / torch.tensor(norms).norm()
         if not apart <= GRADIENT_TOLERANCE[self.precision]:
             return f"wrong: the gradients differ by {apart:.1e}"
-        return OK
+        return f"{OK}: the loss differs by {loss:.1e}, the gradients by {apart:.1e}"
+
+
+def is_ok(said: str) -> bool:
+    return said.partition(":")[0] == OK
 
 
 def say(error: BaseException) -> str:
@@ -254,14 +258,16 @@ def _both(
 ) -> dict[PrecisionName, list[str]]:
     """Return the first rank's results; at depth 2, the second rank's if only it failed."""
     for precision, said in (second or {}).items():
-        if said and said[-1] != OK and first[precision][-1] == OK:
+        if said and not is_ok(said[-1]) and is_ok(first[precision][-1]):
             first[precision][-1] = said[-1]
     return first
 
 
-def tour_device(tour: Tour, wanted: list[str], *, limit: int | None, jobs: int, seconds: float) -> bool:
+def tour_device(
+    tour: Tour, wanted: list[str], *, skip: int = 0, limit: int | None, jobs: int, seconds: float
+) -> bool:
     """Run the models in parallel, print a line for each and a summary; return whether all were right."""
-    names = list(cases(wanted))[:limit]
+    names = list(cases(wanted))[skip:][:limit]
     began = time.monotonic()
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
@@ -318,7 +324,7 @@ def _summarize(
     print()
     for (name, precision), said in sorted(results.items()):
         for reason in dict.fromkeys(
-            each for each in said if each != OK and not each.startswith("not captured")
+            each for each in said if not is_ok(each) and not each.startswith("not captured")
         ):
             where = [column for column, each in zip(tour.columns, said, strict=False) if each == reason]
             print(f"{name}, {precision}, {', '.join(where)}: {reason[:600]}")
@@ -328,6 +334,9 @@ def _summarize(
             kinds = Counter(said[place].split(":")[0] for said in rows)
             good &= not kinds.keys() - {OK, "not captured"}
             print(f"{precision} {column:10}", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+            equal = [said[place] for said in rows if is_ok(said[place])]
+            widest = max(equal, key=lambda text: float(text.rpartition(" ")[2]), default="nothing ran")
+            print(f"{'':15} at most: {widest}")
     print("", markdown(results, tour), "", sep="\n")
     finished = len({name for name, _ in results})
     print(f"{finished} of {len(names)} models in {seconds:.0f} s")
