@@ -1,7 +1,7 @@
 """The benchmark of a GPU: `python -m benchmarks.gpu [NAME...]`, one table and one JSON.
 
-GPT-2 or Llama as Hugging Face has them, in bf16, against the bare PyTorch loop on the same card: time,
-memory, compiling, stages as processes on the one card, channel bandwidth, and predictions from a profile.
+A model as Hugging Face has it, in bf16, against the bare PyTorch loop on the same card: time, memory,
+compiling, stages as processes on the one card, channel bandwidth, and predictions from a profile.
 Every case runs in fresh processes; times are medians of single steps, the card idle before and after each.
 """
 
@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_models import FAMILIES, OF_IMAGES, make_images
 from tests.pool import Pool
 from varuna import Varuna, cut_after
 from varuna.execute.comm.network import connect
@@ -133,15 +134,17 @@ def make_llama(size: Size) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[Size], nn.Module], tuple[str, ...]]] = {
     "gpt2": (make_gpt2, ("transformer.drop", "transformer.h.*")),
     "llama": (make_llama, ("model.rotary_emb", "model.layers.*")),
+    **{name: (make, ()) for name, make in FAMILIES.items()},
 }
 """With their cuts: before the first block too, so that all blocks are alike."""
 
 
-def make_model(size: Size, device: str = "cuda:0") -> nn.Module:
+def make_model(size: Size, device: str = str(DEVICE)) -> nn.Module:
     make, cuts = MODELS[size.model]
     with torch.device(device):
         model = make(size)
-    cut_after(model, *cuts)
+    if cuts:
+        cut_after(model, *cuts)
     if device != "meta":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -161,6 +164,8 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def make_batch(size: Size, samples: int) -> dict[str, Tensor]:
+    if size.model in OF_IMAGES:
+        return make_images(samples)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(size.vocab, (samples, size.tokens), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
@@ -200,7 +205,7 @@ class Bare:
 
 class Ours:
     def __init__(self, size: Size, *, depth: int = 1, **options: Any) -> None:
-        model = make_model(size, "meta")
+        model = make_model(size, str(DEVICE) if size.model in FAMILIES else "meta")
         self.num_parameters = num_parameters(model)
         stages = format_stage_map([[stage] for stage in range(depth)])
         self.model = Varuna(
@@ -213,7 +218,7 @@ class Ours:
             precision="bf16",
             seed=1,
             from_cache=False,
-            initialize=fill,
+            initialize=None if size.model in FAMILIES else fill,
             timeout_seconds=300,
             **options,
         )
