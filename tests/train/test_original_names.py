@@ -147,6 +147,16 @@ def look_inside(model: Any, optimizer: torch.optim.Optimizer, run: Run) -> dict[
     for refused in (lambda: unwrapped(batch_of(0)), model.half, lambda: model.to("meta"), model.model):
         with pytest.raises(RuntimeError):
             refused()
+    for change in (
+        lambda: setattr(unwrapped.first, "scale", 2.0),
+        lambda: setattr(unwrapped.last.linear, "weight", nn.Parameter(torch.ones(6, 6))),
+        unwrapped.eval,
+        unwrapped.half,
+        lambda: unwrapped.first.register_forward_hook(print),
+    ):
+        with pytest.raises(RuntimeError, match="no effect on the training"):
+            change()
+    assert isinstance(unwrapped.last.linear, nn.Linear)
     with pytest.raises(AttributeError, match=r"model\.plan\.schedule"):
         model.schedule  # noqa: B018 - the access itself
     for parameter in unwrapped.last.parameters():  # freezes the stage that holds it

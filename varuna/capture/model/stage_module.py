@@ -1,6 +1,6 @@
 """The modules of the original model with the tensors of one stage, for scripts that look into the model."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -17,13 +17,14 @@ class StageModule(nn.Module):
         self.module = module
 
     def forward(self, *args: object, **kwargs: object) -> None:
-        _refuse()
+        _refuse_call()
 
 
 def stage_module(source: Source, state: StageState) -> StageModule:
     """Copy the model's modules and plain attributes; use the stage's own tensors, and None for all others.
 
-    So freezing, hooks and values that a script sets on a parameter apply to the one that trains.
+    So freezing, hooks and values that a script sets on a parameter apply to the one that trains. Changes of
+    a module would have no effect, since a captured program trains: they are refused.
     """
     module = meta_copy(source.meta_model)
     own = dict(state.named_parameters(remove_duplicate=False))
@@ -34,11 +35,30 @@ def stage_module(source: Source, state: StageState) -> StageModule:
             part._parameters[name] = own.get(prefix + name)
         for name in part._buffers:
             part._buffers[name] = buffers.get(prefix + name)
-    module.forward = _refuse
-    return StageModule(module)
+    module.forward = _refuse_call
+    found = StageModule(module)
+    kinds = {kind: _fixed(kind) for kind in {type(part) for part in found.modules()}}
+    for part in found.modules():
+        part.__class__ = kinds[type(part)]
+    return found
 
 
-def _refuse(*args: object, **kwargs: object) -> NoReturn:
+def _fixed(kind: type[nn.Module]) -> Any:
+    """Return a subclass whose modules cannot be changed."""
+    changes = [name for name in dir(nn.Module) if name.startswith("register_")]
+    changes += ["__setattr__", "__delattr__", "_apply", "add_module", "train"]
+    return type(kind.__name__, (kind,), {name: _refuse_change for name in changes})
+
+
+def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        "a change of this module would have no effect on the training, which runs a captured program (change "
+        "the model before you wrap it; use train(), eval() and to() of the wrapped model itself; parameters "
+        "may be changed in place)"
+    )
+
+
+def _refuse_call(*args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(
         "this is the part of the model that one stage holds, and cannot be called: use "
         "`loss, overflow = model.step(inputs)` to train and `loss = model.evaluate(inputs)` to evaluate"
