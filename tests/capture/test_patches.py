@@ -194,3 +194,23 @@ def test_refusals() -> None:
     require("(refusals)", isinstance(shapes.guards, list), "ShapeEnv.guards")
     fields = set(inspect.get_annotations(torch.fx.experimental.symbolic_shapes.ShapeGuard))
     require("(refusals)", {"expr", "sloc"} <= fields, "ShapeGuard with expr and sloc")
+
+
+def test_kept_attention_masks() -> None:
+    name = "kept_attention_masks"
+    require_parameters(name, nn.modules.transformer, "_detect_is_causal_mask", "mask", "is_causal", "size")
+    with patches.kept_attention_masks():
+        detect = nn.modules.transformer._detect_is_causal_mask
+        require(name, detect(torch.zeros(2, 2), None, 2) is False, "a plain function")
+
+
+def test_number_conditions() -> None:
+    name = "number_conditions"
+    shapes, mode = fake_shapes()
+    x = mode.from_tensor(torch.ones(3, 2), symbolic_context=None)
+    with mode:
+        condition = (x > 0).sum().item() > 4
+    require(name, isinstance(condition, torch.SymBool), "numbers of fake tensors that are symbolic")
+    with patches.number_conditions(lambda _: True):
+        require(name, bool(condition) is True, "torch.SymBool.__bool__")
+    require(name, shapes.num_deferred_runtime_asserts == 0, "no guard")

@@ -23,7 +23,7 @@ from varuna.units import read_numbers
 
 KEYS = (
     *("model", "get_batch", "optimizer"),
-    *("batch_dims", "shared_weights", "initialize", "message_bytes", "effort"),
+    *("batch_dims", "loss", "shared_weights", "initialize", "message_bytes", "effort"),
 )
 
 

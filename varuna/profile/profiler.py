@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source
+from varuna.capture.model.call_convention import LossChoice
 from varuna.errors import check_name
 from varuna.execute.comm.address import own_address
 from varuna.execute.comm.groups import make_group
@@ -72,6 +73,7 @@ class Profiler:
         *,
         precision: PrecisionName | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
+        loss: LossChoice = None,
         shared_weights: Sequence[tuple[str, str]] | None = None,
         initialize: Any = None,
         message_bytes: Sequence[int] = MESSAGE_BYTES,
@@ -102,6 +104,7 @@ class Profiler:
             precision=precision,
             device_type=self.device.type,
             partition=partition,
+            loss=loss,
             watch=capture_progress(shown=self._ranks.rank == 0),
         )
         self._make_optimizer: MakeOptimizer | None = None

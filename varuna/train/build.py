@@ -27,7 +27,14 @@ from varuna.train.layout import (
 from varuna.train.programs import CapturedModel, StagePrograms, batch_of
 from varuna.train.saving.checkpoints import Checkpoints
 from varuna.train.saving.training_state import TrainingState
-from varuna.train.validate import WrapOptions, all_names, plan_stages, refuse_detached, refuse_inseparable
+from varuna.train.validate import (
+    WrapOptions,
+    all_names,
+    check_once,
+    plan_stages,
+    refuse_detached,
+    refuse_inseparable,
+)
 from varuna.types import Plan
 
 log = logging.getLogger("varuna")
@@ -48,6 +55,7 @@ def capture(
         precision=options.precision,
         device_type=options.device.type,
         partition=partition,
+        loss=options.loss,
         watch=capture_progress(shown=session.rank == session.ranks[0]),
     )
     captured = source.capture(inputs, training=True)
@@ -64,6 +72,21 @@ def capture(
         )
     machines = [machine for _, _, machine in everyone]
     return CapturedModel(source, captured, batch, everyone[0][1] % 2**63, machines)
+
+
+def check(
+    model: nn.Module, sampled: CapturedModel, inputs: Mapping[str, object], plan: Plan, options: WrapOptions
+) -> None:
+    """Compare the captured model with the original, unless it is too large or was compared before."""
+    check_once(
+        model,
+        sampled.captured,
+        inputs,
+        plan,
+        device=options.device,
+        convention=sampled.source.convention,
+        from_cache=options.from_cache,
+    )
 
 
 def choose_plan(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.capture import Captured, StageState, check_capture
-from varuna.capture.model.call_convention import CallConvention
+from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.scatter import WeightFunction
@@ -54,6 +54,7 @@ class WrapOptions:
     spans: Sequence[tuple[int, int]] | None
     profile_folder: str | os.PathLike[str] | None
     batch_dims: Mapping[str, int | None]
+    loss: LossChoice
     loss_weight: WeightFunction | None
     initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None
     shard_optimizer: bool

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from varuna.capture.model.call_convention import LossChoice
 from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
@@ -40,7 +41,6 @@ from varuna.train.validate import (
     call_for_sample,
     check_arguments,
     check_evaluated,
-    check_once,
     check_optimizer,
     check_share,
     join_job,
@@ -130,6 +130,7 @@ class Varuna(nn.Module):
         spans: Sequence[tuple[int, int]] | None = None,
         profile_folder: str | os.PathLike[str] | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
+        loss: LossChoice = None,
         loss_weight: WeightFunction | None = None,
         initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None = None,
         shard_optimizer: bool = False,
@@ -143,13 +144,12 @@ class Varuna(nn.Module):
         link_delay: Callable[[int], float] | None = None,
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
-        rank = join_job(stage_map := parse_stage_map(stage_to_rank_map))
         options = WrapOptions(
-            stage_map=stage_map,
+            stage_map=(stage_map := parse_stage_map(stage_to_rank_map)),
             batch_size=batch_size,
             microbatch_size=chunk_size,
             precision=precision or ("fp16" if fp16 else "fp32"),
-            device=find_device(device, local_rank, rank),
+            device=find_device(device, local_rank, rank := join_job(stage_map)),
             shared_weights=shared_weights,
             from_cache=from_cache,
             schedule=schedule,
@@ -157,6 +157,7 @@ class Varuna(nn.Module):
             spans=spans,
             profile_folder=profile_folder,
             batch_dims=dict(batch_dims or {}),
+            loss=loss,
             loss_weight=loss_weight,
             initialize=initialize,
             shard_optimizer=shard_optimizer,
@@ -210,8 +211,7 @@ class Varuna(nn.Module):
             self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
             if session.rank == session.ranks[0]:
-                cached, device = options.from_cache, options.device
-                check_once(model, sampled.captured, inputs, self.plan, device=device, from_cache=cached)
+                build.check(model, sampled, inputs, self.plan, options)
             self._progress.alive()
             self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
                 model, sampled, self.plan, session, options, self._requests.is_pending

@@ -22,6 +22,7 @@ from varuna.capture.cuts.summary import num_bytes
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flow import Flow
 from varuna.capture.run.program import SpanProgram, build, in_memory_order, memory_order, under_autocast
+from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.opaque_module import OpaqueLeaf
 from varuna.errors import CaptureError
 from varuna.types import PrecisionName, TensorSpec
@@ -134,7 +135,8 @@ class Carver:
         needed = set(outputs)
         kept: list[fx.Node] = []
         for node in reversed(nodes):
-            if node in needed or any(root in roots for root in self.flow.writes[node]):
+            changes = any(root in roots for root in self.flow.writes[node])
+            if node in needed or changes or isinstance(node.target, ModelCheck):
                 kept.append(node)
                 needed.update(node.all_input_nodes)
                 roots.update(self.flow.root[arg] for arg in node.all_input_nodes)

@@ -98,6 +98,16 @@ def refuse_embedding_options(flat: FlatGraph) -> None:
             )
 
 
+def refuse_changed_inputs(flow: Flow) -> None:
+    """Refuse a forward that changes an input: other stages and recomputation read the input again."""
+    for name, node in flow.flat.inputs.items():
+        if node in flow.writers:
+            raise CaptureError(
+                f"{where(flow.writers[node][0])}: forward changes its input {name!r} in place, but other "
+                f"stages read the same input. Change a copy: {name} = {name}.clone()."
+            )
+
+
 def refuse_divided_buffers(flow: Flow) -> None:
     """Refuse a buffer that one segment changes and another one reads."""
     flat = flow.flat

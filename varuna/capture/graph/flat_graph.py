@@ -9,7 +9,7 @@ that cuts, randomness and values can be followed through them:
 CutPoints become segment numbers, assertions are dropped, and tied names become one name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from varuna.capture.model.batch import dim_of
 from varuna.capture.trace.custom_function import FunctionCall, FunctionModule
+from varuna.capture.trace.data_branches import CHECK, CHECK_NUMBER
 from varuna.capture.trace.opaque_module import OPAQUE, OpaqueLeaf, RecordedCall
 from varuna.capture.trace.recorder import CHECKS, CUT
 from varuna.capture.trace.trace import Trace
@@ -82,7 +83,7 @@ def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str,
     """Flatten a trace. `canonical` maps each tied name to the first name of its tensor."""
     exported = trace.exported
     flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
-    flattener = _Flattener(flat, trace.leaf_calls, canonical)
+    flattener = _Flattener(flat, trace, canonical)
     values: dict[fx.Node, Any] = {}
     body = exported.graph_module
     for node, spec in zip(body.graph.nodes, exported.graph_signature.input_specs, strict=False):
@@ -115,12 +116,11 @@ def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str,
 
 
 class _Flattener:
-    def __init__(
-        self, flat: FlatGraph, leaf_calls: Sequence[RecordedCall], canonical: Mapping[str, str]
-    ) -> None:
+    def __init__(self, flat: FlatGraph, trace: Trace, canonical: Mapping[str, str]) -> None:
         self.flat = flat
         self.segment = 0
-        self._leaf_calls = leaf_calls
+        self._leaf_calls = trace.leaf_calls
+        self._checks = trace.checks
         self._canonical = canonical
 
     def placeholder(self, name: str, node: fx.Node) -> fx.Node:
@@ -189,6 +189,9 @@ class _Flattener:
             if not isinstance(call.module, FunctionModule):
                 return self._leaf(node, mapped(node.args[0]), call)
             new = self.flat.graph.call_function(FunctionCall(call), tuple(mapped(node.args[0])))
+        elif node.target in (CHECK, CHECK_NUMBER):
+            check = self._checks[int(str(node.args[1]))]
+            new = self.flat.graph.call_function(check, (mapped(node.args[0]),))
         else:
             nested = self._nested if isinstance(node.target, HigherOrderOperator) else lambda args: args
             new = self.flat.graph.create_node(
@@ -206,6 +209,8 @@ class _Flattener:
         leaf = OpaqueLeaf(call)
         full = [f"{call.name}.{name}" if call.name else name for name in leaf.names]
         state = [self.flat.state[self._canonical.get(name, name)] for name in full]
+        results = torch.utils._pytree.tree_leaves(node.meta["val"])
+        leaf.shapes = [[size if isinstance(size, int) else None for size in r.shape] for r in results]
         name = f"leaf_{len(self.flat.attributes)}"
         self.flat.attributes[name] = leaf
         new = self.flat.graph.call_module(name, (state, tensors))

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import DETACH, FlatGraph
 from varuna.capture.graph.flow import Flow
+from varuna.capture.trace.data_branches import ModelCheck
 from varuna.types import Dim
 
 aten = torch.ops.aten
@@ -172,14 +173,14 @@ def drop_needless_detaches(flat: FlatGraph) -> None:
 
 
 def drop_dead_nodes(flat: FlatGraph) -> None:
-    """Keep the nodes that the results need, and those that change a buffer."""
+    """Keep the nodes that the results need, those that change a buffer, and checks."""
     flow = Flow(flat)
     state = set(flat.state.values())
     needed: set[fx.Node] = set(flat.results)
     roots: set[fx.Node] = {flow.root[node] for node in flat.results}
     for node in reversed(flat.nodes):
         changes = any(root in state or root in roots for root in flow.writes[node])
-        if node in needed or changes:
+        if node in needed or changes or isinstance(node.target, ModelCheck):
             needed.update(node.all_input_nodes)
             roots.update(flow.root[arg] for arg in node.all_input_nodes)
         else:

@@ -74,11 +74,12 @@ def input_signature(inputs: Mapping[str, object], batch: Batch) -> Hashable:
     return tuple(items)
 
 
-def hint_size(inputs: Mapping[str, object]) -> int:
+def hint_size(inputs: Mapping[str, object], low: int = 2, high: int = 1 << 15) -> int:
     """Return a batch size that no other dimension of the example has, so that sizes cannot be confused."""
     taken = {size for value in inputs.values() if isinstance(value, Tensor) for size in value.shape}
     primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-    return next(prime for prime in primes if prime not in taken)
+    candidates = (*(prime for prime in primes if low <= prime <= high), *range(low, min(high, low + 99) + 1))
+    return next((size for size in candidates if size not in taken), low)
 
 
 def dim_of(size: Any, symbol: sympy.Symbol | None) -> Dim | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -20,7 +20,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from varuna.capture.model.structures import opened
 from varuna.errors import CaptureError
+
+LossChoice = int | str | Callable[[Any], Tensor] | None
+"""Index, key or attribute of the loss among the outputs, or a function of them; None: found by itself."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,21 @@ class CallConvention:
     key: Hashable = None  # equal for calls of the same form
     gradients: frozenset[str] = frozenset()  # inputs that get a gradient
 
+    def __init__(self, loss: LossChoice = None) -> None:
+        """`loss` chooses the loss among several outputs."""
+        self._loss = loss
+
     def check(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
         """Raise unless the inputs are valid keyword arguments of forward."""
         try:
             inspect.signature(model.forward).bind(**inputs)
         except TypeError as error:
             raise CaptureError(_cannot_call(model, f"the inputs {sorted(inputs)}", error)) from None
+        except ValueError:  # no signature
+            raise CaptureError(
+                f"the forward of {type(model).__name__} is not a Python function, so it cannot be traced. "
+                "Pass the module itself, without torch.jit.script or torch.jit.trace."
+            ) from None
 
     @contextmanager
     def adapted(self, model: nn.Module, inputs: Mapping[str, object]) -> Iterator[None]:
@@ -59,7 +72,7 @@ class CallConvention:
             return original(**given)
 
         with (
-            model.register_forward_hook(lambda _module, _args, output: find_loss(output)),
+            model.register_forward_hook(lambda _module, _args, output: find_loss(output, self._loss)),
             patch.object(model, "forward", _declaring(forward, inputs)),
         ):
             yield
@@ -97,7 +110,7 @@ class StructuredCall(CallConvention):
             bound = _signature(model).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(_cannot_call(model, "these arguments", error)) from None
-        paths, spec = pytree.tree_flatten_with_path(dict(bound.arguments))
+        paths, spec = pytree.tree_flatten_with_path(opened(dict(bound.arguments)))
         leaves: dict[str, Any] = {}
         for path, leaf in paths:
             name = _identifier(path)
@@ -130,7 +143,7 @@ class StructuredCall(CallConvention):
         return self._structure
 
     def _output_tensors(self, output: Any, input_ids: set[int]) -> tuple[Tensor, ...]:
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = pytree.tree_flatten(opened(output))
         tensors: list[Tensor] = []
         places: list[int | None] = []
         constants: list[object] = []
@@ -146,8 +159,8 @@ class StructuredCall(CallConvention):
             else:
                 raise CaptureError(
                     f"the model's forward returned a {type(leaf).__name__}; expected tensors and constants "
-                    "(None, bool, int, float, str) in tuples, lists or dicts. Return a tensor in its place, "
-                    "or register the type with torch.utils._pytree."
+                    "(None, bool, int, float, str) in tuples, lists, dicts or dataclasses. Return a tensor "
+                    "in its place, or register the type with torch.utils._pytree.register_pytree_node."
                 )
         if not tensors:
             raise CaptureError(
@@ -193,21 +206,64 @@ def _identifier(path: Sequence[Any]) -> str:
     return text if text.isidentifier() else f"_{text}"
 
 
-def find_loss(output: Any) -> Tensor:
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        loss = output[0] if output else None
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
-        return loss
+def find_loss(output: Any, choice: LossChoice = None) -> Tensor:
+    """Return the loss among a model's outputs: the chosen one, or the only one that can be it."""
+    if callable(choice):
+        loss = choice(output)
+    elif choice is not None:
+        loss = _item(output, choice)
+    else:
+        loss = _only_loss(output)
+    if _is_loss(loss):
+        return loss.reshape(())
+    chosen = "" if choice is None else f", and loss={choice!r} chooses {in_words(loss)} of it"
     raise CaptureError(
-        f"the model's forward returned {in_words(output)}; expected its loss, the mean over the batch as a "
-        'floating-point scalar: the output itself, its first element, or its "loss" item or attribute. '
-        "Compute the loss inside forward (Hugging Face models do so if you pass `labels`)."
+        f"the model's forward returned {in_words(output)}{chosen}; expected its loss, the mean over the batch "
+        'as a floating-point scalar: the output itself, its first element, or its "loss" item or attribute. '
+        "Compute the loss inside forward (Hugging Face models do so if you pass `labels`), or choose it with "
+        "loss=, an index, a key, or a function of the output."
     )
+
+
+def _is_loss(value: Any) -> bool:
+    is_number = isinstance(value, Tensor) and all(isinstance(n, int) and n == 1 for n in value.shape)
+    return is_number and value.is_floating_point()
+
+
+def _item(output: Any, choice: int | str) -> Any:
+    try:
+        if isinstance(choice, str) and not isinstance(output, Mapping):
+            return getattr(output, choice)
+        return output[choice]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CaptureError(
+            f"the model's forward returned {in_words(output)}, which has no loss={choice!r} "
+            f"({type(error).__name__}). Pass an index, a key, an attribute, or a function of the output."
+        ) from None
+
+
+def _only_loss(output: Any) -> Any:
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Tensor) or _is_loss(named):
+        return output if isinstance(output, Tensor) else named
+    places: dict[int | str, Any] = {}
+    if isinstance(output, Mapping):
+        places = dict(output)
+    elif isinstance(output, tuple | list):
+        if output and _is_loss(output[0]):
+            return output[0]
+        places = dict(enumerate(output))
+    elif is_dataclass(output):
+        places = {field.name: getattr(output, field.name, None) for field in fields(output)}
+    found = {place: value for place, value in places.items() if _is_loss(value)}
+    trained = {place: value for place, value in found.items() if value.requires_grad} or found
+    if len(trained) > 1:
+        choices = " or ".join(f"loss={place!r}" for place in trained)
+        raise CaptureError(
+            f"the model's forward returned {in_words(output)}, with {len(trained)} scalars that may be its "
+            f"loss. Choose one with {choices}, or pass a function of the output."
+        )
+    return next(iter(trained.values()), None)
 
 
 def in_words(value: Any) -> str:
@@ -217,4 +273,6 @@ def in_words(value: Any) -> str:
         return f"a {type(value).__name__} of " + (", ".join(map(str, value)) or "nothing")
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of " + (", ".join(in_words(item) for item in value) or "nothing")
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"a {type(value).__name__} of " + ", ".join(field.name for field in fields(value))
     return f"a {type(value).__name__}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from varuna.capture.graph.flat_graph import flatten
 from varuna.capture.model.batch import Batch, find_batch, input_signature
-from varuna.capture.model.call_convention import CallConvention
+from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.capture.model.copies import meta_copy
 from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.tied_weights import canonical_names, find_ties
@@ -40,10 +40,12 @@ class Source:
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
         partition: Partition | None = None,
+        loss: LossChoice = None,
         watch: CaptureProgress | None = None,  # shows the progress of a capture
     ) -> None:
         """`partition` cuts a model that has no CutPoints; without it, such a model is one segment."""
         self._watch = watch
+        self.convention = CallConvention(loss)
         BackwardHooks(model).refuse()
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
@@ -78,7 +80,7 @@ class Source:
 
         With one sample, pass `batch`: a leading 1 does not show whether an input is batched or shared.
         """
-        convention = convention or CallConvention()
+        convention = convention or self.convention
         convention.check(self.meta_model, inputs)
         batch = batch or self.batch(inputs)
         request = TraceRequest(inputs, batch, convention, precision or self.precision, self.device)

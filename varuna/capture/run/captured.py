@@ -52,6 +52,7 @@ class Captured:
         checks.refuse_reordered_samples(flat)
         checks.refuse_embedding_options(flat)
         flow = Flow(flat)
+        checks.refuse_changed_inputs(flow)
         self._misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:
             self._misplaced = automatic.cut_like(flow, cut_like._flat, cut_like.graph.segments)

@@ -96,7 +96,7 @@ class plain_randomness(TorchFunctionMode):
         if func in _COMPOSITE:
             with self:
                 return patches.without_overrides(func)(*args, **kwargs)
-        operation = _random_operation(func)
+        operation = _random_operation(func, args)
         own_generator = kwargs.get("generator") is not None
         if operation is None or own_generator or not randomness.draws(operation, args, kwargs):
             return func(*args, **kwargs)
@@ -112,6 +112,11 @@ class plain_randomness(TorchFunctionMode):
             dim, per_sample = self._sample_dim(x.shape) or (None, 0)
             y = randomness.dropout(x, bound["p"], self._work, ordinal, dim, per_sample)
             return x.copy_(y) if name == "dropout_" else y
+        if operation._overloadname == "data":
+            raise RuntimeError(
+                f"{name} over packed sequences draws one dropout mask for all samples, so it would change "
+                "with the micro-batch size. Make the recurrent module with dropout=0, and use nn.Dropout."
+            )
         leaves = pytree.tree_leaves((args, kwargs))
         if name in _FACTORIES and not any(isinstance(leaf, Tensor) for leaf in leaves):
             return self._make(func, args, kwargs, ordinal)
@@ -181,11 +186,13 @@ def run_once(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         return function(*operands)
 
 
-def _random_operation(func: Any) -> Any:
+def _random_operation(func: Any, args: Sequence[Any]) -> Any:
     """Return the random operation of the graph that a torch function calls, or None."""
     packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     if not hasattr(packet, "overloads"):
         return None
     name = "input" if "input" in packet.overloads() and func.__name__ != "dropout" else packet.overloads()[0]
+    if "data" in packet.overloads() and isinstance(args[3], list | tuple):
+        name = "data"  # a recurrent operation on packed sequences
     operation = getattr(packet, name)
     return operation if torch.Tag.nondeterministic_seeded in operation.tags else None

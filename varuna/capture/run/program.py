@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.trace import autocast
 from varuna.types import PrecisionName, TensorSpec, Work
 
@@ -39,7 +40,11 @@ class SpanProgram:
     @property
     def repeats(self) -> bool:
         """True if it runs the same operations for all values and all work."""
-        return not self.random and not self.leaves
+        return not self.random and not self.leaves and not self._has_checks
+
+    @cached_property
+    def _has_checks(self) -> bool:
+        return any(isinstance(node.target, ModelCheck) for node in self.graph_module.graph.nodes)
 
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work

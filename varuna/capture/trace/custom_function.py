@@ -83,7 +83,7 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
         if cls is CheckpointFunction:
             run, _preserve, *operands = args
             return run_once(run, operands)
-        if cls.__module__.startswith("torch.") or recorder.inside_leaf:
+        if cls.__module__.startswith("torch.") or recorder.inside_leaf is not None:
             return original(*args, **kwargs)
         place = current_line()
         try:

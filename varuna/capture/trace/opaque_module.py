@@ -5,6 +5,7 @@ parameters. It cannot be cut inside. Its random numbers are seeded per sample, a
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna.capture.model.copies import uninitialized_copy
+from varuna.capture.model.structures import opened
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.trace import patches
@@ -40,6 +42,11 @@ def opaque(module: Module, *patterns: str) -> Module:
     if patterns:
         for name in modules_named(module, patterns):
             opaque(module.get_submodule(name))
+    elif isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "a module that torch.jit has compiled cannot be opaque. Make it without torch.jit.script or "
+            "torch.jit.trace."
+        )
     elif not is_opaque(module):
         module.register_forward_pre_hook(_enter_leaf)
         module.register_forward_hook(_leave_leaf, always_call=True)
@@ -83,7 +90,7 @@ class RecordedCall:
         return args, kwargs
 
     def keep_results(self, output: Any) -> list[Tensor]:
-        leaves, self.results = pytree.tree_flatten(output)
+        leaves, self.results = pytree.tree_flatten(opened(output))
         self.constant_results = _constants(leaves)
         # Clone: an operation of the graph cannot return one of its inputs.
         return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -108,7 +115,7 @@ def record_call(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> A
     """Add one operation to the traced graph for a call of the module, and return its fake results."""
     recorder = active()
     assert recorder is not None
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves, structure = pytree.tree_flatten(opened((args, kwargs)))
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
         outer = _parent_path(name) if recorder.reading == name else recorder.reading
         raise CaptureError(
@@ -151,31 +158,37 @@ def _fake_results(tensors: list[Tensor], call: int) -> list[Tensor]:
 def _results_by_running(leaf: RecordedCall, tensors: list[Tensor], refused: Exception) -> list[Tensor]:
     """Find the output shapes of a module with a branch on data: run it on zeros at two batch sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-    runs = []
-    with (
-        torch._subclasses.fake_tensor.unset_fake_temporarily(),
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
-    ):
-        module = uninitialized_copy(leaf.module)
-        module.__dict__.pop("forward", None)
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.zero_()
-        for batch in (3, 5):
-            zeros = [
-                torch.zeros([_size_at(s, batch) for s in tensor.shape], dtype=tensor.dtype)
-                for tensor in tensors
-            ]
-            args, kwargs = leaf.arguments(zeros)
+    # In a thread, which has torch's usual modes: a module may compute gradients itself.
+    with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as thread:
+        try:
+            one, two = (thread.submit(_results_on, leaf, tensors, batch, 0).result() for batch in (3, 5))
+        except Exception:  # lengths of sequences must be above 0
             try:
-                runs.append(leaf.keep_results(module(*args, **kwargs)))
+                one, two = (thread.submit(_results_on, leaf, tensors, batch, 1).result() for batch in (3, 5))
             except Exception as error:
                 raise CaptureError(
                     f"the opaque module {leaf.name!r} runs neither on fake tensors ({refused}) nor on zeros "
-                    f"({error}), so its output shapes are unknown. Let it run on zeros, or make a module "
-                    "around it opaque."
+                    f"or ones ({error}), so its output shapes are unknown. Let it run on zeros, or make a "
+                    "module around it opaque."
                 ) from error
-    return [_symbolic(one, two, sizes, tensors) for one, two in zip(*runs, strict=True)]
+    return [_symbolic(a, b, sizes, tensors) for a, b in zip(one, two, strict=True)]
+
+
+def _results_on(leaf: RecordedCall, tensors: Sequence[Tensor], batch: int, value: int) -> list[Tensor]:
+    """Run an opaque module whose inputs and state all have one value."""
+    module = uninitialized_copy(leaf.module)
+    module.__dict__.pop("forward", None)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
+    made = []
+    for tensor in tensors:
+        shape = [_size_at(size, batch) for size in tensor.shape]
+        made.append(torch.full(shape, value, dtype=tensor.dtype))
+        if tensor.is_floating_point():
+            made[-1] = made[-1].requires_grad_().clone()  # not a leaf, which must not change in place
+    args, kwargs = leaf.arguments(made)
+    return leaf.keep_results(module(*args, **kwargs))
 
 
 def _size_at(size: Any, batch: int) -> int:
@@ -206,10 +219,13 @@ class OpaqueLeaf(nn.Module):
         super().__init__()
         self._call = call
         self.ordinal = 0  # set by bind_randomness
+        self.shapes: list[list[int | None]] = []  # sizes of the results; None: depends on the batch
         self.name = call.name
         # In a tuple, so that its parameters are not registered: every call passes them in.
         self._module = (call.module,)
         self.names = tuple(named_tensors(call.module))
+        # Recurrent modules list their weights again in an attribute, which functional_call leaves as it is.
+        self._recurrent = [(n, m) for n, m in call.module.named_modules() if isinstance(m, nn.RNNBase)]
 
     @property
     def module(self) -> nn.Module:
@@ -220,14 +236,26 @@ class OpaqueLeaf(nn.Module):
     ) -> list[Tensor]:
         args, kwargs = self._call.arguments(tensors)
         values = dict(zip(self.names, state, strict=True))
-        with plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal):
+        with ExitStack() as stack:
+            for path, module in self._recurrent:
+                names = [f"{path}.{name}" if path else name for name in module._flat_weights_names]
+                stack.enter_context(patch.object(module, "_flat_weights", [values[n] for n in names]))
+            stack.enter_context(plain_randomness.of(work, batch_size=num_samples, first_ordinal=self.ordinal))
             output = torch.func.functional_call(self.module, values, args, kwargs)
-        return result_tensors(output, (*state, *tensors))
+        results = result_tensors(output, (*state, *tensors))
+        for result, shape in zip(results, self.shapes, strict=False):
+            if [size for size, known in zip(result.shape, shape, strict=False) if known not in (None, size)]:
+                raise RuntimeError(
+                    f"the opaque module {self.name!r} returned a tensor of shape {list(result.shape)}; "
+                    f"expected {['b' if size is None else size for size in shape]}, as when it was captured. Only "
+                    "the batch may change a size (packed sequences: pass total_length to pad_packed_sequence)."
+                )
+        return results
 
 
 def result_tensors(output: Any, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of an output; as the graph assumes, they need a gradient if any operand does."""
-    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    results = [leaf for leaf in pytree.tree_leaves(opened(output)) if isinstance(leaf, Tensor)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in operands):
         return results
     return [

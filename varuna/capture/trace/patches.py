@@ -174,6 +174,26 @@ def skipped_moves() -> AbstractContextManager[Any]:
     return patch.object(nn.Module, "_apply", apply)
 
 
+def kept_attention_masks() -> AbstractContextManager[Any]:
+    """Let torch.nn.Transformer keep a mask of which it would find out, by its values, that it is causal."""
+
+    def is_causal(_mask: Any, is_causal: bool | None = None, _size: Any = None) -> bool:
+        return bool(is_causal)
+
+    return patch.object(nn.modules.transformer, "_detect_is_causal_mask", is_causal)
+
+
+def number_conditions(decide: Callable[[torch.SymBool], bool | None]) -> AbstractContextManager[Any]:
+    """Let `decide` choose the value of a condition on symbolic numbers; None: torch does."""
+    original: Any = torch.SymBool.__bool__
+
+    def read(condition: torch.SymBool) -> bool:
+        value = decide(condition)
+        return original(condition) if value is None else value
+
+    return patch.object(torch.SymBool, "__bool__", read)
+
+
 def untracked_modules() -> AbstractContextManager[Any]:
     """Call modules without the tracer, which never removes a module that raises from its stack."""
     return patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)

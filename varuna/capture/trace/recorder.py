@@ -40,10 +40,14 @@ class TraceRecorder:
         self._done: set[int] = set()
         self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
+        compiled = (name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule))
+        self.scripted = next(compiled, "")  # path of a module that torch.jit has compiled
         self._cuts: list[object] = []
-        self.inside_leaf = ""  # path of the opaque module that is running
+        self.inside_leaf: str | None = None  # path of the opaque module that is running
         self.reader: str | None = None  # path of the module that last read a number from a tensor
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
+        self.checks: list[Any] = []  # conditions that the captured path relies on
+        self.size_reads: list[tuple[Any, str, str]] = []  # conditions on the batch size: line and module
 
     def name_of(self, module: nn.Module) -> str:
         return self._names.get(id(module), "")
@@ -71,7 +75,7 @@ class TraceRecorder:
                 f"the CutPoint {where} is called twice in one forward pass. Use a separate CutPoint for each "
                 "place, and none in a module that runs several times."
             )
-        if self.inside_leaf:
+        if self.inside_leaf is not None:
             raise CaptureError(
                 f"the CutPoint {where} is inside the opaque module {self.inside_leaf!r}, which cannot be "
                 "cut. Move the CutPoint out of it, or make a smaller module opaque."
@@ -91,7 +95,7 @@ class TraceRecorder:
         try:
             yield
         finally:
-            self.inside_leaf = ""
+            self.inside_leaf = None
 
     def has_met(self, cutpoint: object) -> bool:
         return any(met is cutpoint for met in self._cuts)

@@ -12,10 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
+from varuna.capture.trace.data_branches import decide
+from varuna.capture.trace.opaque_module import record_call
 from varuna.capture.trace.recorder import TraceRecorder
 from varuna.errors import CaptureError
 
@@ -29,6 +34,14 @@ class DataDependentError(CaptureError):
     def __init__(self, text: str, module: str) -> None:
         super().__init__(text)
         self.module = module  # path of the module that was running
+
+
+class BatchRangeError(CaptureError):
+    """The model takes another path for batch sizes outside a range."""
+
+    def __init__(self, text: str, range: tuple[int, int]) -> None:
+        super().__init__(text)
+        self.range = range
 
 
 def _is_model_code(filename: str) -> bool:
@@ -53,9 +66,9 @@ def current_line() -> str:
     return model_line(sys._getframe(1))
 
 
-def _line_that_fixes_the_batch(error: Exception) -> str:
+def _line_that_fixes_the_batch(error: Exception, recorder: TraceRecorder) -> str:
     """Return the line that restricted the batch size: torch.export keeps it with its guards."""
-    found = ""
+    found = recorder.size_reads[-1][1] if recorder.size_reads else ""
     step = error.__traceback__
     while step is not None:
         for value in step.tb_frame.f_locals.values():
@@ -75,18 +88,25 @@ def _full_path(ending: str) -> str:
 
 
 def opaque_call(path: str) -> str:
-    """Return the call that makes a module, and the same module of all other layers, opaque."""
+    """Return how to make a module, and the same module of all other layers, opaque."""
     if not path:
-        return "varuna.opaque(a submodule)"
+        return "varuna.opaque, once you have moved these lines into a submodule"
     pattern = re.sub(r"\b\d+\b", "*", path)
     return f'varuna.opaque(model, "{pattern}")'
 
 
-class KnownBranches(TorchFunctionMode):
-    """Decides `if torch.rand([]) < p` for p = 0 and p = 1, and lets `assert` on data pass.
+class _CTCLoss(nn.Module):
+    """Stays eager: torch does not know the sizes of what its forward keeps for its backward."""
 
-    An assertion that fails would stop the model in a plain process too.
-    """
+    def forward(self, log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(log_probs, FakeTensor):
+            reduction = kwargs.get("reduction", args[4] if len(args) > 4 else "mean")
+            return log_probs.new_empty(log_probs.shape[1:2] if reduction in ("none", 0) else ())
+        return nn.functional.ctc_loss(log_probs, *args, **kwargs)
+
+
+class KnownBranches(TorchFunctionMode):
+    """Decides `if torch.rand([]) < p` for p = 0 and p = 1, and branches with one path to capture."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__()
@@ -104,15 +124,42 @@ class KnownBranches(TorchFunctionMode):
                 "traced graph cannot do. Set layerdrop to 0, or keep the module eager with "
                 f"{opaque_call(self._recorder.running)}."
             )
-        if name in _NUMBER_READS and not self._recorder.inside_leaf:
-            source = current_line().partition(": ")[2]
-            if source.startswith("assert ") and args[0].dtype == torch.bool:
-                return True
+        if name in _NUMBER_READS and self._recorder.inside_leaf is None:
             self._recorder.reader = self._recorder.running
+            value = decide(self._recorder, args[0], _way_out(self._recorder)) if name == "__bool__" else None
+            if value is not None:
+                return value
+        if name == "_pack_padded_sequence" and self._recorder.inside_leaf is None:
+            raise CaptureError(
+                f"{current_line()}: this line packs sequences by their lengths, which a traced graph cannot "
+                "do. Pass total_length=x.shape[1] to pad_packed_sequence, and keep the module that packs and "
+                f"unpacks eager with {opaque_call(self._recorder.running)}."
+            )
+        if name == "ctc_loss" and self._recorder.inside_leaf is None:
+            return record_call(name, _CTCLoss(), *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._drawn.append(result)
         return result
+
+
+def decide_number(recorder: TraceRecorder, condition: torch.SymBool) -> bool | None:
+    """Return the value of a condition on numbers of the data, on the path to capture; None: unknown.
+
+    Conditions on the batch size are recorded, to name their lines.
+    """
+    if recorder.inside_leaf is not None:
+        return None
+    if free_unbacked_symbols(condition):
+        return decide(recorder, condition, _way_out(recorder))
+    frame = sys._getframe(2)
+    if _is_model_code(frame.f_code.co_filename):
+        recorder.size_reads.append((condition.node.expr, model_line(frame), recorder.running))
+    return None
+
+
+def _way_out(recorder: TraceRecorder) -> str:
+    return f"keep the module eager with {opaque_call(recorder.reading)}"
 
 
 @contextmanager
@@ -133,6 +180,15 @@ def explained_failures(recorder: TraceRecorder, batch: int) -> Iterator[None]:
         text = _explanation(error, recorder, batch)
         if _depends_on_data(error):
             raise DataDependentError(text, recorder.running) from error
+        if (found := _batch_range(error)) is not None:
+            reads = [(line, path) for test, line, path in recorder.size_reads if _changes_at(test, found)]
+            line, path = reads[0] if reads else (here(recorder), "")
+            text = (
+                f"{line}: the model computes otherwise for batches of other than {found[0]} to {found[1]} "
+                "samples, but micro-batches have sizes of their own. Compute the same for all batch sizes, "
+                f"or keep the module eager with {opaque_call(path)}."
+            )
+            raise BatchRangeError(text, found) from error
         raise CaptureError(text) from error
     finally:
         logger.setLevel(level)
@@ -142,7 +198,7 @@ def refused_gradient_call(recorder: TraceRecorder, name: str, original: Any) -> 
     """Return a replacement for a function on gradients, which torch.export would silently leave out."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if recorder.inside_leaf:
+        if recorder.inside_leaf is not None:
             return original(*args, **kwargs)
         raise CaptureError(
             f"{current_line()}: forward calls {name}, which a traced graph cannot hold. "
@@ -150,6 +206,25 @@ def refused_gradient_call(recorder: TraceRecorder, name: str, original: Any) -> 
         )
 
     return refuse
+
+
+def here(recorder: TraceRecorder) -> str:
+    return f"in {recorder.running or 'the model'}"
+
+
+def _batch_range(error: Exception) -> tuple[int, int] | None:
+    """Return the range of batch sizes that torch.export suggests; None if the batch size is fixed."""
+    found = re.search(r"batch = Dim\('batch'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
+    return None if found is None else (int(found[1] or 2), int(found[2] or sys.maxsize))
+
+
+def _changes_at(test: Any, range: tuple[int, int]) -> bool:
+    """Return whether a condition changes at an end of the range."""
+
+    def at(size: int) -> Any:
+        return test.xreplace(dict.fromkeys(test.free_symbols, sympy.Integer(size)))
+
+    return bool(at(range[0] - 1) != at(range[0]) or at(range[1]) != at(range[1] + 1))
 
 
 def _depends_on_data(error: Exception) -> bool:
@@ -160,8 +235,13 @@ def _depends_on_data(error: Exception) -> bool:
 def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
     text, kind = str(error), type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_model_code(f.filename)]
-    here = f"in {recorder.running or 'the model'}"
-    place = _source_line(frames[-1].filename, frames[-1].lineno) if frames else here
+    place = _source_line(frames[-1].filename, frames[-1].lineno) if frames else here(recorder)
+    fixes_batch = "Constraints violated" in text or "specialized" in text.lower()
+    if recorder.scripted and (fixes_batch or recorder.running.startswith(recorder.scripted)):
+        return (
+            f"{place}: the module {recorder.scripted!r} is compiled by torch.jit, which fixes sizes and "
+            "hides its operations. Use the module without torch.jit.script or torch.jit.trace."
+        )
     if _depends_on_data(error):
         experts = ""
         if "experts" in place.lower() or "moe" in place.lower() or "expert" in recorder.running.lower():
@@ -170,9 +250,10 @@ def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
             f"{place}: this line depends on the values of a tensor, which are unknown while tracing. "
             f"Use torch.where{experts}, or keep the module eager with {opaque_call(recorder.reading)}."
         )
-    if "Constraints violated" in text or "specialized" in text.lower() or "suggested fixes" in text.lower():
+    if fixes_batch or "suggested fixes" in text.lower():
+        line = _line_that_fixes_the_batch(error, recorder) or place
         return (
-            f"{_line_that_fixes_the_batch(error) or place}: the batch size is fixed here, but micro-batches "
+            f"{line}: the batch size is fixed here, but micro-batches "
             "have sizes of their own. Read sizes from the tensors: x.shape[0], x.view(-1, ...). "
             f"torch.export says: {_shortened(text)}"
         )

@@ -23,14 +23,18 @@ from varuna.capture.model.batch import Batch, hint_size
 from varuna.capture.model.call_convention import CallConvention, OutputStructure
 from varuna.capture.model.copies import fake_copy
 from varuna.capture.trace import patches
+from varuna.capture.trace.batch_ranges import Range, trace_ranges
 from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
+from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.host_randomness import refused_host_randomness
 from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
 from varuna.capture.trace.recorder import TraceRecorder, recording
 from varuna.capture.trace.refusals import (
+    BatchRangeError,
     KnownBranches,
+    decide_number,
     explained_failures,
     model_line,
     refused_gradient_call,
@@ -57,6 +61,7 @@ class Trace:
     exported: ExportedProgram
     num_cuts: int
     leaf_calls: Sequence[RecordedCall]
+    checks: Sequence[ModelCheck]
     structure: OutputStructure
     gradients: frozenset[str]  # inputs that get a gradient
 
@@ -69,20 +74,31 @@ def trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | None
     Gradients are always enabled: without them a `no_grad` of the model would not show in the graph, and a
     graph that is captured for evaluation may be trained later.
     """
-    try:
-        return _trace(model, request, watch, reuse=True)
-    except Exception as error:  # errors of the model too: report the one that torch itself raises
-        log.debug("tracing again without the operation cache: %r", error)
-        return _trace(model, request, watch, reuse=False)
+    # Bounded: CUDA chooses some kernels by size, and such a choice would count as a fixed batch size.
+    sizes = 2, max(1 << 15, request.batch.size)
+
+    def trace_range(sizes: Range) -> Trace:
+        try:
+            return _trace(model, request, sizes, watch, reuse=True)
+        except BatchRangeError:
+            raise
+        except Exception as error:  # errors of the model too: report the one that torch itself raises
+            log.debug("tracing again without the operation cache: %r", error)
+            return _trace(model, request, sizes, watch, reuse=False)
+
+    traced: Trace = trace_ranges(sizes, trace_range)
+    return traced
 
 
-def _trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | None, *, reuse: bool) -> Trace:
+def _trace(
+    model: nn.Module, request: TraceRequest, sizes: Range, watch: CaptureProgress | None, *, reuse: bool
+) -> Trace:
     inputs, convention, device = request.inputs, request.convention, request.device
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake_copy(model, mode, device)
-    size = 1 if request.batch.size == 1 else hint_size(inputs)
+    size = 1 if request.batch.size == 1 else hint_size(inputs, *sizes)
     with mode:
-        example, shapes = _example(inputs, request.batch, size, device)
+        example, shapes = _example(inputs, request.batch, size, sizes, device)
     with ExitStack() as stack:
         containers = nn.ModuleList | nn.ModuleDict  # these do not run
         num_modules = sum(not isinstance(module, containers) for module in faked.modules())
@@ -102,16 +118,20 @@ def _trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | Non
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
     return Trace(
-        exported, recorder.num_cuts, tuple(recorder.leaf_calls), convention.structure(), convention.gradients
+        exported,
+        recorder.num_cuts,
+        tuple(recorder.leaf_calls),
+        tuple(recorder.checks),
+        convention.structure(),
+        convention.gradients,
     )
 
 
 def _example(
-    inputs: Mapping[str, object], batch: Batch, size: int, device: torch.device
+    inputs: Mapping[str, object], batch: Batch, size: int, sizes: Range, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, dict[int, Any] | None]]:
     """Return the example inputs with a batch of `size`, and the symbolic dimensions of each."""
-    # Bounded: CUDA chooses some kernels by size, and such a choice would count as a fixed batch size.
-    symbol = Dim("batch", min=2, max=max(1 << 15, batch.size))
+    symbol = Dim("batch", min=sizes[0], max=sizes[1])
     example: dict[str, Any] = dict(inputs)
     shapes: dict[str, dict[int, Any] | None] = dict.fromkeys(inputs)
     for name, value in inputs.items():
@@ -142,6 +162,8 @@ def _adapted_calls(
             patches.simplified_min(),
             patches.skipped_moves(),
             patches.stable_sets(model),
+            patches.kept_attention_masks(),
+            patches.number_conditions(functools.partial(decide_number, recorder)),
             KnownBranches(recorder),
             cache,
         ):
