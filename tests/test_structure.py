@@ -16,6 +16,7 @@ PROGRAMS = [*LIBRARY, *sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT
 MOST_LINES = 60
 LONG_FUNCTIONS = {
     "varuna/plan/cost/kernel.py: play": "the loop of the compiled simulator; numba inlines no closures",
+    "varuna/train/varuna.py: __init__": "two lines for each argument: the public one and its place",
 }
 """Functions over 60 lines, each with its reason."""
 MOST_METHODS = 25

@@ -47,9 +47,14 @@ def case_of(name: str) -> Case:
 
 def cases(wanted: list[str]) -> dict[str, Case]:
     # Imported late: these modules are slow to import.
-    from tests.zoo import hugging_face, more_hugging_face
+    from tests.zoo import further_hugging_face, hugging_face, more_hugging_face
 
-    everything = {**hugging_face.CASES, **more_hugging_face.CASES, **hand_made.CASES}
+    everything = {
+        **hugging_face.CASES,
+        **more_hugging_face.CASES,
+        **further_hugging_face.CASES,
+        **hand_made.CASES,
+    }
     return {
         name: case
         for name, case in everything.items()

@@ -218,10 +218,10 @@ def find_loss(output: Any, choice: LossChoice = None) -> Tensor:
         return loss.reshape(())
     chosen = "" if choice is None else f", and loss={choice!r} chooses {in_words(loss)} of it"
     raise CaptureError(
-        f"the model's forward returned {in_words(output)}{chosen}; expected its loss, the mean over the batch "
-        'as a floating-point scalar: the output itself, its first element, or its "loss" item or attribute. '
-        "Compute the loss inside forward (Hugging Face models do so if you pass `labels`), or choose it with "
-        "loss=, an index, a key, or a function of the output."
+        f"the model's forward returned {in_words(output)}{chosen}; expected its loss, the mean over the "
+        'batch as a floating-point scalar: the output itself, its first element, or its "loss" item or '
+        "attribute. Compute the loss inside forward (Hugging Face models do so if you pass "
+        "`labels`), or choose it with loss=, an index, a key, or a function of the output."
     )
 
 

@@ -244,11 +244,12 @@ class OpaqueLeaf(nn.Module):
             output = torch.func.functional_call(self.module, values, args, kwargs)
         results = result_tensors(output, (*state, *tensors))
         for result, shape in zip(results, self.shapes, strict=False):
-            if [size for size, known in zip(result.shape, shape, strict=False) if known not in (None, size)]:
+            if any(known not in (None, size) for size, known in zip(result.shape, shape, strict=False)):
+                expected = ", ".join("b" if size is None else str(size) for size in shape)
                 raise RuntimeError(
                     f"the opaque module {self.name!r} returned a tensor of shape {list(result.shape)}; "
-                    f"expected {['b' if size is None else size for size in shape]}, as when it was captured. Only "
-                    "the batch may change a size (packed sequences: pass total_length to pad_packed_sequence)."
+                    f"expected [{expected}], as when it was captured. Only the batch may change a size (for "
+                    "packed sequences, pass total_length to pad_packed_sequence)."
                 )
         return results
 
