@@ -148,6 +148,7 @@ class CurrentCall(NamedTuple):
     number: int  # of the agreed call
     leaves: dict[str, Any]  # this rank's inputs by flat name
     counts: list[int]  # samples of each rank
+    changed: bool  # the script has changed attributes of the model, on some rank
 
 
 @dataclass
@@ -160,9 +161,19 @@ class AgreedCalls:
     calls: list[AgreedCall] = field(default_factory=list)
 
     def agree(
-        self, session: Session, args: Any, kwargs: Any, *, training: bool, precision: PrecisionName
+        self,
+        session: Session,
+        args: Any,
+        kwargs: Any,
+        *,
+        training: bool,
+        precision: PrecisionName,
+        changed: bool = False,
     ) -> CurrentCall:
-        """Agree on this call with all ranks, which call it at the same time."""
+        """Agree on this call with all ranks, which call it at the same time.
+
+        `changed`: the script has changed attributes of the model on this rank.
+        """
         signature: CallSignature | None = None
         sizes: dict[str, int] = {}
         leaves: dict[str, Any] = {}
@@ -178,14 +189,15 @@ class AgreedCalls:
                 known = call.num_samples(signature, sizes)
                 if known is not None:
                     number, count = index, known
-        numbers = session.gather_numbers([number, count, 0])
+        numbers = session.gather_numbers([number, count, changed])
         session.check_calls(numbers, session.ranks)
         callers = numbers if self.gather_inputs else numbers[:1]
         if all(theirs[0] == callers[0][0] >= 0 for theirs in callers):
             number, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]
         else:
             number, counts = self._agree_on_new(session, signature, sizes, convention, leaves, training)
-        return CurrentCall(number, leaves, counts + [0] * (len(numbers) - len(counts)))
+        any_changed = any(theirs[2] for theirs in numbers)
+        return CurrentCall(number, leaves, counts + [0] * (len(numbers) - len(counts)), any_changed)
 
     def _agree_on_new(
         self,

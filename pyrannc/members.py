@@ -1,4 +1,4 @@
-"""Parameters and buffers of a partitioned module: those of this rank, or of the whole model."""
+"""Parameters, buffers and attributes of a partitioned module: those of this rank, or of the whole model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,22 @@ class PartMembers(nn.Module):
     """
 
     _model: nn.Module
-    _partitioned: object | None
+    _partitioned: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes of the model, such as `temperature`, in the model."""
+        model = self.__dict__.get("_model")
+        is_own = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
+        if model is None or is_own:
+            return super().__setattr__(name, value)
+        if self._partitioned is None:
+            is_set = name in vars(model) or hasattr(type(model), name)
+            if is_set:
+                setattr(model, name, value)
+        else:
+            is_set = self._partitioned.source.attributes.assign(name, value)
+        if not is_set:
+            super().__setattr__(name, value)
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         for name, tensor in super()._named_members(*args, **kwargs):

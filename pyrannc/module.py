@@ -23,12 +23,14 @@ from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
 from pyrannc.process import join, live_modules, switches
+from varuna.capture.model.state import StageCopy, copied_stage
 from varuna.capture.trace.trace import LOW_PRECISION
 from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
 from varuna.plan.plan_file import write_plan
+from varuna.train.programs import agree_on_changes
 from varuna.train.rank_errors import report_errors
 from varuna.train.validate import check_model
 from varuna.types import Plan, PrecisionName, StageMap
@@ -131,11 +133,21 @@ class RaNNCModule(PartMembers):
                 "the model was undeployed, by undeploy() or pyrannc.clear() (wrap it again to go on)"
             )
         with self._report_errors("forward"):
+            partitioned = self._partitioned
+            attributes = None if partitioned is None else partitioned.source.attributes
+            changes = [] if attributes is None else attributes.changes()
             call = self._calls.agree(
-                self._session, args, kwargs, training=self.training, precision=self._current_precision()
+                self._session,
+                args,
+                kwargs,
+                training=self.training or self._model_trains(),
+                precision=self._current_precision(),
+                changed=bool(changes),
             )
-            if self._partitioned is not None:
-                return self._run(self._partitioned, call)
+            if partitioned is not None:
+                if call.changed:
+                    agree_on_changes(self._session, partitioned.source.attributes, changes)
+                return self._run(partitioned, call)
             partitioning = ModelPartitioning(self._model, self._optimizer, self._calls, self._options)
             with self._session.patient(FIRST_CALL_TIMEOUT_FACTOR):
                 planned = partitioning.plan(call, self._session)
@@ -148,6 +160,13 @@ class RaNNCModule(PartMembers):
             partitioned = partitioning.build(planned, self._session)
             self.__dict__["_partitioned"] = partitioned
             return self._run(partitioned, call)
+
+    def _model_trains(self) -> bool:
+        """Return whether any module is in train mode, though the model as a whole is in eval mode."""
+        partitioned = self._partitioned
+        if partitioned is None:
+            return any(module.training for module in self._model.modules())
+        return partitioned.source.attributes.any_training
 
     def _run(self, partitioned: PartitionedModel, call: CurrentCall) -> Any:
         outputs = partitioned.run(call, self._backward)
@@ -205,6 +224,7 @@ class RaNNCModule(PartMembers):
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         if self._partitioned is None:
             return state
+        self._partitioned.tensors.follow()
         prefix = str(kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         held = self._partitioned.state
         with self._report_errors("state_dict", announce=True):
@@ -303,6 +323,11 @@ class RaNNCModule(PartMembers):
             if name in REPLACED and not hasattr(model, name):
                 raise AttributeError(f"RaNNCModule has no {name!r} ({REPLACED[name]})") from None
             return getattr(model, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageCopy:
+        """Copy this rank's parameters and buffers, for example for torch's AveragedModel."""
+        partitioned = self._require_partitioned("copy.deepcopy (as in torch's AveragedModel)")
+        return copied_stage(partitioned.state, [name for name, _ in self.named_parameters()])
 
     def train(self, mode: bool = True) -> "RaNNCModule":
         super().train(mode)

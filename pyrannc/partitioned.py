@@ -1,6 +1,6 @@
 """A partitioned model on one rank: its stage's state, the pipeline, and the tensors of other ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from pyrannc.outputs import classify_output
 from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
 from varuna.capture import Captured, Source, SpanProgram
 from varuna.capture.model.hooks import BackwardHooks
-from varuna.capture.model.state import StageState
+from varuna.capture.model.state import ModelTensors, StageState
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
@@ -23,6 +23,7 @@ from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
 from varuna.observe.record import on_one_clock
 from varuna.plan.plan_file import PinnedPlan
+from varuna.train.programs import refuse_other_weights
 from varuna.train.rank_errors import explain_out_of_memory
 from varuna.train.validate import refuse_inseparable
 from varuna.types import Timeline
@@ -37,19 +38,25 @@ class PartitionedModel:
     calls: AgreedCalls
     source: Source
     session: Session
+    planned: Captured  # the capture for which the layout was planned
     pinned: PinnedPlan
     state: StageState
     owners: Mapping[str, int]  # for each parameter and buffer, the first rank that holds it
     device: torch.device
     hooks: BackwardHooks  # of the model, which a script may register at any time
+    tensors: ModelTensors
     pipeline: Pipeline = field(init=False)
-    _captured_calls: dict[int, CapturedCall] = field(default_factory=dict)
-    _programs: dict[object, SpanProgram] = field(default_factory=dict)
+    _captured_calls: dict[tuple[int, Hashable], CapturedCall] = field(default_factory=dict)
+    _programs: dict[tuple[int, bool, Hashable], SpanProgram] = field(default_factory=dict)
+    _traits_key: Hashable = ()  # the changed attributes that the trainer knows
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def run(self, call: CurrentCall, run_backward: RunBackward) -> Any:
         """Run a call forward; `run_backward` runs when autograd reaches its outputs."""
         self.hooks.refuse()
+        self.tensors.follow()
+        if self.source.attributes.key != self._traits_key:
+            self._update_traits(call.number)
         captured = self._captured_call(call.number)
         signature = captured.call.signature
         self.pipeline.must_agree_on_overflow |= signature.precision == "fp16"
@@ -67,16 +74,33 @@ class PartitionedModel:
         self, number: int, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
     ) -> SpanProgram:
         """Return this stage's program for a call and micro-batch size, captured when first needed."""
-        key = number, size == 1
+        key = number, size == 1, self.source.attributes.key
         if key not in self._programs:
             stage = self.pinned.plan.stages[self.session.stage]
             captured = self.calls.calls[number].capture(self.source, size=1 if size == 1 else 2)
+            recent = self.source.attributes.recent
+            self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
             self._programs[key] = captured.carve(stage.first, stage.stop).to(self.device)
         return self._programs[key]
 
+    def _update_traits(self, number: int) -> None:
+        """Capture the model again in its first training call after a change of its attributes."""
+        agreed = self.calls.calls[number]
+        if not agreed.signature.training:
+            return
+        own = self.pinned.plan.stages[self.session.stage]
+        captured = agreed.capture(self.source)
+        program = captured.carve(own.first, own.stop)
+        trainer = self.pipeline.trainer
+        refuse_other_weights(program, self.planned.carve(own.first, own.stop), self.state)
+        trainer.traits, trainer.mutated = captured, program.mutated
+        self._traits_key = self.source.attributes.key
+
     def _captured_call(self, number: int) -> CapturedCall:
         """Return an agreed call with its outputs, captured when first needed; all ranks call it."""
-        if number not in self._captured_calls:
+        key, recent = (number, self.source.attributes.key), self.source.attributes.recent
+        if key not in self._captured_calls:
+            self._captured_calls = {k: call for k, call in self._captured_calls.items() if k[-1] in recent}
             self.pipeline.trainer.engine.where = f"stage {self.session.stage}, capturing a new kind of call"
             captured = self.calls.calls[number].capture(self.source)
             plan = self.pinned.plan
@@ -99,7 +123,7 @@ class PartitionedModel:
             def untouched(present: tuple[bool, ...]) -> list[Tensor]:
                 return [state.tensor(name) for name in captured.untouched(present) if name in state.canonical]
 
-            self._captured_calls[number] = CapturedCall(
+            self._captured_calls[key] = CapturedCall(
                 self.calls.calls[number],
                 tuple(map(classify_output, captured.results)),
                 captured.disordered,
@@ -108,7 +132,7 @@ class PartitionedModel:
                 [inputs for _, inputs in everyone],
                 untouched,
             )
-        return self._captured_calls[number]
+        return self._captured_calls[key]
 
     def gather_named(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values of all ranks by name, each from the name's owner; all ranks call it."""

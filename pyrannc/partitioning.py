@@ -23,7 +23,7 @@ from pyrannc.process import switches
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
 from varuna.capture.model.hooks import BackwardHooks
-from varuna.capture.model.state import adopted_state, model_values
+from varuna.capture.model.state import ModelTensors, adopted_state, model_values
 from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
@@ -111,7 +111,16 @@ class ModelPartitioning:
                 owners.setdefault(name, rank)
         hooks = BackwardHooks(self.model)
         partitioned = PartitionedModel(
-            self.calls, source, session, pinned, state, owners, options.device, hooks
+            self.calls,
+            source,
+            session,
+            captured,
+            pinned,
+            state,
+            owners,
+            options.device,
+            hooks,
+            ModelTensors(source, state),
         )
         trainer = assemble(
             plan,

@@ -1,5 +1,6 @@
 """A wrapped model trains as one plain process would, at every layout, with whatever batches come."""
 
+import itertools
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -165,11 +166,10 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), itertools.count(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(x) * self.calls  # type: ignore[no-any-return]
+        return self.layer(x) * next(self.calls)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (0, 1)])

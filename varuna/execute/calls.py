@@ -13,6 +13,7 @@ import msgspec
 
 from varuna.errors import CallMismatch
 
+CHANGED = "step() after a change of the model's attributes"
 CALLS = (
     "step",
     "evaluate",
@@ -32,6 +33,7 @@ CALLS = (
     "optimizer.state_dict",
     "clip_grad_norm_",
     "gather_model",
+    CHANGED,
 )
 FIRST_CODE = -1000.0
 """Codes of calls lie below all numbers that other messages start with."""
@@ -75,8 +77,19 @@ def mismatch(calls: Sequence[RankCall]) -> CallMismatch:
     """Return the error for ranks in different calls."""
     first = calls[0]
     others = [call for call in calls if call.name != first.name]
-    found = ", ".join(f"rank {call.rank} in {call.name}()" for call in others[:4]) or "others in another call"
+    found = (
+        ", ".join(f"rank {call.rank} in {_shown(call)}" for call in others[:4]) or "others in another call"
+    )
+    if any("() after " in call.name for call in calls):
+        return CallMismatch(
+            f"rank {first.rank} is in {_shown(first)}, {found}: change the model on all ranks, before the "
+            "same step (does the script change it only `if rank == 0`?)"
+        )
     return CallMismatch(
-        f"rank {first.rank} is in {first.name}(), {found}: call it on all ranks (all ranks must make the "
+        f"rank {first.rank} is in {_shown(first)}, {found}: call it on all ranks (all ranks must make the "
         "same calls in the same order; does the script make one only `if rank == 0`?)"
     )
+
+
+def _shown(call: RankCall) -> str:
+    return call.name if "()" in call.name else f"{call.name}()"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from varuna.capture import Source, StageState, stage_state
-from varuna.capture.model.state import model_values
+from varuna.capture.model.state import ModelTensors, model_values
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.session import Session
@@ -142,7 +142,8 @@ def build_stage(
     is_first = session.rank == session.ranks[0]
     whole = model_values(sampled.source, options.initialize) if is_first and session.num_ranks > 1 else {}
     share_initial_values(session, state.by_name(), whole, log)
-    programs = StagePrograms(sampled, options, plan, session.stage, state)
+    tensors = ModelTensors(sampled.source, state)
+    programs = StagePrograms(sampled, options, plan, session.stage, state, tensors)
     trainer = assemble(
         plan,
         session,

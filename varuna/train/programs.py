@@ -1,15 +1,26 @@
 """The programs of this rank's stage: one for each form of the inputs, captured when first needed."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from varuna.capture import Captured, Source, SpanProgram, StageState
 from varuna.capture.graph.fused_loss import with_fused_loss
+from varuna.capture.model.attributes import AttributeChange, ModelAttributes
 from varuna.capture.model.batch import Batch, find_batch
+from varuna.capture.model.state import ModelTensors
 from varuna.capture.run.chain import ProgramChain, chain_of
+from varuna.errors import CaptureError, list_some
+from varuna.execute.comm.session import Session
+from varuna.execute.step.trainer import Trainer
 from varuna.train.validate import WrapOptions, refuse_unforeseen
 from varuna.types import Plan
+
+log = logging.getLogger("varuna")
+
+MANY_CHANGES = 10
+"""Warn after this number of steps with changed attributes."""
 
 
 class CapturedModel(NamedTuple):
@@ -34,7 +45,9 @@ class StagePrograms:
     plan: Plan
     stage: int
     state: StageState
-    _programs: dict[object, SpanProgram | ProgramChain] = field(default_factory=dict)
+    tensors: ModelTensors  # this stage's, in the script's model
+    _programs: dict[Any, SpanProgram | ProgramChain] = field(default_factory=dict)
+    _traits_key: Hashable = ()  # the changed attributes that the trainer knows
 
     def batch(self, inputs: object) -> Batch:
         """Return the size and the batch dimensions of the inputs."""
@@ -50,7 +63,7 @@ class StagePrograms:
     ) -> SpanProgram | ProgramChain:
         batch = Batch(size, dims)
         source, sampled = self.sampled.source, self.sampled.captured
-        key = training, source.signature(inputs, batch)
+        key = training, source.signature(inputs, batch), source.attributes.key
         if key not in self._programs:
             captured = source.capture(inputs, training=training, batch=batch)
             if captured.num_segments != sampled.num_segments:
@@ -58,10 +71,32 @@ class StagePrograms:
                     f"with these inputs the model has {captured.num_segments} segments, with the sample "
                     f"inputs it had {sampled.num_segments} (CutPoints must not depend on the inputs)"
                 )
-            if training:
+            if training and not source.attributes.key:
                 refuse_unforeseen(captured, sampled, self.state, self.plan, self.stage)
+            recent = source.attributes.recent
+            self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
             self._programs[key] = self._make_program(captured)
         return self._programs[key]
+
+    def follow_changes(self, session: Session) -> None:
+        """Use attributes of the model that the script has changed. All ranks must have changed the same."""
+        self.tensors.follow()
+        attributes = self.sampled.source.attributes
+        changes = attributes.changes()
+        if changes:
+            session.announce_change(str(changes[0]))
+            agree_on_changes(session, attributes, changes)
+
+    def update_traits(self, trainer: Trainer, inputs: Mapping[str, object], batch: Batch) -> None:
+        """Capture the model again if its attributes have changed since the last step."""
+        source, own = self.sampled.source, self.plan.stages[self.stage]
+        if source.attributes.key == self._traits_key:
+            return
+        captured = source.capture(inputs, training=True, batch=batch)
+        program = captured.carve(own.first, own.stop)
+        refuse_other_weights(program, self.sampled.captured.carve(own.first, own.stop), self.state)
+        trainer.traits, trainer.mutated = captured, program.mutated
+        self._traits_key = source.attributes.key
 
     def _make_program(self, captured: Captured) -> SpanProgram | ProgramChain:
         own, device = self.plan.stages[self.stage], self.options.device
@@ -70,6 +105,42 @@ class StagePrograms:
         # Automatically cut segments are too short to be compiled one by one.
         program = captured.carve(own.first, own.stop).to(device)
         return program.compiled() if self.options.compile else with_fused_loss(program)
+
+
+def agree_on_changes(
+    session: Session, attributes: ModelAttributes, changes: Sequence[AttributeChange]
+) -> None:
+    """Check that the script has changed the same attributes on all ranks, and use them. All ranks call it."""
+    everyone = session.gather(tuple(changes), tuple[AttributeChange, ...])
+    first_rank, first = session.ranks[0], everyone[0]
+    for rank, theirs in zip(session.ranks, everyone, strict=True):
+        found = [f"on rank {first_rank} {change}" for change in first if change not in theirs]
+        found += [f"on rank {rank} {change}" for change in theirs if change not in first]
+        if found:
+            raise ValueError(
+                f"the script changes the model differently on ranks {first_rank} and {rank}: "
+                f"{list_some(found)} (set the same values on all ranks, before the same step)"
+            )
+    attributes.accept()
+    if attributes.num_changes == MANY_CHANGES and session.rank == session.ranks[0]:
+        log.warning(
+            "the script has changed attributes of the model (last, %s) before %d steps, and each time the "
+            "model is captured again (pass a value that changes often as an input of the model)",
+            changes[0],
+            MANY_CHANGES,
+        )
+
+
+def refuse_other_weights(program: SpanProgram, of_sample: SpanProgram, state: StageState) -> None:
+    """Refuse changed attributes with which a stage uses other parameters than when it was wrapped."""
+    differing = sorted(set(program.state) ^ set(of_sample.state))
+    weights = [name for name in differing if name not in state.canonical or state.tensor(name).requires_grad]
+    if weights:
+        raise CaptureError(
+            f"since the script has changed attributes of the model, its forward uses other weights: "
+            f"{list_some(weights)}. Wrap the model with the attributes that it will have; freeze weights "
+            "with requires_grad_(False)."
+        )
 
 
 def batch_of(inputs: object, batch_dims: Mapping[str, int | None]) -> Batch:

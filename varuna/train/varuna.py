@@ -13,8 +13,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from varuna.capture.model.attributes import ModelAttributes
 from varuna.capture.model.call_convention import LossChoice
 from varuna.capture.model.stage_module import StageModule, stage_module
+from varuna.capture.model.state import StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import own_address
@@ -230,6 +232,7 @@ class Varuna(nn.Module):
         self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
         if self._trainer.norm is not None:
             self._trainer.norm.add([self._placeholder])
+        self._attributes = sampled.source.attributes  # from now on, those of the model can be set here
 
     # ------------------------------------------------------------ training
 
@@ -253,6 +256,8 @@ class Varuna(nn.Module):
                     "state was skipped (call set_optimizer before load_checkpoint)"
                 )
             if optimizer is not self._optimizer:  # else the call only changes the loss scale
+                tensors = self._programs.tensors
+                optimizer.register_step_pre_hook(lambda *_: tensors.follow())
                 if self._options.shard_optimizer and self._session.replicas is not None:
                     shard(optimizer, replica=self._session.replica, group=self._session.replicas)
                 if self._options.offload_optimizer and self.device.type == "cuda":
@@ -303,8 +308,10 @@ class Varuna(nn.Module):
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
                 )
             self._saver.warn_without_store()
+            self._programs.follow_changes(self._session)
             batch = self._programs.batch(inputs)
             check_share(batch.size, self._session, self.plan)
+            self._programs.update_traits(self._trainer, inputs, batch)
             totals = self._trainer.step(
                 inputs,
                 num_samples=batch.size,
@@ -329,6 +336,7 @@ class Varuna(nn.Module):
         """
         self._reporter.pace.interrupt()
         with self._session.call("evaluate"), self._report_errors("evaluate"):
+            self._programs.follow_changes(self._session)
             batch = self._programs.batch(inputs)
             check_evaluated(batch.size, batch_size)
             loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
@@ -390,6 +398,7 @@ class Varuna(nn.Module):
         if on_demand and not self._requests.in_handler:
             return self._saver.save_on_demand(global_store)
         self._reporter.pace.interrupt()
+        self._programs.tensors.follow()
         with self._session.call("checkpoint"):
             return self._saver.save(
                 global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
@@ -548,6 +557,7 @@ class Varuna(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this stage's part of the state, with the names of the unwrapped model."""
+        self._programs.tensors.follow()
         return self._state.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -592,6 +602,10 @@ class Varuna(nn.Module):
             f"precision=...; it is on {self.device} in {self.plan.precision})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageCopy:
+        """Copy this stage's parameters and buffers, for example for torch's AveragedModel."""
+        return copied_stage(self._state, [name for name, _ in self._state.named_parameters()])
+
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())
         return (
@@ -599,10 +613,20 @@ class Varuna(nn.Module):
             f"{self.data_depth}, {count:,} parameters in {self.plan.precision} on {self.device})"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes of the model, such as `temperature`, in the model."""
+        attributes: ModelAttributes | None = self.__dict__.get("_attributes")
+        is_own = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
+        if attributes is None or is_own or not attributes.assign(name, value):
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            attributes = self.__dict__.get("_attributes")
+            if attributes is not None and attributes.has_plain(name):
+                return getattr(attributes.root, name)
             if name in REPLACED:
                 raise AttributeError(f"{error} ({REPLACED[name]})") from None
             raise AttributeError(

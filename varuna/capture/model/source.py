@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture.graph.flat_graph import flatten
+from varuna.capture.model.attributes import ModelAttributes, full_name
 from varuna.capture.model.batch import Batch, find_batch, input_signature
 from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.capture.model.copies import meta_copy
 from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.tied_weights import canonical_names, find_ties
 from varuna.capture.run.captured import Captured
+from varuna.capture.trace.attributes import AttributeLog
 from varuna.capture.trace.cutpoint import cutpoints
 from varuna.capture.trace.opaque_module import is_opaque, opaque
 from varuna.capture.trace.refusals import DataDependentError
 from varuna.capture.trace.trace import Trace, TraceRequest, trace
-from varuna.errors import CaptureError
+from varuna.errors import CaptureError, list_some
 from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import Partition, PrecisionName
 
@@ -55,10 +57,11 @@ class Source:
         self.precision: PrecisionName = precision
         self.device = torch.device(device_type)
         self._batch_dims = dict(batch_dims or {})
-        self._flags = {name: module.training for name, module in model.named_modules()}
+        self.attributes = ModelAttributes(model, self.meta_model)
         self._partition = None if any(cutpoints(model)) else partition
         self._partitioned: Captured | None = None  # the capture that the partition has cut
-        self._captured: dict[Hashable, Captured] = {}
+        self._captured: dict[tuple[Hashable, ...], Captured] = {}
+        self._kept: set[tuple[str, str]] = set()  # attributes that forward sets to tensors
 
     def batch(self, inputs: Mapping[str, object]) -> Batch:
         return find_batch(inputs, self._batch_dims)
@@ -88,8 +91,10 @@ class Source:
 
     def _capture(self, request: TraceRequest, training: bool) -> Captured:
         signature = input_signature(request.inputs, request.batch)
-        key = (signature, training, request.convention.key, request.precision)
+        key = (signature, training, request.convention.key, request.precision, self.attributes.key)
         if key not in self._captured:
+            recent = self.attributes.recent
+            self._captured = {key: found for key, found in self._captured.items() if key[-1] in recent}
             self._captured[key] = self._new_capture(request, training)
         return self._captured[key]
 
@@ -101,11 +106,10 @@ class Source:
         elif self._partition is not None and self._partitioned is None and not training:
             # The partition cuts a capture in training mode; others follow it.
             self._capture(request, training=True)
-        for name, module in self.meta_model.named_modules():
-            # A model that came in eval mode trains as a whole.
-            module.training = training and (self._flags[name] or not self._flags[""])
+        self.attributes.apply(training=training)
         with _all_trainable(self.meta_model):
             traced = self._trace(request)
+        self._watch_attributes(traced.attributes)
         partition = None if traced.num_cuts else self._partition
         captured = Captured(
             flatten(traced, self.canonical, request.batch.dims),
@@ -135,6 +139,22 @@ class Source:
             opaque(module)
         return self._trace(request)
 
+    def _watch_attributes(self, found: AttributeLog) -> None:
+        """Compare the attributes that forward reads at each step, without those that it changes itself."""
+        changed = found.changed
+        self.attributes.watch(
+            {path: {n for n in names if (path, n) not in changed} for path, names in found.reads.items()}
+        )
+        new = found.kept - self._kept
+        if new:
+            self._kept |= new
+            names = sorted(full_name(path, name) for path, name in new)
+            log.warning(
+                "forward sets %s to tensors, which a captured model does not do: do not read them after a "
+                "step (return them as outputs)",
+                list_some(names),
+            )
+
     def on_meta(self, name: str) -> bool:
         return self.value(name).device.type == "meta"
 
@@ -148,6 +168,11 @@ class Source:
             )
         return _look_up(model, name)
 
+    def place(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module of the model that holds a tensor, and the tensor's name there."""
+        path, _, leaf = name.rpartition(".")
+        return (self._model() or self.meta_model).get_submodule(path), leaf
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(_look_up(self.meta_model, name).shape)
 
@@ -157,7 +182,7 @@ class Source:
     @property
     def training_flags(self) -> Mapping[str, bool]:
         """Return each module's `training` when the model was wrapped."""
-        return self._flags
+        return self.attributes.modes_by_path
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor with this canonical name."""

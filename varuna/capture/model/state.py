@@ -1,6 +1,8 @@
 """The parameters and buffers of one stage, under their names in the model."""
 
-from collections.abc import Callable, Mapping
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -58,6 +60,97 @@ class StageState(nn.Module):
     @property
     def canonical(self) -> tuple[str, ...]:
         return tuple(self._places)
+
+
+class StageCopy(StageState):
+    """A copy of a stage's state, as `copy.deepcopy(model)` and torch's AveragedModel(model) make it."""
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError(
+            "a copy of a wrapped model holds the parameters of this rank's stage and cannot be called (to "
+            "evaluate it, load it into the wrapped model: "
+            "model.load_state_dict(copy.state_dict(), strict=False))"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error} (a copy of a wrapped model holds the parameters of this rank's stage: load it into "
+                "the wrapped model, model.load_state_dict(copy.state_dict(), strict=False))"
+            ) from None
+
+
+def copied_stage(state: StageState, order: Iterable[str]) -> StageCopy:
+    """Copy the state of a stage; `order` names its parameters as the wrapped model does."""
+    found, places = StageCopy(), dict(state._places)
+    canonical = {id(state.tensor(name)): name for name in places}
+    names: dict[str, list[str]] = {name: [] for name in places}
+    tensors = (
+        *state.named_parameters(remove_duplicate=False),
+        *state.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in tensors:
+        names[canonical[id(tensor)]].append(name)
+    copies = {name: copy.deepcopy(state.tensor(name)) for name in places}
+    wanted = [canonical[id(tensor)] for tensor in map(dict(tensors).get, order) if id(tensor) in canonical]
+    ordered = dict.fromkeys((*wanted, *places))
+    for name in ordered:
+        found.hold((name,), copies[name], persistent=state.is_persistent(name))
+    for name in ordered:
+        for alias in names[name]:
+            if alias != name:
+                found.hold((alias,), copies[name], persistent=state.is_persistent(name))
+    return found
+
+
+class ModelTensors:
+    """A stage's tensors in the script's own model. Follows `weight.data = ...` and replaced buffers.
+
+    In-place changes need no care: both models have the same memory.
+    """
+
+    def __init__(self, source: Source, state: StageState) -> None:
+        self._entries: list[tuple[weakref.ref[nn.Module], str, Tensor, str]] = []
+        self._known: list[tuple[int, int]] = []  # identity and address, by entry
+        for name in state.canonical:
+            for alias in source.names_of(name):
+                owner, leaf = source.place(alias)
+                tensor, own = own_tensor(owner, leaf), state.tensor(name)
+                if tensor.data_ptr() == own.data_ptr() and not tensor.is_meta:
+                    self._entries.append((weakref.ref(owner), leaf, own, alias))
+                    self._known.append((id(tensor), tensor.data_ptr()))
+
+    def follow(self) -> None:
+        """Copy values that the script has assigned. Cheap: this runs in each step."""
+        for index, (reference, leaf, own, name) in enumerate(self._entries):
+            owner = reference()
+            if owner is None:
+                continue
+            tensor: Tensor | None = owner._parameters.get(leaf)
+            if tensor is None:
+                tensor = owner._buffers.get(leaf)
+            if tensor is None or (id(tensor), tensor.data_ptr()) == self._known[index]:
+                continue
+            self._follow(owner, leaf, tensor, own, name, replaced=id(tensor) != self._known[index][0])
+            self._known[index] = id(tensor), tensor.data_ptr()
+
+    def _follow(
+        self, owner: nn.Module, leaf: str, tensor: Tensor, own: Tensor, name: str, *, replaced: bool
+    ) -> None:
+        moved = (tensor.device, tensor.dtype, tensor.shape) != (own.device, own.dtype, own.shape)
+        if moved or tensor is own:
+            return  # the script has moved its model away, or assigned to the stage's own tensor
+        if replaced and isinstance(tensor, nn.Parameter):
+            raise CaptureError(
+                f"the script has replaced the parameter {name!r} since the model was wrapped, but its "
+                "optimizer trains the earlier one. Copy the values in place: with torch.no_grad(): "
+                "parameter.copy_(values)."
+            )
+        with torch.no_grad():
+            own.copy_(tensor)
+        tensor.data = own.data  # both have the same memory again
 
 
 def stage_state(

@@ -7,7 +7,7 @@ other sizes are those of the example.
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from varuna.capture.model.batch import Batch, hint_size
 from varuna.capture.model.call_convention import CallConvention, OutputStructure
 from varuna.capture.model.copies import fake_copy
 from varuna.capture.trace import patches
+from varuna.capture.trace.attributes import AttributeLog
 from varuna.capture.trace.batch_ranges import Range, trace_ranges
 from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
@@ -64,6 +65,7 @@ class Trace:
     checks: Sequence[ModelCheck]
     structure: OutputStructure
     gradients: frozenset[str]  # inputs that get a gradient
+    attributes: AttributeLog
 
 
 @torch.inference_mode(False)
@@ -78,28 +80,42 @@ def trace(model: nn.Module, request: TraceRequest, watch: CaptureProgress | None
     sizes = 2, max(1 << 15, request.batch.size)
 
     def trace_range(sizes: Range) -> Trace:
+        reuse = True
         try:
-            return _trace(model, request, sizes, watch, reuse=True)
+            traced = _trace(model, request, sizes, watch, reuse=reuse)
         except BatchRangeError:
             raise
         except Exception as error:  # errors of the model too: report the one that torch itself raises
             log.debug("tracing again without the operation cache: %r", error)
-            return _trace(model, request, sizes, watch, reuse=False)
+            reuse = False
+            traced = _trace(model, request, sizes, watch, reuse=reuse)
+        if traced.attributes.counted:
+            _trace(model, request, sizes, None, reuse=reuse, counted=traced.attributes.counted)
+        return traced
 
     traced: Trace = trace_ranges(sizes, trace_range)
     return traced
 
 
 def _trace(
-    model: nn.Module, request: TraceRequest, sizes: Range, watch: CaptureProgress | None, *, reuse: bool
+    model: nn.Module,
+    request: TraceRequest,
+    sizes: Range,
+    watch: CaptureProgress | None,
+    *,
+    reuse: bool,
+    counted: Set[tuple[str, str]] = frozenset(),
 ) -> Trace:
+    """`counted`: numbers that forward changes; refuse them if its results depend on them."""
     inputs, convention, device = request.inputs, request.convention, request.device
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake_copy(model, mode, device)
     size = 1 if request.batch.size == 1 else hint_size(inputs, *sizes)
     with mode:
         example, shapes = _example(inputs, request.batch, size, sizes, device)
+    attributes = AttributeLog(faked)
     with ExitStack() as stack:
+        stack.enter_context(attributes.watched_numbers(counted))
         containers = nn.ModuleList | nn.ModuleDict  # these do not run
         num_modules = sum(not isinstance(module, containers) for module in faked.modules())
         on_progress = stack.enter_context(watch(num_modules)) if watch is not None else None
@@ -109,11 +125,11 @@ def _trace(
         stack.enter_context(without_kv_cache(faked))
         stack.enter_context(convention.adapted(faked, inputs))
         cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
-        stack.enter_context(_adapted_calls(faked, recorder, cache))
+        stack.enter_context(_adapted_calls(faked, recorder, cache, attributes))
         stack.enter_context(autocast(request.precision, device))
         stack.enter_context(warnings.catch_warnings())
-        # Recurrent modules list their weights again in an attribute; it is not state.
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\..*_flat_weights")
+        # `Source` reports them by name. Recurrent modules list their weights again; this is not state.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.")
         stack.enter_context(patches.fast_export(model_line))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
@@ -124,6 +140,7 @@ def _trace(
         tuple(recorder.checks),
         convention.structure(),
         convention.gradients,
+        attributes,
     )
 
 
@@ -146,7 +163,7 @@ def _example(
 
 
 def _adapted_calls(
-    model: nn.Module, recorder: TraceRecorder, cache: AbstractContextManager[Any]
+    model: nn.Module, recorder: TraceRecorder, cache: AbstractContextManager[Any], attributes: AttributeLog
 ) -> AbstractContextManager[Any]:
     """Handle the calls of a model that torch.export would silently drop, or reject without need."""
     original = model.forward
@@ -166,6 +183,7 @@ def _adapted_calls(
             patches.number_conditions(functools.partial(decide_number, recorder)),
             KnownBranches(recorder),
             cache,
+            attributes.recorded(),
         ):
             return original(*args, **kwargs)
 

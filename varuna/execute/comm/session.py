@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from varuna.errors import PeerHangs, PeerLost, WorkerError
 from varuna.execute.calls import (
+    CHANGED,
     RankCall,
     announced_argument,
     announced_call,
@@ -137,6 +138,22 @@ class Session(Collective):
         self.board.post_error(error, f"{own}()")
         self.board.wait_until_seen()
         raise error
+
+    def announce_change(self, change: str) -> None:
+        """Raise unless all ranks have noticed a change of the model in this call; they all announce it."""
+        waiter = self.waiter
+        if waiter is None or self.board is None:
+            return
+        call, waiter.call = waiter.call, f"{waiter.call}() after {change}"
+        messages = self.gather_numbers(announcement(CHANGED))
+        unchanged = [r for r, m in zip(self.ranks, messages, strict=True) if announced_call(m) != CHANGED]
+        if unchanged:
+            calls = [RankCall(self.rank, waiter.call), *(RankCall(rank, call) for rank in unchanged)]
+            error = mismatch(sorted(calls, key=lambda one: one.rank))
+            self.board.post_error(error, waiter.call)
+            self.board.wait_until_seen()
+            raise error
+        waiter.call = call
 
     def report_error(self, error: Exception, where: str) -> None:
         """Post an error of this rank for all others, and add its place to the error itself."""
