@@ -53,8 +53,8 @@ def _fixed(kind: type[nn.Module]) -> Any:
 def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(
         "a change of this module would have no effect on the training, which runs a captured program (set "
-        "attributes on the wrapped model or on your own model; use train(), eval() and to() of the wrapped model itself; parameters "
-        "may be changed in place)"
+        "attributes on the wrapped model or on your own model; use train(), eval() and to() of the wrapped "
+        "model itself; parameters may be changed in place)"
     )
 
 
