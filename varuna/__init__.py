@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from varuna.plan.search.auto_config import AutoConfig
     from varuna.profile.profiler import Profiler
     from varuna.train.data import SampleOrder
+    from varuna.train.loader import DataLoader
     from varuna.train.notify import notify_manager_preempt
     from varuna.train.saving.checkpoints import newest_checkpoint
     from varuna.train.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoConfig",
     "CutPoint",
+    "DataLoader",
     "Profiler",
     "SampleOrder",
     "Varuna",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "AutoConfig": "varuna.plan.search.auto_config",
     "CutPoint": "varuna.capture",
+    "DataLoader": "varuna.train.loader",
     "Profiler": "varuna.profile.profiler",
     "SampleOrder": "varuna.train.data",
     "Varuna": "varuna.train.varuna",

@@ -119,7 +119,7 @@ print("trained")
 SAVING = "varuna: saving: "
 KEPT = "varuna: machines kept: "  # a machine is off the list, but works on until others replace it
 STEP = re.compile(r"\[rank 0\] step (\d+) loss \S+ generation (\d+)")
-CHATTER = re.compile(r"\[rank 0\] (step|uses|\[W)")
+CHATTER = re.compile(r"\[rank 0\] (step|uses|saved|\[W)")
 LAUNCHED = re.compile(r"varuna: generation: (\d+): .* on ([^(]*)")
 
 

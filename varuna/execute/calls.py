@@ -33,6 +33,7 @@ CALLS = (
     "optimizer.state_dict",
     "clip_grad_norm_",
     "gather_model",
+    "DataLoader",
     CHANGED,
 )
 FIRST_CODE = -1000.0
