@@ -123,6 +123,11 @@ class Wide(nn.Module):
         return x.view(4 if self.fixed else -1, 2, 3).flatten(1)
 
 
+class Iterates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 for row in x])
+
+
 def scripted(module: nn.Module) -> nn.Module:
     return torch.jit.script(module)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -143,6 +148,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], nn.Module]]] = 
     "penalty": (lambda: Layers(Penalty()), OPAQUE, lambda: eager_between(Penalty())),
     "hook": (lambda: Layers(Hooked()), OPAQUE, lambda: eager_between(Hooked())),
     "input": (lambda: Doubles(copies=False), "x = x.clone()", lambda: Doubles(copies=True)),
+    "iteration": (lambda: Layers(Iterates()), "iterates over the batch", lambda: eager_between(Iterates())),
     "batch size": (
         lambda: Layers(Guarded(Tensor.tanh)),
         OPAQUE,

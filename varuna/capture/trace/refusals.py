@@ -129,6 +129,14 @@ class KnownBranches(TorchFunctionMode):
             value = decide(self._recorder, args[0], _way_out(self._recorder)) if name == "__bool__" else None
             if value is not None:
                 return value
+        if name == "unbind" and self._recorder.inside_leaf is None:
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            if isinstance(args[0].shape[dim], torch.SymInt):
+                raise CaptureError(
+                    f"{current_line()}: this line iterates over the batch, but micro-batches have sizes of "
+                    "their own. Work on the whole tensor, or keep the module eager with "
+                    f"{opaque_call(self._recorder.running)}."
+                )
         if name == "_pack_padded_sequence" and self._recorder.inside_leaf is None:
             raise CaptureError(
                 f"{current_line()}: this line packs sequences by their lengths, which a traced graph cannot "
