@@ -11,7 +11,7 @@ losses. Dropout is on in GPT-2 and BERT, as their configs have it.
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,6 @@ def make_inputs(name: str, count: int) -> dict[str, Tensor]:
     return {"input_ids": tokens.masked_fill(hidden, 0), "labels": tokens.masked_fill(~hidden, -100)}
 
 
-def count_labels(inputs: Mapping[str, object]) -> float:
-    """Bert's loss is a mean over the hidden tokens, of which each micro-batch has another number."""
-    labels = inputs["labels"]
-    assert isinstance(labels, Tensor)
-    return float((labels != -100).sum())
-
-
 def train(
     name: str, *, stage_to_rank_map: str, batch_size: int, chunk_size: int, steps: int
 ) -> Iterator[float]:
@@ -74,7 +67,6 @@ def train(
         batch_size,
         chunk_size,
         seed=SEED,
-        loss_weight=count_labels if name == "bert" else None,
     )
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     wrapped.set_optimizer(optimizer)

@@ -29,6 +29,7 @@ from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
+from varuna.execute.step.scatter import WeightFunction
 from varuna.plan.plan_file import write_plan
 from varuna.train.programs import agree_on_changes
 from varuna.train.rank_errors import report_errors
@@ -78,7 +79,8 @@ class RaNNCModule(PartMembers):
         precision: PrecisionName | None = None,
         device: int | str | torch.device = -1,
         batch_dims: Mapping[str, int | None] | None = None,
-        scalar_outputs: Reduction = "mean",
+        scalar_outputs: Reduction | None = None,
+        loss_weight: WeightFunction | None = None,
         shard_optimizer: bool = False,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
@@ -94,8 +96,7 @@ class RaNNCModule(PartMembers):
         if optimizer is not None:
             _check_optimizer(optimizer, model)
         if isinstance(load_deployment, bool):  # the option with this name, which loads deployment_file
-            options["load_deployment"] = load_deployment
-            load_deployment = None
+            options["load_deployment"], load_deployment = load_deployment, None
         home = Path.home()
         configure_logging(folder_of(os.environ, home))
         configuration = read_configuration(os.environ, home, options)
@@ -104,7 +105,7 @@ class RaNNCModule(PartMembers):
         low: PrecisionName = "fp16" if self.device.type == "cuda" else "bf16"
         self._precision: PrecisionName = precision or (low if use_amp_master_params else "fp32")
         check_name("precision", self._precision, get_args(PrecisionName))
-        check_name("scalar_outputs", scalar_outputs, get_args(Reduction))
+        check_name("scalar_outputs", scalar_outputs or "mean", get_args(Reduction))
         # Share the registries of the model: its names are this module's, also inside a larger module.
         for registry in ("_parameters", "_buffers", "_modules"):
             self.__dict__[registry] = getattr(model, registry)
@@ -118,6 +119,7 @@ class RaNNCModule(PartMembers):
             device=self.device,
             gather_inputs=gather_inputs,
             scalar_outputs=scalar_outputs,
+            loss_weight=loss_weight,
             deployment_file=load_deployment,
             shard_optimizer=shard_optimizer,
             seed=seed,

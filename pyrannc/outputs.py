@@ -22,6 +22,7 @@ class ModelOutput:
     spec: TensorSpec
     dim: int | None  # None: one value for all samples
     per_sample: int = 1
+    reduction: Reduction = "mean"  # over micro-batches, if it has no batch dimension
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,9 +45,9 @@ class ModelOutput:
         return tensor.narrow(self.dim, first * self.per_sample, (stop - first) * self.per_sample)
 
     def combine_microbatches(
-        self, values: Sequence[Tensor], microbatches: Sequence[MicroBatch], total: int, reduction: Reduction
+        self, values: Sequence[Tensor], microbatches: Sequence[MicroBatch], total: float
     ) -> Tensor | None:
-        """Put the values of this rank's micro-batches together; `total` is the size of the global batch."""
+        """Put the values of this rank's micro-batches together; `total` is the weight of the global batch."""
         if not values:
             return None
         if self.dim is not None:
@@ -56,9 +57,14 @@ class ModelOutput:
             return self._single_value(values)
         whole = torch.zeros(values[0].shape, dtype=torch.float64, device=values[0].device)
         for value, microbatch in zip(values, microbatches, strict=True):
-            share = microbatch.size / total if reduction == "mean" else 1.0
-            whole.add_(value.double(), alpha=share)
+            share = self.share(microbatch, total)
+            if share:  # the loss of a micro-batch with weight 0 may not be finite
+                whole.add_(value.double(), alpha=share)
         return whole
+
+    def share(self, microbatch: MicroBatch, total: float) -> float:
+        """Return the share of a micro-batch in a value without batch dimension."""
+        return microbatch.weight / total if self.reduction == "mean" else 1.0
 
     def combine_ranks(self, values: Sequence[Tensor], device: torch.device) -> Tensor:
         """Put the values of several ranks together."""
@@ -80,11 +86,11 @@ class ModelOutput:
         return values[0]
 
 
-def classify_output(spec: TensorSpec) -> ModelOutput:
+def classify_output(spec: TensorSpec, reduction: Reduction) -> ModelOutput:
     """Find the batch dimension; raise CaptureError if the output cannot be put together."""
     batched = [(place, dim) for place, dim in enumerate(spec.dims) if dim is None or dim.per_sample]
     if not batched:
-        return ModelOutput(spec, None)
+        return ModelOutput(spec, None, reduction=reduction)
     place, dim = batched[0]
     if len(batched) == 1 and dim is not None and not dim.fixed:
         return ModelOutput(spec, place, dim.per_sample)

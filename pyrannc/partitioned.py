@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyrannc.calls import AgreedCalls, CurrentCall
-from pyrannc.outputs import classify_output
 from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
 from varuna.capture import Captured, Source, SpanProgram
 from varuna.capture.model.hooks import BackwardHooks
@@ -113,9 +112,12 @@ class PartitionedModel:
             refuse_inseparable(plan, captured)
             own = plan.stages[self.session.stage]
             program = captured.carve(own.first, own.stop)
-            everyone = self.session.gather(
-                (captured.graph.fingerprint, frozenset(program.inputs)), tuple[str, frozenset[str]]
-            )
+            outputs = self.pipeline.classify_outputs(captured)
+            totals = program.totals if self.pipeline.recognises_losses else None
+            needed = frozenset(program.inputs) | frozenset(totals.inputs if totals is not None else ())
+            if self.pipeline.loss_weight is not None and own.stop == captured.num_segments:
+                needed |= {tensor.name for tensor in self.calls.calls[number].signature.tensors}
+            everyone = self.session.gather((captured.graph.fingerprint, needed), tuple[str, frozenset[str]])
             check_same_forward(self.session, [fingerprint for fingerprint, _ in everyone], captured)
             state = self.state
 
@@ -125,12 +127,13 @@ class PartitionedModel:
 
             self._captured_calls[key] = CapturedCall(
                 self.calls.calls[number],
-                tuple(map(classify_output, captured.results)),
+                outputs,
                 captured.disordered,
                 captured.structure,
                 partial(self.program, number),
                 [inputs for _, inputs in everyone],
                 untouched,
+                captured.num_totals if totals is not None else 0,
             )
         return self._captured_calls[key]
 

@@ -28,13 +28,14 @@ from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
+from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.execute.update.shard import shard_optimizer
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.train.assemble import assemble
-from varuna.train.validate import check_once
+from varuna.train.validate import check_once, refuse_coupled_losses
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
@@ -47,7 +48,8 @@ class PartitionOptions:
     configuration: Configuration
     device: torch.device
     gather_inputs: bool
-    scalar_outputs: Reduction
+    scalar_outputs: Reduction | None
+    loss_weight: WeightFunction | None
     deployment_file: str | os.PathLike[str] | None  # to load
     shard_optimizer: bool
     seed: int | None
@@ -91,6 +93,7 @@ class ModelPartitioning:
         seed = session.gather(own_seed, int)[0] % 2**63
         pinned = self._choose(source, captured, call, session)
         self._check_capture(captured, call, pinned, session)
+        session.gather(True, bool)  # a refusal reaches all ranks before they open other connections
         return PlannedModel(source, captured, pinned, seed, call.number)
 
     def build(self, planned: PlannedModel, session: Session) -> PartitionedModel:
@@ -131,6 +134,7 @@ class ModelPartitioning:
             device=options.device,
             seed=seed,
             timeout_seconds=options.timeout_seconds,
+            weigh=options.loss_weight,
         )
         if trainer.norm is not None:
             trainer.norm.add([*before, *self.model.parameters()])
@@ -140,6 +144,7 @@ class ModelPartitioning:
             gather_inputs=options.gather_inputs,
             pipeline_num=options.configuration.pipeline_num,
             reduction=options.scalar_outputs,
+            loss_weight=options.loss_weight,
         )
         if self.optimizer is not None:
             self._partition_optimizer(self.optimizer, partitioned)
@@ -164,6 +169,16 @@ class ModelPartitioning:
             device=self.options.device,
             convention=agreed.convention,
         )
+        if self.options.scalar_outputs is None and self.options.loss_weight is None:
+            refuse_coupled_losses(
+                self.model,
+                captured,
+                inputs,
+                pinned.plan,
+                device=self.options.device,
+                ways_out="compute the loss outside the model; or, if a mean over micro-batches is what you "
+                'want, pass scalar_outputs="mean"',
+            )
 
     def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session

@@ -17,13 +17,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import AgreedCall, TensorInput
-from pyrannc.outputs import ModelOutput, Reduction
+from pyrannc.outputs import ModelOutput, Reduction, classify_output
+from varuna.capture import Captured
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.errors import CaptureError, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
 from varuna.execute.step.exchange import SampleTransfer, redistribute
-from varuna.execute.step.scatter import MicroBatch, join, put_in_order, samples_of
+from varuna.execute.step.scatter import (
+    MicroBatch,
+    WeightFunction,
+    join,
+    put_in_order,
+    samples_of,
+    weight_of,
+)
 from varuna.execute.step.spans import Span, even_spans, spans
 from varuna.execute.step.trainer import ForwardedBatch, Programs, Trainer
 from varuna.types import spread_evenly
@@ -44,6 +52,7 @@ class CapturedCall:
     needs: Sequence[frozenset[str]]  # for each rank: the inputs that its stage reads
     # Returns this rank's parameters that get no gradient if only these outputs get one.
     untouched: Callable[[tuple[bool, ...]], Sequence[Tensor]]
+    num_totals: int  # numbers of the whole batch that this rank's stage reads
 
     @property
     def gradient_inputs(self) -> list[TensorInput]:
@@ -65,16 +74,16 @@ class BatchInFlight:
     is_local: bool  # each rank computes its own samples, from the first operation to the last
     division: Division
     last_ranks: tuple[int, ...]  # of the last stage
+    weights: Sequence[float]  # of each rank: its number of samples, or what `loss_weight` returns
     flight: ForwardedBatch | None = None
 
     @property
-    def total(self) -> int:
-        return self.division.num_samples
+    def total(self) -> float:
+        return sum(self.weights)
 
     def weight(self, rank: int) -> float:
         """Return a rank's share of the global batch, which scales its output gradients."""
-        first, stop = self.given[rank]
-        return (stop - first) / self.total
+        return self.weights[rank] / self.total
 
     def last_spans(self) -> dict[int, Span]:
         """Return the samples of each rank of the last stage."""
@@ -153,7 +162,8 @@ class Pipeline:
     trainer: Trainer
     gather_inputs: bool
     pipeline_num: int  # micro-batches of a replica's batch; 0: as planned
-    reduction: Reduction
+    reduction: Reduction | None  # of outputs without batch dimension; None: found in the model
+    loss_weight: WeightFunction | None = None
     must_agree_on_overflow: bool = False  # a call was made in fp16
     overflowed: bool = False  # in the last reduction
     reduced: bool = True  # `.grad` holds the sum over all replicas
@@ -163,10 +173,25 @@ class Pipeline:
     def device(self) -> torch.device:
         return self.trainer.engine.device
 
+    @property
+    def recognises_losses(self) -> bool:
+        return self.reduction is None and self.loss_weight is None
+
+    def classify_outputs(self, captured: Captured) -> tuple[ModelOutput, ...]:
+        sums = (
+            captured.loss.sums
+            if self.recognises_losses
+            else [self.reduction == "sum"] * len(captured.results)
+        )
+        return tuple(
+            classify_output(spec, "sum" if is_sum else "mean")
+            for spec, is_sum in zip(captured.results, sums, strict=True)
+        )
+
     def forward(
         self, captured: CapturedCall, leaves: Mapping[str, Any], counts: Sequence[int]
     ) -> tuple[list[Tensor], BatchInFlight]:
-        batch = self._distribute(captured, counts)
+        batch = self._distribute(captured, counts, self._weights(leaves, counts))
         self._refuse_disorder(batch)
         signature = captured.call.signature
         flight = self.trainer.forwards(
@@ -177,6 +202,7 @@ class Pipeline:
             training=signature.training,
             gradients=[tensor.name for tensor in captured.gradient_inputs],
             keeps=signature.grad_enabled,
+            num_totals=captured.num_totals,
         )
         self.trainer.engine.where = f"stage {self.session.stage}, sending the outputs"
         outputs = self._collect_outputs(batch, flight)
@@ -184,7 +210,19 @@ class Pipeline:
         batch.flight = flight if signature.grad_enabled else None
         return outputs, batch
 
-    def _distribute(self, captured: CapturedCall, counts: Sequence[int]) -> BatchInFlight:
+    def _weights(self, leaves: Mapping[str, Any], counts: Sequence[int]) -> Sequence[float]:
+        """Return the weight of each rank's samples in the loss."""
+        if self.loss_weight is None:
+            return counts
+        own = weight_of(self.loss_weight, leaves) if counts[self.session.rank] else 0.0
+        weights = [weight for (weight,) in self.session.gather_numbers([own])]
+        if sum(counts) and not sum(weights):
+            raise ValueError("loss_weight is zero on all ranks (skip such a batch on all ranks)")
+        return weights
+
+    def _distribute(
+        self, captured: CapturedCall, counts: Sequence[int], weights: Sequence[float]
+    ) -> BatchInFlight:
         total = sum(counts)
         if not total:
             raise ValueError("no rank has a sample (call the model with at least one sample on some rank)")
@@ -202,6 +240,7 @@ class Pipeline:
             is_local=is_local,
             division=self._divide(taken, total),
             last_ranks=tuple(session.stage_map[-1]),
+            weights=weights,
         )
 
     def _refuse_disorder(self, batch: BatchInFlight) -> None:
@@ -257,7 +296,7 @@ class Pipeline:
         transfers = []
         for number, output in enumerate(outputs):
             values = [results[number] for results in flight.results if results]
-            own = output.combine_microbatches(values, microbatches, batch.total, self.reduction)
+            own = output.combine_microbatches(values, microbatches, batch.total)
             transfers.append(batch.output_transfer(output, own))
         is_local = batch.is_local and all(output.dim is not None for output in outputs)
         arrived = redistribute(self.session, transfers, device=self.device, needed=not is_local)
@@ -375,8 +414,9 @@ class Pipeline:
                 return samples_of(whole[number], microbatch.spans, output.dim, each=output.per_sample)
             if gradient is None or not output.spec.needs_grad:
                 return None
-            share = microbatch.size / batch.total if self.reduction == "mean" else 1.0
-            return (gradient * share).to(output.dtype)
+            share = output.share(microbatch, batch.total)
+            # The loss of a micro-batch with weight 0 may not be finite.
+            return (gradient * share).to(output.dtype) if share else None
 
         return [
             [of_microbatch(number, job.microbatch) for number in range(len(outputs))]
@@ -401,7 +441,7 @@ class Pipeline:
             dim = batch.captured.call.dims[tensor.name]
             for piece, part in parts:
                 whole.narrow(dim, piece.first, piece.stop - piece.first).add_(part)
-            gradients[tensor.name] = whole / weight if stop > first else whole
+            gradients[tensor.name] = whole / weight if weight else whole
         return gradients
 
 

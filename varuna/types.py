@@ -25,6 +25,9 @@ from varuna.units import count, duration
 
 # ---------------------------------------------------------------- the model
 
+LOSS_TOTALS = "(loss totals)"
+"""Name of the input with the totals of the whole batch. No model has an input of this name."""
+
 
 class Dim(msgspec.Struct, frozen=True):
     """One dimension of a tensor: `per_sample * batch + fixed`."""

@@ -3,6 +3,7 @@
 from varuna.capture.model.source import Source
 from varuna.capture.model.state import StageState, stage_state
 from varuna.capture.run.captured import Captured
+from varuna.capture.run.loss_parts import explain_parts
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram
 from varuna.capture.run.verify import check_capture
@@ -17,6 +18,7 @@ __all__ = [
     "StageState",
     "check_capture",
     "cut_after",
+    "explain_parts",
     "opaque",
     "plain_randomness",
     "stage_state",

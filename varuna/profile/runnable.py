@@ -13,7 +13,7 @@ from varuna.execute.comm.session import single_rank_session
 from varuna.execute.step.engine import Engine
 from varuna.execute.step.nonfinite import NonFiniteLosses
 from varuna.execute.step.scatter import move_inputs
-from varuna.execute.step.stage import Stage, StageProgram
+from varuna.execute.step.stage import Stage, StageProgram, TotalsFunction
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.reduce import Reducer
@@ -140,6 +140,7 @@ class EmptyProgram:
     state: tuple[str, ...] = ("weight",)
     mutated: tuple[str, ...] = ()
     repeats = True
+    totals: TotalsFunction | None = None
 
     def __init__(self, *, between: bool) -> None:
         spec = TensorSpec("nothing", "float32", (), needs_grad=True)

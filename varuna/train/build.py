@@ -32,6 +32,7 @@ from varuna.train.validate import (
     all_names,
     check_once,
     plan_stages,
+    refuse_coupled_losses,
     refuse_detached,
     refuse_inseparable,
 )
@@ -87,6 +88,8 @@ def check(
         convention=sampled.source.convention,
         from_cache=options.from_cache,
     )
+    if options.loss_weight is None:
+        refuse_coupled_losses(model, sampled.captured, inputs, plan, device=options.device)
 
 
 def choose_plan(
@@ -161,6 +164,10 @@ def build_stage(
         first_run_patience=FIRST_RUN_PATIENCE if options.compile else 1.0,
     )
     trainer.losses.mode = options.on_nan
+    if options.loss_weight is None:
+        trainer.sums_losses = sampled.captured.loss.sums[0]
+        totals = sampled.captured.carve(own.first, own.stop).totals
+        trainer.num_totals = 0 if totals is None else sampled.captured.num_totals
     checkpoints = Checkpoints(
         session,
         plan,

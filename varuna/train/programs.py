@@ -71,6 +71,11 @@ class StagePrograms:
                     f"with these inputs the model has {captured.num_segments} segments, with the sample "
                     f"inputs it had {sampled.num_segments} (CutPoints must not depend on the inputs)"
                 )
+            if self.options.loss_weight is None and captured.num_totals != sampled.num_totals:
+                raise ValueError(
+                    "with these inputs the model divides its loss by other counts than with the sample "
+                    "inputs (wrap it with sample inputs of the same form, or pass loss_weight=)"
+                )
             if training and not source.attributes.key:
                 refuse_unforeseen(captured, sampled, self.state, self.plan, self.stage)
             recent = source.attributes.recent

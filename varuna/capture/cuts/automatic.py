@@ -42,7 +42,7 @@ def cut(flow: Flow, partition: Partition) -> None:
     for nodes, segment in zip(groups, segments, strict=True):
         for node in nodes:
             node.meta["segment"] = segment
-    for place, node in _nodes_by_place(flat):
+    for place, node in nodes_by_place(flat):
         node.meta["place"] = place
     flat.num_segments = max(segments, default=0) + 1
     _sort_by_segment(flat)
@@ -78,7 +78,7 @@ def cut_like(flow: Flow, earlier: FlatGraph, segments: Sequence[Segment]) -> lis
     names = {node: name for name, node in flat.state.items()}
     rematerialization = Rematerialization(flow)
     misplaced: list[MisplacedState] = []
-    for place, node in _nodes_by_place(flat):
+    for place, node in nodes_by_place(flat):
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(segment_of.get(place, 0), earliest)
         used = [names[state] for state in rematerialization.reads(node)]
@@ -97,7 +97,7 @@ def cut_like(flow: Flow, earlier: FlatGraph, segments: Sequence[Segment]) -> lis
     return misplaced
 
 
-def _nodes_by_place(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
+def nodes_by_place(flat: FlatGraph) -> list[tuple[Place, fx.Node]]:
     """Return nodes with their places. Call it before `_sort_by_segment`: places count in program order."""
     seen: Counter[tuple[str, str]] = Counter()
     found = []

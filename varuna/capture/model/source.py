@@ -99,10 +99,10 @@ class Source:
         return self._captured[key]
 
     def _new_capture(self, request: TraceRequest, training: bool) -> Captured:
-        shared: frozenset[int] = frozenset()
-        if request.batch.size == 1 and training:
-            # Shapes with one sample do not show which draws belong to it; those with two samples do.
-            shared = self._capture(_doubled(request), training=True).shared_draws
+        doubled: Captured | None = None
+        if request.batch.size == 1:
+            # Shapes with one sample do not show what belongs to it; those with two samples do.
+            doubled = self._capture(_doubled(request), training)
         elif self._partition is not None and self._partitioned is None and not training:
             # The partition cuts a capture in training mode; others follow it.
             self._capture(request, training=True)
@@ -115,11 +115,12 @@ class Source:
             flatten(traced, self.canonical, request.batch.dims),
             request,
             ties=self.ties,
-            shared_draws=shared,
+            shared_draws=doubled.shared_draws if doubled is not None and training else frozenset(),
             momentum=_momentum(self.meta_model),
             structure=traced.structure,
             partition=partition,
             cut_like=None if partition is None else self._partitioned,
+            doubled=doubled,
         )
         if partition is not None:
             self._partitioned = self._partitioned or captured

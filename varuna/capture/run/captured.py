@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+
+from torch import fx
 
 from varuna.capture.cuts import automatic
 from varuna.capture.cuts.carver import Carver
@@ -13,15 +16,18 @@ from varuna.capture.graph import checks, passes
 from varuna.capture.graph.attention_masks import replace_masks
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
+from varuna.capture.graph.loss_kinds import LossForm, find_form
+from varuna.capture.graph.loss_totals import LossEdits, TotalsProgram
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.run.program import SpanProgram
 from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError, list_some
-from varuna.types import ModelGraph, Partition, PrecisionName, TensorSpec
+from varuna.types import LOSS_TOTALS, ModelGraph, Partition, PrecisionName, TensorSpec
 
 
 class Captured:
     graph: ModelGraph
+    loss: LossForm  # how the loss of a batch follows from those of its micro-batches
     _flat: FlatGraph
 
     def __init__(
@@ -35,8 +41,12 @@ class Captured:
         structure: OutputStructure,
         partition: Partition | None = None,
         cut_like: Captured | None = None,
+        doubled: Captured | None = None,
     ) -> None:
-        """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition."""
+        """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition.
+
+        The graph of a batch of one sample does not show the batch. `doubled` is that of two samples.
+        """
         self.batch_dims = dict(request.batch.dims)
         self.precision: PrecisionName = request.precision
         self.device = request.device
@@ -53,6 +63,8 @@ class Captured:
         checks.refuse_embedding_options(flat)
         flow = Flow(flat)
         checks.refuse_changed_inputs(flow)
+        self._places = dict(automatic.nodes_by_place(flat))
+        self.loss = find_form(flat, flow, self.batch_dims) if doubled is None else doubled.loss
         self._misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:
             self._misplaced = automatic.cut_like(flow, cut_like._flat, cut_like.graph.segments)
@@ -69,6 +81,13 @@ class Captured:
         # Of BatchNorm's statistics, per run; None: cumulative average.
         self.momentum: Mapping[str, float | None] = {**momentum, **flow.momentum(momentum)}
         self.structure = structure
+        self._totals: TotalsProgram | None = None
+        self.num_totals = 0  # numbers of the whole batch that its micro-batches need
+        if self.loss.edits or any(self.loss.sums):
+            edits = LossEdits(flat, self.loss.edits, self._counterparts(doubled), self.batch_dims)
+            self._totals, self.num_totals = edits.program(), edits.num_totals
+            passes.drop_dead_nodes(flat)
+            flow = Flow(flat)
         self._carver = Carver(flow, self.precision, self.device)
         self._programs: dict[tuple[int, int], SpanProgram] = {}
 
@@ -79,8 +98,34 @@ class Captured:
             names = [state.name for state in misplaced if state.reason == misplaced[0].reason]
             raise CaptureError(f"{list_some(names)} {misplaced[0].reason}")
         if (first, stop) not in self._programs:
-            self._programs[first, stop] = self._carver.carve(first, stop)
+            program = self._carver.carve(first, stop)
+            if LOSS_TOTALS in program.inputs:
+                program = replace(program, totals=self._totals)
+            self._programs[first, stop] = program
         return self._programs[first, stop]
+
+    def _counterparts(self, other: Captured | None) -> Callable[[fx.Node], fx.Node]:
+        """Return a function that finds a node of another capture here, by its place in the program."""
+        if other is None:
+            return lambda node: node
+        place_of = {node: place for place, node in other._places.items()}
+        given = {node: name for name, node in other._flat.inputs.items()}
+        output = other._flat.graph.output_node()
+
+        def counterpart(node: fx.Node) -> fx.Node:
+            if node is output:
+                return self._flat.graph.output_node()
+            if node in given:
+                return self._flat.inputs[given[node]]
+            found = self._places.get(place_of[node])
+            if found is None:
+                raise CaptureError(
+                    f"{checks.where(node)}: with one sample, the model computes its loss by other operations "
+                    "than with two, so micro-batches of one sample cannot be weighed. Use larger ones."
+                )
+            return found
+
+        return counterpart
 
     def inseparable(self, cut: int) -> list[str]:
         """Return why values over the cut before a segment cannot be divided by sample; [] if they can."""

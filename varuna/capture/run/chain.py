@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from varuna.capture.cuts.segment_kinds import find_kinds, ordinal_index
+from varuna.capture.graph.loss_totals import TotalsProgram
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.program import SpanProgram
@@ -44,6 +45,10 @@ class ProgramChain:
     @property
     def leaves(self) -> Mapping[str, nn.Module]:
         return {name: leaf for link in self.links for name, leaf in link.program.leaves.items()}
+
+    @property
+    def totals(self) -> TotalsProgram | None:
+        return next((link.program.totals for link in self.links if link.program.totals), None)
 
     @property
     def repeats(self) -> bool:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from varuna.capture.graph.loss_totals import TotalsProgram
 from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.trace import autocast
-from varuna.types import PrecisionName, TensorSpec, Work
+from varuna.types import LOSS_TOTALS, PrecisionName, TensorSpec, Work
 
 OPERATION = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
@@ -36,6 +37,7 @@ class SpanProgram:
     leaves: Mapping[str, nn.Module]  # opaque modules by their names in the model
     precision: PrecisionName
     device: torch.device
+    totals: TotalsProgram | None = None  # of the last stage, if losses of micro-batches add up to a sum
 
     @property
     def repeats(self) -> bool:
@@ -49,7 +51,8 @@ class SpanProgram:
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]:
-        arguments = [*state, *received, *(inputs[name] for name in self.inputs)]
+        given = (inputs[name] if name != LOSS_TOTALS else inputs.get(name) for name in self.inputs)
+        arguments = [*state, *received, *given]
         if self.random:
             arguments.append(work)
         if self.precision == "fp32":

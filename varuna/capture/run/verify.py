@@ -73,7 +73,7 @@ def check_capture(
     """
     device = _with_index(device or captured.device)
     refused: tuple[CaptureError, Results] | None = None
-    with _kept_generators(device), torch.inference_mode(False), torch.enable_grad():
+    with kept_generators(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in _precisions(model, captured):
             comparison = _Comparison(model, captured, inputs, device, dtype, convention)
             try:
@@ -275,12 +275,12 @@ class _Comparison:
     ) -> dict[str, tuple[float, float]]:
         """Return the tensors that differ more than allowed: the difference, and what is allowed."""
         floor = multiple * FLOORS[self._working_dtype]
-        largest = max((_norm(v) for name, v in expected.items() if "gradient" in name), default=0.0)
+        largest = max((norm(v) for name, v in expected.items() if "gradient" in name), default=0.0)
         suspects: dict[str, tuple[float, float]] = {}
         for name in [*expected, *(name for name in found if name not in expected)]:
             one, other = expected.get(name), found.get(name)
-            difference = _distance(one, other)
-            scale = max(_norm(one), USUAL * largest if "gradient" in name else 0.0)
+            difference = distance(one, other)
+            scale = max(norm(one), USUAL * largest if "gradient" in name else 0.0)
             allowed = max(floor * scale, NOISE_MULTIPLE * noise.get(name, 0.0), 1e-30)
             if not difference <= allowed:
                 suspects[name] = difference, allowed
@@ -308,19 +308,18 @@ class _Comparison:
         """Return how far the last bits of weights and inputs move each result of the plain model."""
         again = self._eager()
         repeated = self._differing(expected, again, {})
-        movement = {name: _distance(expected[name], again.get(name)) for name in expected}
+        movement = {name: distance(expected[name], again.get(name)) for name in expected}
         for bits in (1, 3):
             with self._moved(bits):
                 moved = self._eager()
             for name in expected:
-                movement[name] = max(movement[name], _distance(expected[name], moved.get(name)))
+                movement[name] = max(movement[name], distance(expected[name], moved.get(name)))
         whole = [0, self._captured.num_segments]
         base = self._carved(whole)
         with self._moved_constants():
             moved = self._carved(whole)
         for name in moved:
-            distance = _distance(base.get(name), moved[name])
-            movement[name] = max(movement.get(name, 0.0), distance)
+            movement[name] = max(movement.get(name, 0.0), distance(base.get(name), moved[name]))
         if repeated and self._dtype == torch.float64:
             first = next(iter(repeated))
             raise CaptureError(
@@ -361,7 +360,7 @@ class _Comparison:
         more = f", and so {'do' if len(others) > 1 else 'does'} {list_some(others)}" if others else ""
         raise CaptureError(
             f"the captured model, cut at {list(cuts[1:-1]) or 'no place'}, differs from the model itself: "
-            f"{first} by {difference:.3g} where its norm is {_norm(expected.get(first)):.3g} (allowed: "
+            f"{first} by {difference:.3g} where its norm is {norm(expected.get(first)):.3g} (allowed: "
             f"{allowed:.3g}){more}. Check that forward depends only on its inputs and parameters, not on a "
             "Python counter, on numpy's random numbers, or on whether it is traced."
         )
@@ -386,11 +385,11 @@ def _flip(tensors: Sequence[Tensor], bits: int) -> None:
             values.detach().view(whole[values.element_size()]).bitwise_xor_(bits)
 
 
-def _norm(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else _distance(tensor, None)
+def norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else distance(tensor, None)
 
 
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
+def distance(one: Tensor | None, other: Tensor | None) -> float:
     """Return the norm of the difference; None is 0, and equal values that are not finite do not differ."""
     present = [t for t in (one, other) if t is not None]
     if not present or not present[0].numel():
@@ -411,7 +410,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def _kept_generators(device: torch.device) -> Iterator[None]:
+def kept_generators(device: torch.device) -> Iterator[None]:
     """Restore the states of Python's and torch's random generators."""
     python = random.getstate()
     devices = [device] if device.type == "cuda" else []

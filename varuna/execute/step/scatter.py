@@ -40,12 +40,12 @@ def scatter(
     `weigh` sees the original inputs, which are mostly on the host: reading them does not stop the device.
     """
     firsts = range(0, num_samples, microbatch_size)
-    parts = _cut(move_inputs(inputs, device), dims, microbatch_size, len(firsts))
-    originals = parts if weigh is None else _cut(inputs, dims, microbatch_size, len(firsts))
+    parts = cut(move_inputs(inputs, device), dims, microbatch_size, len(firsts))
+    originals = parts if weigh is None else cut(inputs, dims, microbatch_size, len(firsts))
     microbatches = []
     for first, part, original in zip(firsts, parts, originals, strict=True):
         size = min(microbatch_size, num_samples - first)
-        weight = float(size) if weigh is None else _weight(weigh, original)
+        weight = float(size) if weigh is None else weight_of(weigh, original)
         if weight:  # weight 0 need not be computed, and its loss may not be finite
             microbatches.append(MicroBatch(first, size, weight, part))
     return microbatches
@@ -67,7 +67,7 @@ def scatter_runs(
         if not count:
             found.append(MicroBatch(0, 0, 0.0, {}))
             continue
-        weight = float(count) if weigh is None else _weight(weigh, _choose(inputs, dims, runs))
+        weight = float(count) if weigh is None else weight_of(weigh, _choose(inputs, dims, runs))
         several = runs if len(runs) > 1 else ()
         found.append(MicroBatch(runs[0][0], count, weight, _choose(moved, dims, runs), several))
     return found
@@ -108,7 +108,7 @@ def with_leaves(microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
     return replace(microbatch, inputs={**microbatch.inputs, **own})
 
 
-def _cut(
+def cut(
     inputs: Mapping[str, object], dims: Mapping[str, int], size: int, count: int
 ) -> list[dict[str, object]]:
     parts = {
@@ -122,7 +122,7 @@ def _cut(
     ]
 
 
-def _weight(weigh: WeightFunction, part: Mapping[str, object]) -> float:
+def weight_of(weigh: WeightFunction, part: Mapping[str, object]) -> float:
     weight = float(weigh(part))
     if not 0 <= weight < float("inf"):
         raise ValueError(f"loss_weight must return a finite number, zero or more, not {weight}")

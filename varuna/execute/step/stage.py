@@ -18,6 +18,14 @@ from varuna.execute.step.split import Fork, backward_inputs, backward_weights
 from varuna.types import TensorSpec, Work
 
 
+class TotalsFunction(Protocol):
+    """Sums up what the loss divides by, such as counted labels, over a number of samples."""
+
+    def __call__(
+        self, tensor: Callable[[str], Tensor], inputs: Mapping[str, object], size: int, device: torch.device
+    ) -> Tensor: ...
+
+
 class StageProgram(Protocol):
     """The computation of a stage: a function of tensors."""
 
@@ -31,6 +39,10 @@ class StageProgram(Protocol):
     def mutated(self) -> tuple[str, ...]: ...
     @property
     def repeats(self) -> bool: ...  # runs the same operations for all values and all work
+    @property
+    def totals(
+        self,
+    ) -> TotalsFunction | None: ...  # None: the loss is a mean over samples, or of another stage
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work
     ) -> tuple[Tensor, ...]: ...
@@ -46,6 +58,7 @@ class IdleProgram:
     sent: tuple[TensorSpec, ...] = ()
     mutated: tuple[str, ...] = ()
     repeats: bool = False
+    totals: TotalsFunction | None = None
 
     def __call__(
         self, state: Sequence[Tensor], received: Sequence[Tensor], inputs: Mapping[str, object], work: Work

@@ -23,6 +23,7 @@ from varuna.execute.step.nonfinite import NonFiniteLosses, NonFiniteSearch
 from varuna.execute.step.same_data import check_same_samples, find_equal_replicas, hash_samples
 from varuna.execute.step.scatter import MicroBatch, WeightFunction, scatter, scatter_runs, with_leaves
 from varuna.execute.step.stage import HeldMicroBatch, IdleProgram, StageProgram, TensorsByName
+from varuna.execute.step.whole_batch import own_totals, with_totals
 from varuna.execute.update.buffers import synchronize_buffers
 from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.precision import LossScale
@@ -35,6 +36,11 @@ log = logging.getLogger("varuna")
 
 Programs = Callable[[Mapping[str, object], int, Mapping[str, int], bool], StageProgram]
 """Returns the program for micro-batches with these inputs, size and dims, in training or not."""
+
+
+def _one(_inputs: object) -> float:
+    """Weight of micro-batches whose losses add up."""
+    return 1.0
 
 
 class ModelTraits(Protocol):
@@ -55,6 +61,7 @@ class ReplicaShares:
     first_sample: int  # of this replica, within the global batch
     total_weight: float  # of all replicas, or of a full batch
     num_microbatches: Sequence[int]  # by replica
+    totals: Tensor | None = None  # of the whole batch, if the loss divides by any
 
 
 @dataclass
@@ -80,6 +87,8 @@ class Trainer:
     seed: int
     losses: NonFiniteLosses
     weigh: WeightFunction | None = None
+    sums_losses: bool = False  # losses of micro-batches add up; else the loss is their mean by weight
+    num_totals: int = 0  # numbers of the whole batch that this stage's programs read
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
     norm: ModelNorm | None = None  # None: torch's clipping functions are not used
@@ -101,8 +110,10 @@ class Trainer:
         else:
             self._check_samples(inputs, dims, training)
             microbatches = self._scatter(inputs, num_samples, dims)
-            shares = self._exchange_shares(microbatches, num_samples)
+            own = self._own_totals(inputs, num_samples, dims, training, microbatches)
+            shares = self._exchange_shares(microbatches, num_samples, own)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
+            jobs = with_totals(jobs, shares.totals)
         self.reducer.begin()
         before = self._copy_buffers() if self.losses.skips else {}
         with self._patience(jobs), self._synchronized_buffers(shares):
@@ -115,6 +126,7 @@ class Trainer:
                 checks_overflow=loss_scale.checks_overflow,
                 max_norm=max_norm,
                 skips_nan=self.losses.skips,
+                sums=self.sums_losses,
             )
             self.engine.recorder.add("reduce", -1, started, time.perf_counter())
         loss_scale.update(overflow=totals.overflow)
@@ -134,12 +146,15 @@ class Trainer:
             jobs, _ = self._divide(inputs, num_samples, dims, False)
         else:
             self._check_samples(inputs, dims, False)
-            jobs = self._jobs(self.programs, self._scatter(inputs, num_samples, dims), dims, False, 0)
+            microbatches = self._scatter(inputs, num_samples, dims)
+            own = self._own_totals(inputs, num_samples, dims, False, microbatches)
+            jobs = self._jobs(self.programs, microbatches, dims, False, 0)
+            jobs = with_totals(jobs, self._sum_totals(own))
         with self._patience(jobs):
             with self._buffers_restored(jobs):
                 loss = self.engine.evaluate(jobs)
             self.reducer.announce(loss, self._weight_of_losses(jobs))
-            return self.reducer.announced_loss()
+            return self.reducer.announced_loss(sums=self.sums_losses)
 
     def _patience(self, jobs: Sequence[MicroBatchJob]) -> AbstractContextManager[None]:
         """Allow other ranks more time in a step that compiles a program."""
@@ -165,6 +180,7 @@ class Trainer:
         else:
             microbatches = self._scatter(inputs, num_samples, dims)
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
+            jobs = with_totals(jobs, shares.totals)
         self.engine.stage.inspect = search.check
         try:
             with self._buffers_restored(jobs):
@@ -200,12 +216,19 @@ class Trainer:
         training: bool,
         gradients: Sequence[str],  # inputs that get a gradient
         keeps: bool,  # keep what a backward needs
+        num_totals: int = 0,  # numbers of the whole batch that these programs read
     ) -> ForwardedBatch:
-        microbatches = self._own_microbatches(inputs, dims, division)
+        # Other stages than the last one may not have the inputs.
+        microbatches = self._own_microbatches(inputs, dims, division, self.weigh if self._is_last else None)
+        first, stop = division.own
+        own = self._own_totals(
+            inputs, stop - first, dims, training, microbatches, programs=programs, num_totals=num_totals
+        )
+        totals = self._sum_totals(own)
         if keeps:
             microbatches = [with_leaves(microbatch, gradients) for microbatch in microbatches]
-        first = division.own[0]
         jobs = self._jobs(programs, microbatches, dims, training, first, idle=IdleProgram((), None))
+        jobs = with_totals(jobs, totals)
         self._begin_stage_links(division, jobs)
         shares = ReplicaShares(first, float(division.num_samples), division.num_microbatches)
         recompute = self.plan.stages[self.session.stage].recompute
@@ -266,15 +289,19 @@ class Trainer:
             dims=dims,
             microbatch_size=self.plan.microbatch_size,
             device=self.engine.device,
-            weigh=self.weigh,
+            weigh=_one if self.sums_losses else self.weigh,
         )
 
     def _own_microbatches(
-        self, inputs: Mapping[str, object], dims: Mapping[str, int], division: Division
+        self,
+        inputs: Mapping[str, object],
+        dims: Mapping[str, int],
+        division: Division,
+        weigh: WeightFunction | None,
     ) -> list[MicroBatch]:
         first = division.own[0]
         own = [tuple((a - first, b - first) for a, b in runs) for runs in division.runs]
-        return scatter_runs(inputs, dims=dims, microbatches=own, device=self.engine.device, weigh=self.weigh)
+        return scatter_runs(inputs, dims=dims, microbatches=own, device=self.engine.device, weigh=weigh)
 
     def _jobs(
         self,
@@ -297,9 +324,46 @@ class Trainer:
             jobs.append(MicroBatchJob(mb, by_size[mb.size], work))
         return jobs
 
-    def _exchange_shares(self, microbatches: Sequence[MicroBatch], num_samples: int) -> ReplicaShares:
+    def _own_totals(
+        self,
+        inputs: Mapping[str, object],
+        num_samples: int,
+        dims: Mapping[str, int],
+        training: bool,
+        microbatches: Sequence[MicroBatch],
+        *,
+        programs: Programs | None = None,  # None: of the first call
+        num_totals: int | None = None,
+    ) -> Tensor | None:
+        """Return the totals over this rank's samples, if this stage needs those of the whole batch."""
+        programs = programs or self.programs
+        length = self.num_totals if num_totals is None else num_totals
+        if not length:
+            return None
+        sizes = {mb.size: mb for mb in microbatches if mb.size}
+        return own_totals(
+            {size: programs(mb.inputs, size, dims, training) for size, mb in sizes.items()},
+            inputs,
+            num_samples,
+            dims=dims,
+            length=length,
+            tensor=self.state.tensor,
+            device=self.engine.device,
+        )
+
+    def _sum_totals(self, own: Tensor | None) -> Tensor | None:
+        """Sum totals over the replicas of this stage."""
+        if own is not None and self.session.width > 1:
+            own = torch.tensor(self.session.gather_over_replicas(own.tolist()), dtype=torch.float64).sum(0)
+        return None if own is None else own.to(self.engine.device, non_blocking=True)
+
+    def _exchange_shares(
+        self, microbatches: Sequence[MicroBatch], num_samples: int, own: Tensor | None
+    ) -> ReplicaShares:
         """Gather the shares of all replicas, if the step depends on them. One small message."""
         weight = sum(mb.weight for mb in microbatches)
+        if self.sums_losses:
+            return self._exchange_totals(num_samples, len(microbatches), own)
         if self.plan.width == 1:
             return ReplicaShares(0, weight or 1.0, [len(microbatches)])
         if self.weigh is None and not self.traits.random and not self.traits.changes_buffers:
@@ -311,6 +375,24 @@ class Trainer:
             sum(theirs for theirs, _, _ in gathered) or 1.0,
             [int(count) for _, _, count in gathered],
         )
+
+    def _exchange_totals(self, num_samples: int, count: int, own: Tensor | None) -> ReplicaShares:
+        """Gather shares and totals. A single total fits into the message with the shares."""
+        if self.plan.width == 1:
+            return ReplicaShares(0, 1.0, [count], self._sum_totals(own))
+        if own is None and not self.traits.random and not self.traits.changes_buffers:
+            return ReplicaShares(0, 1.0, [])
+        fits = own is not None and len(own) == 2
+        message = (num_samples, count, float(own[1]) if own is not None and fits else 0.0)
+        gathered = self.session.gather_over_replicas(message)
+        self.session.check_calls(gathered, self.session.stage_map[self.session.stage])
+        counts = [int(theirs) for theirs, _, _ in gathered]
+        totals = None if fits else self._sum_totals(own)
+        if fits:
+            both = [sum(counts), sum(total for _, _, total in gathered)]
+            totals = torch.tensor(both, dtype=torch.float64, device=self.engine.device)
+        first = sum(counts[: self.session.replica])
+        return ReplicaShares(first, 1.0, [int(number) for _, number, _ in gathered], totals)
 
     def _divide(
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int], training: bool
@@ -327,7 +409,8 @@ class Trainer:
             given, stage=session.stage, replica=session.replica, microbatch_size=self.plan.microbatch_size
         )
         first = division.own[0]
-        microbatches = self._own_microbatches(inputs, dims, division)
+        weigh = _one if self.sums_losses else self.weigh
+        microbatches = self._own_microbatches(inputs, dims, division, weigh)
         jobs = self._jobs(self.programs, microbatches, dims, training, first)
         total, num_microbatches = float(division.num_samples), division.num_microbatches
         if self.weigh is not None:
@@ -339,8 +422,11 @@ class Trainer:
             gathered = session.gather_by_stage((self._weight_of_losses(jobs), num_run))
             total = sum(weight for weight, _ in gathered[-1])
             num_microbatches = tuple(int(number) for _, number in gathered[session.stage])
+        own = self._own_totals(inputs, num_samples, dims, training, microbatches)
+        totals = self._sum_totals(own)
         self._begin_stage_links(division, jobs)
-        return jobs, ReplicaShares(first, total or 1.0, num_microbatches)
+        total = 1.0 if self.sums_losses else total or 1.0
+        return with_totals(jobs, totals), ReplicaShares(first, total, num_microbatches, totals)
 
     def _begin_stage_links(self, division: Division, jobs: Sequence[MicroBatchJob]) -> None:
         """Set what is exchanged with each replica of an adjacent stage. A single peer gets everything."""

@@ -147,11 +147,16 @@ class Reducer:
         checks_overflow: bool,
         max_norm: float | None,
         skips_nan: bool = False,
+        sums: bool = False,
     ) -> StepTotals:
-        """`skips_nan`: drop the new gradients, as after an overflow, if the loss is not finite."""
+        """`skips_nan`: drop the new gradients, as after an overflow, if the loss is not finite.
+
+        `sums`: losses add up to that of the batch; else it is their mean by weight.
+        """
         self._reduce_over_replicas()
         self._reduce_ties()
         loss, weight, _ = self._announced_totals("step")
+        weight = 1.0 if sums else weight
         hooks = self._hooks.put_back()
         if skips_nan and not math.isfinite(loss):
             for parameter in self.parameters:
@@ -300,10 +305,10 @@ class Reducer:
             )
         return totals
 
-    def announced_loss(self) -> float:
+    def announced_loss(self, *, sums: bool) -> float:
         """Return the loss of all ranks in an evaluation, which has no gradients."""
         loss, weight, _ = self._announced_totals("evaluation")
-        return loss / weight
+        return loss if sums else loss / weight
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, self.replicas, "the buffers of the other replicas")
