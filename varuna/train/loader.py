@@ -25,7 +25,7 @@ class ReaderPosition(msgspec.Struct, frozen=True):
 
 
 class Dealt(msgspec.Struct):
-    """What the first rank sends: a batch, or the end of an epoch."""
+    """A message of the first rank: a batch, or the end of an epoch."""
 
     inputs: PlainValue  # None: the epoch has ended
     source: PlainValue
