@@ -175,7 +175,7 @@ def test_it_behaves_as_a_module() -> None:
         wrapped(**sample())
     with pytest.raises(RuntimeError, match="cannot change its device"):
         wrapped.half()
-    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*call full_state_dict\(\)"):
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*call gather_model\(\)"):
         _ = wrapped.generate
     with pytest.raises(RuntimeError, match="no \\['nonsense'\\]"):
         wrapped.load_state_dict({**other.state_dict(), "nonsense": torch.ones(1)})
