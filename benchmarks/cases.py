@@ -15,6 +15,7 @@ from benchmarks import checkpoints as ck
 from benchmarks import rannc as rn
 from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
 from benchmarks.jitter import Jitter
+from benchmarks.loading import loading_peaks
 from benchmarks.makespan import steps_and_makespans
 from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take_turns
 from benchmarks.memory import Held, held
@@ -203,6 +204,22 @@ def of_memory(place: str, unit: str, ours: float, bound: float) -> Row:
         ratio=spread([ours / bound]),
         target=1.0,
     )
+
+
+def loading(lab: Lab) -> list[Row]:
+    return [
+        Row(
+            benchmark="loading",
+            case=f"peak memory of a rank that reads a Hugging Face folder, Llama, stage {stage}",
+            against="its stage",
+            unit="MB",
+            ours=spread([found.grown / 1e6]),
+            other=spread([found.stage / 1e6]),
+            ratio=spread([found.grown / found.stage]),
+            target=1.2,
+        )
+        for stage, found in enumerate(loading_peaks(lab.run, quick=lab.quick))
+    ]
 
 
 def overhead(lab: Lab) -> list[Row]:
@@ -427,6 +444,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "data-parallel": data_parallel,
     "makespan": makespan,
     "memory": memory,
+    "loading": loading,
     "overhead": overhead,
     "schedules": schedules,
     "checkpoints": checkpoints,

@@ -23,7 +23,7 @@ from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
 from pyrannc.process import join, live_modules, switches
-from varuna.capture.model.state import StageCopy, copied_stage
+from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.trace.trace import LOW_PRECISION
 from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
@@ -82,6 +82,7 @@ class RaNNCModule(PartMembers):
         scalar_outputs: Reduction | None = None,
         loss_weight: WeightFunction | None = None,
         shard_optimizer: bool = False,
+        initialize: Initialize | None = None,
         seed: int | None = None,
         timeout_seconds: float = 120.0,
         **options: object,
@@ -122,6 +123,7 @@ class RaNNCModule(PartMembers):
             loss_weight=loss_weight,
             deployment_file=load_deployment,
             shard_optimizer=shard_optimizer,
+            initialize=initialize,
             seed=seed,
             timeout_seconds=timeout_seconds,
         )

@@ -23,7 +23,7 @@ from pyrannc.process import switches
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
 from varuna.capture.model.hooks import BackwardHooks
-from varuna.capture.model.state import ModelTensors, adopted_state, model_values
+from varuna.capture.model.state import Initialize, ModelTensors, adopted_state, model_values
 from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
@@ -52,6 +52,7 @@ class PartitionOptions:
     loss_weight: WeightFunction | None
     deployment_file: str | os.PathLike[str] | None  # to load
     shard_optimizer: bool
+    initialize: Initialize | None
     seed: int | None
     timeout_seconds: float
 
@@ -102,9 +103,17 @@ class ModelPartitioning:
         options, plan = self.options, pinned.plan
         own = plan.stages[session.stage]
         before = list(self.model.parameters())
-        whole = model_values(source) if session.rank == 0 and session.num_ranks > 1 else {}
+        given = options.initialize
+        whole = model_values(source, given) if session.rank == 0 and session.num_ranks > 1 else {}
         state = adopted_state(
-            source, captured, own.first, own.stop, model=self.model, device=options.device, seed=seed
+            source,
+            captured,
+            own.first,
+            own.stop,
+            model=self.model,
+            device=options.device,
+            initialize=given,
+            seed=seed,
         )
         if options.configuration.sync_params_on_init and switches.syncs_parameters:
             share_initial_values(session, state.by_name(), whole, log)

@@ -18,7 +18,7 @@ LEVELS = {
     **dict.fromkeys(["schedule", "observe"], 1),
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
     **dict.fromkeys(["train", "profile"], 3),
-    "pyrannc": 4,
+    **dict.fromkeys(["pyrannc", "hf"], 4),
     "cli": 5,
     **dict.fromkeys(["__main__", "run_varuna", "launcher"], 6),
 }

@@ -410,17 +410,11 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, mapped into memory."""
+    places = tensor_places(path)
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 8:
-            raise CheckpointError(f"{path} is not a safetensors file: it has {size} bytes")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     tensors: dict[str, Tensor] = {}
-    for name, (spec, first, stop) in read_header(memoryview(data), str(path)).items():
-        if not 0 <= first <= stop <= size or stop - first != spec.num_bytes:
-            raise CheckpointError(
-                f"{path} is truncated or damaged: {name!r} should be at {first} to {stop} of {size} bytes"
-            )
+    for name, (spec, first, stop) in places.items():
         dtype = getattr(torch, spec.dtype)
         if first == stop:
             tensors[name] = torch.empty(spec.shape, dtype=dtype)
@@ -429,6 +423,23 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
             flat = torch.frombuffer(data, dtype=torch.uint8, offset=first, count=stop - first)
         tensors[name] = flat.view(dtype).view(spec.shape)
     return tensors
+
+
+def tensor_places(path: Path) -> dict[str, tuple[FileTensor, int, int]]:
+    """Return (spec, first byte, stop byte) of each tensor of a safetensors file; read only its header."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise CheckpointError(f"{path} is not a safetensors file: it has {size} bytes")
+        length = int.from_bytes(head := file.read(8), "little")
+        head += file.read(min(length, size))
+    places = read_header(head, str(path))
+    for name, (spec, first, stop) in places.items():
+        if not 0 <= first <= stop <= size or stop - first != spec.num_bytes:
+            raise CheckpointError(
+                f"{path} is truncated or damaged: {name!r} should be at {first} to {stop} of {size} bytes"
+            )
+    return places
 
 
 def load_state_dict(path: Path) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ CALLS = (
     "clip_grad_norm_",
     "gather_model",
     "DataLoader",
+    "save_pretrained",
     CHANGED,
 )
 FIRST_CODE = -1000.0

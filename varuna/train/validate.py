@@ -10,10 +10,11 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from varuna.capture import Captured, StageState, check_capture, explain_parts
 from varuna.capture.model.call_convention import CallConvention, LossChoice
+from varuna.capture.model.state import Initialize
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.scatter import WeightFunction
@@ -56,7 +57,7 @@ class WrapOptions:
     batch_dims: Mapping[str, int | None]
     loss: LossChoice
     loss_weight: WeightFunction | None
-    initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None
+    initialize: Initialize | None
     shard_optimizer: bool
     offload_optimizer: bool
     compile: bool

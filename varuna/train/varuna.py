@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from varuna.capture.model.attributes import ModelAttributes
 from varuna.capture.model.call_convention import LossChoice
 from varuna.capture.model.stage_module import StageModule, stage_module
-from varuna.capture.model.state import StageCopy, copied_stage
+from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import own_address
@@ -134,7 +134,7 @@ class Varuna(nn.Module):
         batch_dims: Mapping[str, int | None] | None = None,
         loss: LossChoice = None,
         loss_weight: WeightFunction | None = None,
-        initialize: Mapping[str, Tensor] | Callable[[str, Tensor], object] | None = None,
+        initialize: Initialize | None = None,
         shard_optimizer: bool = False,
         offload_optimizer: bool = False,
         compile: bool = False,

@@ -2,9 +2,9 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,17 @@ from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.run.captured import Captured
 from varuna.errors import CaptureError
 
-Initialize = Mapping[str, Tensor] | Callable[[str, Tensor], object]
+
+@runtime_checkable
+class WeightReader(Protocol):
+    """Reads initial values from files, tensor by tensor, by canonical names."""
+
+    def bind(self, model: nn.Module, ties: Sequence[tuple[str, ...]]) -> None: ...
+    def __contains__(self, name: object) -> bool: ...
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
+Initialize = Mapping[str, Tensor] | Callable[[str, Tensor], object] | WeightReader
 
 
 class StageState(nn.Module):
@@ -178,15 +188,22 @@ def stage_state(
 
 
 def model_values(source: Source, initialize: Initialize | None = None) -> dict[str, Tensor]:
-    """Return the model's own tensors by canonical name, without those on `meta` or set by a mapping."""
-    given = initialize if isinstance(initialize, Mapping) else {}
+    """Return the model's own tensors by canonical name, without those on `meta` or in `initialize`."""
     return {
         name: source.value(name)
         for name in named_tensors(source.meta_model)
         if source.canonical.get(name, name) == name
-        and not any(alias in given for alias in source.names_of(name))
+        and not _is_given(source, name, initialize)
         and not source.on_meta(name)
     }
+
+
+def _is_given(source: Source, name: str, initialize: Initialize | None) -> bool:
+    """Return whether a mapping or files have this tensor."""
+    if isinstance(initialize, WeightReader):
+        initialize.bind(source.meta_model, source.ties)
+        return name in initialize
+    return isinstance(initialize, Mapping) and any(alias in initialize for alias in source.names_of(name))
 
 
 def adopted_state(
@@ -197,22 +214,25 @@ def adopted_state(
     *,
     model: nn.Module,
     device: torch.device | str,
+    initialize: Initialize | None = None,
     seed: int = 0,
 ) -> StageState:
     """Return the state of the segments as the model's own tensors, which stay registered in the model.
 
-    All other tensors of the model move to `meta`. Tensors of the stage that were on `meta` get values.
+    All other tensors of the model move to `meta`. Tensors of the stage that were on `meta`, or that
+    `initialize` has, get values.
     """
     device = torch.device(device)
     shells = _shells(source, captured, first, stop)
-    made = _values(source, [name for name in shells if source.on_meta(name)], device, None, seed)
+    lacking = [name for name in shells if source.on_meta(name) or _is_given(source, name, initialize)]
+    made = _values(source, lacking, device, initialize, seed)
     values: dict[str, Tensor] = {}
     for name, shell in shells.items():
-        if name in made:
+        if source.on_meta(name):
             values[name] = _like(shell, made[name])
         else:
             values[name] = source.value(name)
-            values[name].data = values[name].data.to(device)
+            values[name].data = made[name] if name in made else values[name].data.to(device)
     for name, shell in named_tensors(source.meta_model).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -251,9 +271,13 @@ def _values(
 ) -> dict[str, Tensor]:
     given = initialize if isinstance(initialize, Mapping) else {}
     fill = initialize if callable(initialize) and not isinstance(initialize, Mapping) else None
+    reader = initialize if isinstance(initialize, WeightReader) else None
     values: dict[str, Tensor] = {}
     missing: list[str] = []
     for name in names:
+        if reader is not None and _is_given(source, name, reader):
+            values[name] = reader.read(name, source.dtype(name), device)
+            continue
         found = next((given[alias] for alias in source.names_of(name) if alias in given), None)
         is_own = found is None and not source.on_meta(name)
         if is_own:

@@ -1,0 +1,7 @@
+"""Hugging Face folders: fill a model on `meta` from them, stage by stage, and save a trained model as one."""
+
+from varuna.hf.models import empty_model, from_pretrained
+from varuna.hf.save import save_pretrained
+from varuna.hf.weights import HfWeights, hf_weights
+
+__all__ = ["HfWeights", "empty_model", "from_pretrained", "hf_weights", "save_pretrained"]

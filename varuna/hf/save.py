@@ -1,0 +1,197 @@
+"""Saves a wrapped model as a Hugging Face folder: each stage writes its own shards, so no rank holds all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from varuna.capture.model.source import Source
+from varuna.capture.model.state import StageState
+from varuna.checkpoint.format.part import lay_out
+from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
+from varuna.checkpoint.load import split
+from varuna.checkpoint.transfer import (
+    INDEX,
+    SHARD_BYTES,
+    WHOLE,
+    ShardIndex,
+    files_to_replace,
+    move_into_place,
+)
+from varuna.codec import encode
+from varuna.errors import CheckpointError
+from varuna.execute.comm.collective import RankFailure
+from varuna.execute.comm.session import Session
+
+LONG_WAIT_FACTOR = 15.0
+"""Other ranks wait this many times the timeout while a rank writes."""
+
+
+class WrappedParts(NamedTuple):
+    """What `Varuna` and `RaNNCModule` have in common."""
+
+    session: Session
+    state: StageState
+    source: Source
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write a `Varuna` or `RaNNCModule` as a folder that `from_pretrained` loads. All ranks call this.
+
+    All ranks must see the folder. The weights keep their dtype, or get `dtype`. The config is the model's.
+    If a rank fails, all ranks raise the same error, and the folder is as before.
+    """
+    session, state, source = wrapped_parts(model)
+    if hasattr(source.meta_model, "peft_config"):
+        raise TypeError(
+            "save_pretrained writes whole models, not adapters (load full_state_dict() into the original "
+            "model and call its own save_pretrained)"
+        )
+    place = Path(folder)
+    calls: AbstractContextManager[Any] = session.call("save_pretrained")
+    with calls, session.patient(LONG_WAIT_FACTOR):
+        staging = _start(session, place, source, overwrite=overwrite)
+        try:
+            own = own_tensors(session, state)
+            shards = split(own.items(), max_shard_bytes, size=lambda item: item[1].nbytes) if own else []
+            counts = session.gather(len(shards), int)
+            before = sum(counts[: session.ranks.index(session.rank)])
+            names = _shard_names(sum(counts))[before : before + len(shards)]
+
+            def write() -> dict[str, tuple[str, int]]:
+                for name, shard in zip(names, shards, strict=True):
+                    _write(staging / name, dict(shard), dtype)
+                return {
+                    key: (name, _converted(tensor, dtype).nbytes)
+                    for name, shard in zip(names, shards, strict=True)
+                    for key, tensor in shard
+                }
+
+            written = session.agree(write, _failure, dict[str, tuple[str, int]])
+            places = {key: entry for part in written for key, entry in part.items()}
+
+            def finish() -> None:
+                if session.rank == session.ranks[0]:
+                    _finish(staging, place, places, source, dtype)
+
+            session.agree(finish, _failure, None)
+        finally:
+            if session.rank == session.ranks[0]:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def wrapped_parts(model: nn.Module) -> WrappedParts:
+    """Return the session, the stage and the source of a wrapped model."""
+    inside = model.__dict__
+    if "_programs" in inside:
+        programs = inside["_programs"]
+        return WrappedParts(inside["_session"], programs.state, programs.sampled.source)
+    if (partitioned := inside.get("_partitioned")) is not None:
+        return WrappedParts(inside["_session"], partitioned.state, partitioned.source)
+    raise TypeError(
+        f"save_pretrained takes a Varuna, or a RaNNCModule that was called once, not a {type(model).__name__}"
+    )
+
+
+def own_tensors(session: Session, state: StageState) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes: the first replica of the first stage that holds them."""
+    persistent = tuple(name for name in state.canonical if state.is_persistent(name))
+    held = session.gather(persistent if session.replica == 0 else (), tuple[str, ...])
+    before = {name for names in held[: session.ranks.index(session.rank)] for name in names}
+    if session.replica != 0:
+        return {}
+    return {name: state.tensor(name).detach() for name in persistent if name not in before}
+
+
+def _start(session: Session, place: Path, source: Source, *, overwrite: bool) -> Path:
+    """Create a hidden folder for the new files, and return its path on all ranks."""
+
+    def make() -> str:
+        if session.rank != session.ranks[0]:
+            return ""
+        existing = files_to_replace(place, "folder", with_config=_has_config(source))
+        if existing and not overwrite:
+            raise FileExistsError(f"{existing[0]} already exists (choose another name, or overwrite=True)")
+        place.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".varuna-export-", dir=place)
+
+    return Path(session.agree(make, _failure, str)[0])
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [WHOLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Write one safetensors file, tensor by tensor."""
+    kinds = {name: _converted(tensor.to("meta"), dtype) for name, tensor in tensors.items()}
+    layout = lay_out([spec_of(name, kind) for name, kind in kinds.items()], metadata={"format": "pt"})
+    with path.open("xb") as file:
+        file.write(layout.header)
+        for name in layout.spans:
+            plain = as_plain(name, _converted(tensors[name], dtype))
+            file.write(memory_of(plain))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _finish(
+    staging: Path,
+    place: Path,
+    places: Mapping[str, tuple[str, int]],
+    source: Source,
+    dtype: torch.dtype | None,
+) -> None:
+    if {name for name, _ in places.values()} != {WHOLE}:
+        total = sum(size for _, size in places.values())
+        index = ShardIndex({key: name for key, (name, _) in sorted(places.items())}, {"total_size": total})
+        (staging / INDEX).write_text(encode(index))
+    absent = [name for name in {name for name, _ in places.values()} if not (staging / name).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{place} is not the same folder on all ranks: {absent[0]} is missing on the first rank (save to "
+            "a shared folder, or use model.checkpoint and `varuna checkpoint export`)"
+        )
+    if _has_config(source):
+        _write_config(staging, source, dtype)
+    move_into_place(staging, place, files_to_replace(place, "folder", with_config=_has_config(source)))
+
+
+def _has_config(source: Source) -> bool:
+    return hasattr(getattr(source.meta_model, "config", None), "save_pretrained")
+
+
+def _write_config(staging: Path, source: Source, dtype: torch.dtype | None) -> None:
+    """Write the model's config with the class and the dtype that the folder has."""
+    config: Any = source.meta_model.config
+    kept = config.architectures, config.dtype
+    own = next((p.dtype for p in source.meta_model.parameters() if p.is_floating_point()), None)
+    config.architectures, config.dtype = [type(source.meta_model).__name__], dtype or own
+    try:
+        config.save_pretrained(staging)
+    finally:
+        config.architectures, config.dtype = kept
+
+
+def _failure(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+    ranks = ", ".join(f"rank {one.rank}: {one.kind}: {one.message}" for one in failures)
+    return CheckpointError(f"the model was not saved: {ranks}")
