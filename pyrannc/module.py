@@ -94,13 +94,11 @@ class RaNNCModule(PartMembers):
         original = take_arguments(options)
         use_amp_master_params |= original.enable_apex_amp
         shard_optimizer |= original.enable_zero
-        if optimizer is not None:
-            _check_optimizer(optimizer, model)
+        _check_optimizer(optimizer, model)
         if isinstance(load_deployment, bool):  # the option with this name, which loads deployment_file
             options["load_deployment"], load_deployment = load_deployment, None
-        home = Path.home()
-        configure_logging(folder_of(os.environ, home))
-        configuration = read_configuration(os.environ, home, options)
+        configure_logging(folder_of(os.environ, Path.home()))
+        configuration = read_configuration(os.environ, Path.home(), options)
         process = join()
         self.device = find_device(device, process.local_rank, process.rank)
         low: PrecisionName = "fp16" if self.device.type == "cuda" else "bf16"
@@ -382,7 +380,9 @@ def _close_session(session: Session) -> None:
     session.close()
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    if optimizer is None:
+        return
     own = set(model.parameters())
     if own and own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

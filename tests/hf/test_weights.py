@@ -44,7 +44,7 @@ def train_plain(name: str, model: nn.Module) -> tuple[list[float], dict[str, Ten
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 

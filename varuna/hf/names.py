@@ -1,4 +1,4 @@
-"""Which tensor of a file fills which tensor of a model.
+"""Matches the names of tensors in files with the names of a model's tensors.
 
 A model may be saved without its head, or loaded without it: names then differ by `base_model_prefix`
 ("bert.", "transformer.", "model."). Names that a newer version of transformers has changed are renamed as its
