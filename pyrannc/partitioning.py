@@ -105,16 +105,8 @@ class ModelPartitioning:
         before = list(self.model.parameters())
         given = options.initialize
         whole = model_values(source, given) if session.rank == 0 and session.num_ranks > 1 else {}
-        state = adopted_state(
-            source,
-            captured,
-            own.first,
-            own.stop,
-            model=self.model,
-            device=options.device,
-            initialize=given,
-            seed=seed,
-        )
+        adopt = partial(adopted_state, model=self.model, device=options.device, initialize=given, seed=seed)
+        state = adopt(source, captured, own.first, own.stop)
         if options.configuration.sync_params_on_init and switches.syncs_parameters:
             share_initial_values(session, state.by_name(), whole, log)
         owners: dict[str, int] = {}

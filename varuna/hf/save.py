@@ -34,7 +34,7 @@ LONG_WAIT_FACTOR = 15.0
 
 
 class WrappedParts(NamedTuple):
-    """What `Varuna` and `RaNNCModule` have in common."""
+    """The parts that `Varuna` and `RaNNCModule` have in common."""
 
     session: Session
     state: StageState
