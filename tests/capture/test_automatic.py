@@ -156,33 +156,6 @@ def test_branches_are_cut_one_after_the_other() -> None:
     assert source.capture(batch_of(4), training=False).num_segments == captured.num_segments
 
 
-class ChangesItsInput(nn.Module):
-    def __init__(self, *, changes: bool) -> None:
-        super().__init__()
-        self.changes = changes
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = self.one(x)
-        if self.changes:
-            x.mul_(2.0)
-        return F.mse_loss(torch.tanh(first) + self.other(x), y)
-
-
-def test_an_operation_that_reads_a_changed_input_stays_after_the_change() -> None:
-    def order_of(*, changes: bool) -> set[tuple[int, int]]:
-        """Return pairs of operations that must stay in order though no bytes travel between them."""
-        seen: list[OperationGraph] = []
-        Source(
-            ChangesItsInput(changes=changes),
-            partition=lambda graph: seen.append(graph) or [0] * len(graph.operations),
-        ).capture(batch_of(4), training=True)
-        (graph,) = seen
-        return {(v.made_by, user) for v in graph.values if not v.num_bytes for user in v.used_by}
-
-    assert order_of(changes=True) and not order_of(changes=False)
-
-
 class OneOperation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()

@@ -215,7 +215,7 @@ def find_loss(output: Any, choice: LossChoice = None) -> Tensor:
     else:
         loss = _only_loss(output)
     if _is_loss(loss):
-        return loss.reshape(())
+        return loss.reshape(()) if loss.dim() else loss
     chosen = "" if choice is None else f", and loss={choice!r} chooses {in_words(loss)} of it"
     raise CaptureError(
         f"the model's forward returned {in_words(output)}{chosen}; expected its loss, the mean over the "

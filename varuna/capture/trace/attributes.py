@@ -70,6 +70,52 @@ for _name, _type in (("bool", bool), ("int", int), ("float", float), ("round", r
     setattr(CountedNumber, f"__{_name}__", _use(_type))
 
 
+class EmptiedFirst:
+    """Marks collections that forward empties before it reads them: nothing stays from call to call."""
+
+    emptied = was_read = False
+
+    def clear(self) -> None:
+        self.emptied = self.emptied or not self.was_read
+        super().clear()  # type: ignore[misc]
+
+
+class WatchedList(EmptiedFirst, list[Any]):
+    pass
+
+
+class WatchedDict(EmptiedFirst, dict[Any, Any]):
+    pass
+
+
+def _noted(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self.was_read = True
+        return getattr(super(EmptiedFirst, self), name)(*args)
+
+    return method
+
+
+for _name in ("iter", "len", "getitem", "contains", "eq"):
+    setattr(EmptiedFirst, f"__{_name}__", _noted(f"__{_name}__"))
+for _name in ("pop", "copy", "index", "count"):
+    setattr(WatchedList, _name, _noted(_name))
+for _name in ("pop", "copy", "get", "items", "values", "keys"):
+    setattr(WatchedDict, _name, _noted(_name))
+
+
+def _watch_empty_collections(model: nn.Module) -> list[EmptiedFirst]:
+    """Replace the empty lists and dicts of a copied model, and return them; shared ones stay shared."""
+    watched: dict[int, EmptiedFirst] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) not in (list, dict) or value or name in INTERNAL:
+                continue
+            kind = WatchedList if isinstance(value, list) else WatchedDict
+            vars(module)[name] = watched.setdefault(id(value), kind())
+    return list(watched.values())
+
+
 @dataclass
 class AttributeLog:
     """The attributes that the forward of a model has read and changed, by path of the module and name."""
@@ -93,7 +139,10 @@ class AttributeLog:
         """Note the attributes that this forward reads and changes; refuse tensors kept for the next one."""
         paths = {id(module): path for path, module in self._modules.items()}
         reads: dict[int, set[str]] = {key: set() for key in paths}
+        watched = _watch_empty_collections(self.model)
         before = {path: _values(module) for path, module in self._modules.items()}
+        for collection in watched:
+            collection.was_read = False
         set_attribute = nn.Module.__setattr__
 
         def read(module: Any, name: str) -> Any:
@@ -128,7 +177,8 @@ class AttributeLog:
             if (name in before and value is old and content == old_content) or _equal(old, value):
                 continue
             self.changed.add((path, name))
-            reads_first = name in self.reads[path] and (path, name) not in self._written
+            emptied = isinstance(value, EmptiedFirst) and value.emptied
+            reads_first = name in self.reads[path] and (path, name) not in self._written and not emptied
             if any(map(_depends_on_inputs, tensors_in(value))):
                 self.kept.add((path, name))
                 if reads_first:

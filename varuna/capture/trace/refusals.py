@@ -131,7 +131,9 @@ class KnownBranches(TorchFunctionMode):
                 return value
         if name == "unbind" and self._recorder.inside_leaf is None:
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
-            if isinstance(args[0].shape[dim], torch.SymInt):
+            size = args[0].shape[dim]
+            # A size that depends on data, such as that of `nonzero`, is torch's to report.
+            if isinstance(size, torch.SymInt) and not free_unbacked_symbols(size):
                 raise CaptureError(
                     f"{current_line()}: this line iterates over the batch, but micro-batches have sizes of "
                     "their own. Work on the whole tensor, or keep the module eager with "
