@@ -32,8 +32,17 @@ class TinyModel(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + (x - y).square().mean()
 
 
+def can_look_for_gpus() -> bool:
+    """Return whether torch can tell that there are GPUs without initialising CUDA."""
+    if torch.version.hip is not None:
+        return False
+    return torch.version.cuda is None or torch.cuda._device_count_nvml() >= 0
+
+
 def rehearse() -> None:
     """Capture the tiny model. It starts no thread and uses no GPU; a failure changes nothing."""
+    if not can_look_for_gpus():
+        return
     before = os.environ.get(CUDA_CHECK)
     os.environ[CUDA_CHECK] = "1"
     try:
