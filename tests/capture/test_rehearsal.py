@@ -17,6 +17,10 @@ rehearse()
 assert len(traced) == 1, "the model was not captured"
 assert len(os.listdir("/proc/self/task")) == threads, "a process that forks must not have threads"
 assert not torch.cuda.is_initialized() and dict(os.environ) == before
+
+torch.version.cuda, torch.cuda._device_count_nvml = "13.0", lambda: -1  # to look for GPUs would use them
+rehearse()
+assert len(traced) == 1, "CUDA must not be initialized in a process that forks"
 """
 
 

@@ -58,7 +58,7 @@ def train(wraps: bool, makes: bool, options: dict[str, Any]) -> tuple[list[float
             model = varuna.wrap(plain, make if makes else optimizer, **settings)
             layout = [stage.ranks for stage in model.plan.stages]
             if makes:
-                optimizer = model._optimizer
+                optimizer = model.optimizer
                 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         losses = []
         for step in range(4):

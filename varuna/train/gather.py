@@ -19,8 +19,9 @@ def gather_model(session: Session, source: Source, state: StageState, rank: int)
         raise ValueError(f"gather_model to rank {rank}: the job has ranks 0 to {len(session.ranks) - 1}")
     values: dict[str, Tensor] = {}
     for row in session.stage_map:
-        own = {name: tensor.detach().cpu() for name, tensor in state.by_name().items()}
-        sent = session.broadcast(own if session.rank == row[0] else {}, row[0], dict[str, Tensor])
+        sends = session.rank == row[0]
+        own = {name: tensor.detach().cpu() for name, tensor in state.by_name().items()} if sends else {}
+        sent = session.broadcast(own, row[0], dict[str, Tensor])
         if session.rank == rank:
             values = {**sent, **values}
     if session.rank != rank:

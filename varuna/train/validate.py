@@ -161,9 +161,14 @@ def join_job(stage_map: StageMap) -> int:
                 "or torchrun, or call torch.distributed.init_process_group)"
             )
         _check_fit(stage_map, world)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        start_process_group()
     _check_fit(stage_map, dist.get_world_size())
     return dist.get_rank()
+
+
+def start_process_group() -> None:
+    """Initialize torch.distributed as the launcher's variables say."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _check_fit(stage_map: StageMap, world: int) -> None:

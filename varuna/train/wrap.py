@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from varuna.environment import VarunaEnvironment
 from varuna.execute.device.facts import available_bytes, device_memory_bytes, find_device
+from varuna.train.validate import start_process_group
 from varuna.train.varuna import Varuna
 from varuna.types import format_stage_map, parse_stage_map
 from varuna.units import format_bytes
@@ -88,7 +89,7 @@ def _choose_map(model: nn.Module, stages: int | None, device: int | str | torch.
 def _join() -> int:
     """Return the number of processes; initialize torch.distributed if a launcher has started several."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        start_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
