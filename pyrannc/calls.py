@@ -1,10 +1,12 @@
 """Agreement of all ranks on a call: how the model is called, and with how many samples.
 
-Each rank describes its own call. The first time, ranks exchange the full descriptions; later, a number. A
+Each rank describes its own call. The first time, ranks exchange the full descriptions; later, numbers. A
 tensor is batched if its sizes are those of the batch on all ranks. A tensor whose size is 1 on all ranks,
-while others are larger, is shared by all samples.
+while others are larger, is shared by all samples. Other sizes, such as lengths, may differ from call to call.
+If the model is one stage, they may differ from rank to rank, too.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from varuna.capture import Captured, Source
 from varuna.capture.model.batch import Batch
 from varuna.capture.model.call_convention import StructuredCall
+from varuna.capture.model.lengths import Place, sizes_of
 from varuna.errors import CaptureError
 from varuna.execute.comm.frames import TensorMeta, meta_of
 from varuna.execute.comm.session import Session
@@ -63,6 +66,18 @@ class CallSignature(NamedTuple):
     grad_enabled: bool
     precision: PrecisionName
 
+    @property
+    def kind(self) -> "CallSignature":
+        """The signature without sizes."""
+        tensors = [tensor._replace(shape=(len(tensor.shape),)) for tensor in self.tensors]
+        return self._replace(tensors=tuple(tensors))
+
+    @property
+    def form(self) -> int:
+        """A number that differs for other sizes; as a float64 it is exact."""
+        shapes = repr([tensor.shape for tensor in self.tensors]).encode()
+        return int.from_bytes(hashlib.blake2b(shapes, digest_size=6).digest(), "little")
+
 
 Sizes = Mapping[str, int]
 """Size of each tensor along its batch dimension."""
@@ -83,8 +98,8 @@ class AgreedCall(NamedTuple):
         return {name: dim for name in self.batched if (dim := dims[name]) is not None}
 
     def num_samples(self, signature: CallSignature, sizes: Sizes) -> int | None:
-        """Return the number of samples of a call; None if it is not this call."""
-        if signature != self.signature or any(sizes[name] != size for name, size in self.shared):
+        """Return the number of samples of a call; None if it is not this kind of call."""
+        if signature.kind != self.signature.kind or any(sizes[n] != size for n, size in self.shared):
             return None
         counts = {sizes[name] for name in self.batched}
         return counts.pop() if len(counts) == 1 else None
@@ -98,6 +113,11 @@ class AgreedCall(NamedTuple):
             inputs[tensor.name] = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         inputs.update({name: value for name, _, value in self.signature.constants})
         return inputs, Batch(size, self.dims)
+
+    @property
+    def other_sizes(self) -> dict[Place, int]:
+        """The sizes of the inputs, except along the batch."""
+        return sizes_of(*self.meta_inputs(2))
 
     @property
     def sample_bytes(self) -> int:
@@ -145,10 +165,23 @@ class CallDescription(NamedTuple):
 class CurrentCall(NamedTuple):
     """One call of the model on this rank."""
 
-    number: int  # of the agreed call
+    number: int  # of the call with this rank's sizes
+    kind: int  # number of the first call of this kind, with sizes that all ranks know
     leaves: dict[str, Any]  # this rank's inputs by flat name
     counts: list[int]  # samples of each rank
     changed: bool  # the script has changed attributes of the model, on some rank
+    forms: list[int]  # of each calling rank: equal for equal sizes
+
+    @property
+    def ragged(self) -> bool:
+        """True if sizes other than the batch differ between ranks."""
+        with_samples = {form for form, count in zip(self.forms, self.counts, strict=False) if count}
+        return len(with_samples) > 1
+
+    @property
+    def donor(self) -> int:
+        """The first rank with the most samples."""
+        return max(range(len(self.counts)), key=self.counts.__getitem__)
 
 
 @dataclass
@@ -159,6 +192,8 @@ class AgreedCalls:
     batch_dims: Mapping[str, int | None]
     gather_inputs: bool
     calls: list[AgreedCall] = field(default_factory=list)
+    _kinds: list[int] = field(default_factory=list)  # numbers of the calls on which all ranks agreed
+    _numbers: dict[tuple[int, CallSignature], int] = field(default_factory=dict)  # by kind and signature
 
     def agree(
         self,
@@ -178,26 +213,57 @@ class AgreedCalls:
         sizes: dict[str, int] = {}
         leaves: dict[str, Any] = {}
         convention: StructuredCall | None = None
-        number, count = -1, 0
+        kind, count, form = -1, 0, 0
         if self.gather_inputs or session.rank == 0:
             grad_enabled = torch.is_grad_enabled()
             convention, leaves = StructuredCall.of(self.model, args, kwargs, grad_enabled=grad_enabled)
             signature, sizes = describe_call(
                 leaves, convention, batch_dims=self.batch_dims, training=training, precision=precision
             )
-            for index, call in enumerate(self.calls):
-                known = call.num_samples(signature, sizes)
+            form = signature.form
+            for index in self._kinds:
+                known = self.calls[index].num_samples(signature, sizes)
                 if known is not None:
-                    number, count = index, known
-        numbers = session.gather_numbers([number, count, changed])
+                    kind, count = index, known
+        # Three numbers, as announcements of other calls have: gloo needs equal lengths.
+        numbers = session.gather_numbers([kind, count, 2 * form + changed])
         session.check_calls(numbers, session.ranks)
         callers = numbers if self.gather_inputs else numbers[:1]
+        forms = [int(theirs[2]) // 2 for theirs in callers]
         if all(theirs[0] == callers[0][0] >= 0 for theirs in callers):
-            number, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]
+            kind, counts = int(callers[0][0]), [int(theirs[1]) for theirs in callers]
+            if not self.gather_inputs:
+                signature = self._signature_of_rank_0(session, kind, forms[0], signature)
         else:
-            number, counts = self._agree_on_new(session, signature, sizes, convention, leaves, training)
-        any_changed = any(theirs[2] for theirs in numbers)
-        return CurrentCall(number, leaves, counts + [0] * (len(numbers) - len(counts)), any_changed)
+            kind, counts, signature = self._agree_on_new(
+                session, signature, sizes, convention, leaves, training
+            )
+        assert signature is not None
+        number = self._number(kind, signature)
+        counts += [0] * (len(numbers) - len(counts))
+        any_changed = any(theirs[2] % 2 for theirs in numbers)
+        return CurrentCall(number, kind, leaves, counts, any_changed, forms)
+
+    def _signature_of_rank_0(
+        self, session: Session, kind: int, form: int, own: CallSignature | None
+    ) -> CallSignature:
+        """Return the signature of rank 0's call, which is sent once for each form."""
+        for known, signature in self._numbers:
+            if known == kind and signature.form == form:
+                return signature
+        sent = session.broadcast(own, 0, CallSignature | None)
+        assert sent is not None
+        return sent
+
+    def _number(self, kind: int, signature: CallSignature) -> int:
+        """Return the number of the call of this kind with this rank's sizes."""
+        key = kind, signature
+        if key not in self._numbers:
+            self._numbers[key] = kind
+            if signature != self.calls[kind].signature:
+                self._numbers[key] = len(self.calls)
+                self.calls.append(self.calls[kind]._replace(signature=signature))
+        return self._numbers[key]
 
     def _agree_on_new(
         self,
@@ -207,8 +273,8 @@ class AgreedCalls:
         convention: StructuredCall | None,
         leaves: Mapping[str, Any],
         training: bool,
-    ) -> tuple[int, list[int]]:
-        """Exchange full descriptions; return the new number and the samples of each calling rank."""
+    ) -> tuple[int, list[int], CallSignature]:
+        """Exchange full descriptions; return the new kind, the samples of each calling rank, and the call."""
         # Only in the first call: a script that gives all ranks the same data does so from the start.
         compares = self.gather_inputs and training and not self.calls
         hashes = hash_batch(leaves) if compares else {}
@@ -229,8 +295,11 @@ class AgreedCalls:
             convention = everyone[0].sent.call
         signatures, all_sizes = zip(*calls, strict=True)
         call = agree_on_call(signatures, all_sizes, self.batch_dims, convention)
-        self.calls.append(call)
-        return len(self.calls) - 1, [call.num_samples(theirs, its) or 0 for theirs, its in calls]
+        counts = [call.num_samples(theirs, its) or 0 for theirs, its in calls]
+        donor = signatures[max(range(len(counts)), key=counts.__getitem__)]
+        self._kinds.append(len(self.calls))
+        self.calls.append(call._replace(signature=donor))
+        return self._kinds[-1], counts, signature or signatures[0]
 
 
 def describe_call(
@@ -280,7 +349,7 @@ def agree_on_call(
     """Return the call that all ranks make; raise ValueError with the first difference."""
     first = signatures[0]
     for rank, signature in enumerate(signatures):
-        if signature != first:
+        if signature.kind != first.kind:
             raise ValueError(
                 f"rank {rank} calls the model differently than rank 0: {_difference(signature, first)} "
                 "(make the same call on all ranks; only the number of samples may differ)"
@@ -312,6 +381,18 @@ def agree_on_call(
                 "it a batch dimension, or make it a parameter of the model)"
             )
     return AgreedCall(first, tuple(sorted(batched)), shared, convention)
+
+
+def refuse_ragged(session: Session, signature: CallSignature) -> None:
+    """Raise ValueError with the sizes that differ between ranks. All ranks call it."""
+    everyone = session.gather(signature, CallSignature)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"rank {rank} calls the model differently than rank 0: {_difference(theirs, everyone[0])} "
+                "(the model has several stages, so samples of all ranks become one batch: pad them to the "
+                "same length on all ranks; only with partition_num=1 the lengths of ranks may differ)"
+            )
 
 
 def _sizes_text(column: Sequence[int]) -> str:

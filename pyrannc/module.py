@@ -23,6 +23,7 @@ from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
 from pyrannc.process import join, live_modules, switches
+from varuna.capture.model.lengths import check_dynamic_dims
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.trace.trace import LOW_PRECISION
 from varuna.errors import WorkerError, check_name
@@ -79,6 +80,7 @@ class RaNNCModule(PartMembers):
         precision: PrecisionName | None = None,
         device: int | str | torch.device = -1,
         batch_dims: Mapping[str, int | None] | None = None,
+        dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
         scalar_outputs: Reduction | None = None,
         loss_weight: WeightFunction | None = None,
         shard_optimizer: bool = False,
@@ -105,12 +107,7 @@ class RaNNCModule(PartMembers):
         self._precision: PrecisionName = precision or (low if use_amp_master_params else "fp32")
         check_name("precision", self._precision, get_args(PrecisionName))
         check_name("scalar_outputs", scalar_outputs or "mean", get_args(Reduction))
-        # Share the registries of the model: its names are this module's, also inside a larger module.
-        for registry in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[registry] = getattr(model, registry)
-        self.__dict__["_model"] = model  # past nn.Module, which would register it as a submodule
-        self.__dict__["_partitioned"] = None
-        self.training = model.training
+        _share_members(self, model)
         self._calls = AgreedCalls(model, dict(batch_dims or {}), gather_inputs=gather_inputs)
         self._optimizer = None if optimizer is None else PartitionedOptimizer(optimizer, model)
         self._options = PartitionOptions(
@@ -118,6 +115,7 @@ class RaNNCModule(PartMembers):
             device=self.device,
             gather_inputs=gather_inputs,
             scalar_outputs=scalar_outputs,
+            dynamic_dims=check_dynamic_dims(dynamic_dims or {}),
             loss_weight=loss_weight,
             deployment_file=load_deployment,
             shard_optimizer=shard_optimizer,
@@ -378,6 +376,15 @@ def _close_session(session: Session) -> None:
     if session.waiter is not None:
         session.waiter.drain_abandoned()
     session.close()
+
+
+def _share_members(wrapper: nn.Module, model: nn.Module) -> None:
+    """Share the registries of the model: its names are the wrapper's, also inside a larger module."""
+    for registry in ("_parameters", "_buffers", "_modules"):
+        wrapper.__dict__[registry] = getattr(model, registry)
+    wrapper.__dict__["_model"] = model  # past nn.Module, which would register it as a submodule
+    wrapper.__dict__["_partitioned"] = None
+    wrapper.training = model.training
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrannc.calls import AgreedCalls, CurrentCall
+from pyrannc.calls import AgreedCall, AgreedCalls, CurrentCall, refuse_ragged
 from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
 from varuna.capture import Captured, Source, SpanProgram
+from varuna.capture.graph.loss_totals import TotalsProgram
 from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.state import ModelTensors, StageState
 from varuna.execute.comm.address import machine_identity
@@ -22,7 +23,7 @@ from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
 from varuna.observe.record import on_one_clock
 from varuna.plan.plan_file import PinnedPlan
-from varuna.train.programs import refuse_other_weights
+from varuna.train.programs import MAX_PROGRAMS, refuse_other_weights
 from varuna.train.rank_errors import explain_out_of_memory
 from varuna.train.validate import refuse_inseparable
 from varuna.types import Timeline
@@ -47,6 +48,9 @@ class PartitionedModel:
     pipeline: Pipeline = field(init=False)
     _captured_calls: dict[tuple[int, Hashable], CapturedCall] = field(default_factory=dict)
     _programs: dict[tuple[int, bool, Hashable], SpanProgram] = field(default_factory=dict)
+    _shared_programs: dict[tuple[Captured, Hashable], SpanProgram] = field(default_factory=dict)
+    _needs: dict[tuple[Captured, Hashable], list[frozenset[str]]] = field(default_factory=dict)
+    _checked_kinds: set[tuple[int, Hashable]] = field(default_factory=set)
     _traits_key: Hashable = ()  # the changed attributes that the trainer knows
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
@@ -56,7 +60,7 @@ class PartitionedModel:
         self.tensors.follow()
         if self.source.attributes.key != self._traits_key:
             self._update_traits(call.number)
-        captured = self._captured_call(call.number)
+        captured = self._captured_call(call)
         signature = captured.call.signature
         self.pipeline.must_agree_on_overflow |= signature.precision == "fp16"
         run_forward = partial(self.pipeline.forward, captured, call.leaves, call.counts)
@@ -76,11 +80,21 @@ class PartitionedModel:
         key = number, size == 1, self.source.attributes.key
         if key not in self._programs:
             stage = self.pinned.plan.stages[self.session.stage]
-            captured = self.calls.calls[number].capture(self.source, size=1 if size == 1 else 2)
-            recent = self.source.attributes.recent
-            self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
-            self._programs[key] = captured.carve(stage.first, stage.stop).to(self.device)
+            call = self.calls.calls[number]
+            captured = call.capture(self.source, size=1 if size == 1 else 2)
+            shared = captured, key[-1]
+            if shared not in self._shared_programs:
+                self._forget_old()
+                self._shared_programs[shared] = captured.carve(stage.first, stage.stop).to(self.device)
+            program = self._shared_programs[shared]
+            self._programs[key] = captured.at_sizes(program, stage.first, stage.stop, call.other_sizes)
         return self._programs[key]
+
+    def _forget_old(self) -> None:
+        """Drop programs of attributes that the script changed long ago; drop all if there are too many."""
+        recent = self.source.attributes.recent if len(self._shared_programs) < MAX_PROGRAMS else ()
+        self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
+        self._shared_programs = {key: own for key, own in self._shared_programs.items() if key[-1] in recent}
 
     def _update_traits(self, number: int) -> None:
         """Capture the model again in its first training call after a change of its attributes."""
@@ -95,30 +109,27 @@ class PartitionedModel:
         trainer.traits, trainer.mutated = captured, program.mutated
         self._traits_key = self.source.attributes.key
 
-    def _captured_call(self, number: int) -> CapturedCall:
+    def _captured_call(self, current: CurrentCall) -> CapturedCall:
         """Return an agreed call with its outputs, captured when first needed; all ranks call it."""
-        key, recent = (number, self.source.attributes.key), self.source.attributes.recent
+        session, number, attributes = self.session, current.number, self.source.attributes
+        is_local = session.depth == 1 and self.calls.gather_inputs
+        if current.ragged and not is_local:
+            refuse_ragged(session, self.calls.calls[number].signature)
+        kind = current.kind, attributes.key
+        if is_local and kind not in self._checked_kinds:  # later, each rank has its own lengths
+            agreed = self.calls.calls[current.kind].capture(self.source)
+            check_same_forward(session, session.gather(agreed.graph.fingerprint, str), agreed)
+            self._checked_kinds.add(kind)
+        key = number, attributes.key
         if key not in self._captured_calls:
-            self._captured_calls = {k: call for k, call in self._captured_calls.items() if k[-1] in recent}
-            self.pipeline.trainer.engine.where = f"stage {self.session.stage}, capturing a new kind of call"
-            captured = self.calls.calls[number].capture(self.source)
-            plan = self.pinned.plan
-            if captured.num_segments != plan.stages[-1].stop:
-                raise ValueError(
-                    f"in this call the model has {captured.num_segments} segments, in the first call it had "
-                    f"{plan.stages[-1].stop} (the CutPoints that a forward reaches must not depend on its "
-                    "inputs)"
-                )
-            refuse_inseparable(plan, captured)
-            own = plan.stages[self.session.stage]
-            program = captured.carve(own.first, own.stop)
-            outputs = self.pipeline.classify_outputs(captured)
-            totals = program.totals if self.pipeline.recognises_losses else None
-            needed = frozenset(program.inputs) | frozenset(totals.inputs if totals is not None else ())
-            if self.pipeline.loss_weight is not None and own.stop == captured.num_segments:
-                needed |= {tensor.name for tensor in self.calls.calls[number].signature.tensors}
-            everyone = self.session.gather((captured.graph.fingerprint, needed), tuple[str, frozenset[str]])
-            check_same_forward(self.session, [fingerprint for fingerprint, _ in everyone], captured)
+            self._captured_calls = {
+                k: call for k, call in self._captured_calls.items() if k[-1] in attributes.recent
+            }
+            self.pipeline.trainer.engine.where = f"stage {session.stage}, capturing a new kind of call"
+            call = self.calls.calls[number]
+            captured = call.capture(self.source)
+            needs = self._needs_of(captured, call, is_local)
+            totals = self._totals_of(captured)
             state = self.state
 
             @cache
@@ -126,16 +137,48 @@ class PartitionedModel:
                 return [state.tensor(name) for name in captured.untouched(present) if name in state.canonical]
 
             self._captured_calls[key] = CapturedCall(
-                self.calls.calls[number],
-                outputs,
+                call,
+                self.pipeline.classify_outputs(captured, call.other_sizes),
                 captured.disordered,
                 captured.structure,
                 partial(self.program, number),
-                [inputs for _, inputs in everyone],
+                needs,
                 untouched,
                 captured.num_totals if totals is not None else 0,
             )
         return self._captured_calls[key]
+
+    def _needs_of(self, captured: Captured, call: AgreedCall, is_local: bool) -> list[frozenset[str]]:
+        """Check a new capture, and return the inputs that the stage of each rank reads."""
+        key, recent = (captured, self.source.attributes.key), self.source.attributes.recent
+        if key not in self._needs:
+            self._needs = {key: needs for key, needs in self._needs.items() if key[-1] in recent}
+            plan, session = self.pinned.plan, self.session
+            if captured.num_segments != plan.stages[-1].stop:
+                raise ValueError(
+                    f"in this call the model has {captured.num_segments} segments, in the first call it had "
+                    f"{plan.stages[-1].stop} (the CutPoints that a forward reaches must not depend on its "
+                    "inputs)"
+                )
+            refuse_inseparable(plan, captured)
+            own = plan.stages[session.stage]
+            totals = self._totals_of(captured)
+            inputs = frozenset(captured.carve(own.first, own.stop).inputs)
+            inputs |= frozenset(totals.inputs if totals is not None else ())
+            if self.pipeline.loss_weight is not None and own.stop == captured.num_segments:
+                inputs |= {tensor.name for tensor in call.signature.tensors}
+            if is_local:
+                self._needs[key] = [inputs] * session.num_ranks
+            else:
+                everyone = session.gather((captured.graph.fingerprint, inputs), tuple[str, frozenset[str]])
+                check_same_forward(session, [fingerprint for fingerprint, _ in everyone], captured)
+                self._needs[key] = [names for _, names in everyone]
+        return self._needs[key]
+
+    def _totals_of(self, captured: Captured) -> TotalsProgram | None:
+        """Return the program of the totals that this stage's loss needs."""
+        own = self.pinned.plan.stages[self.session.stage]
+        return captured.carve(own.first, own.stop).totals if self.pipeline.recognises_losses else None
 
     def gather_named(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values of all ranks by name, each from the name's owner; all ranks call it."""

@@ -23,6 +23,7 @@ from pyrannc.process import switches
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
 from varuna.capture.model.hooks import BackwardHooks
+from varuna.capture.model.lengths import DynamicDims
 from varuna.capture.model.state import Initialize, ModelTensors, adopted_state, model_values
 from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
@@ -48,6 +49,7 @@ class PartitionOptions:
     configuration: Configuration
     device: torch.device
     gather_inputs: bool
+    dynamic_dims: DynamicDims
     scalar_outputs: Reduction | None
     loss_weight: WeightFunction | None
     deployment_file: str | os.PathLike[str] | None  # to load
@@ -83,19 +85,20 @@ class ModelPartitioning:
         options = self.options
         source = Source(
             self.model,
-            precision=self.calls.calls[call.number].signature.precision,
+            precision=self.calls.calls[call.kind].signature.precision,
+            dynamic_dims=options.dynamic_dims,
             device_type=options.device.type,
             partition=partition,
             watch=capture_progress(shown=session.rank == 0),
         )
-        captured = self.calls.calls[call.number].capture(source, training=True)
+        captured = self.calls.calls[call.kind].capture(source, training=True)
         self._check_same_model(captured, session)
         own_seed = torch.initial_seed() if options.seed is None else options.seed
         seed = session.gather(own_seed, int)[0] % 2**63
         pinned = self._choose(source, captured, call, session)
         self._check_capture(captured, call, pinned, session)
         session.gather(True, bool)  # a refusal reaches all ranks before they open other connections
-        return PlannedModel(source, captured, pinned, seed, call.number)
+        return PlannedModel(source, captured, pinned, seed, call.kind)
 
     def build(self, planned: PlannedModel, session: Session) -> PartitionedModel:
         """Keep this stage's part of the model and of the optimizer, and make its pipeline."""
@@ -155,10 +158,10 @@ class ModelPartitioning:
     def _check_capture(
         self, captured: Captured, call: CurrentCall, pinned: PinnedPlan, session: Session
     ) -> None:
-        """Compare the captured model with the original, on the first rank that has samples."""
-        if session.rank != next(rank for rank, count in enumerate(call.counts) if count):
+        """Compare the captured model with the original, on the rank with the most samples."""
+        if session.rank != call.donor:
             return
-        agreed = self.calls.calls[call.number]
+        agreed = self.calls.calls[call.kind]
         # At least two: the graph is of several samples.
         count = max(2, min(call.counts[session.rank], CHECKED_SAMPLES))
         inputs = first_samples(call.leaves, agreed.dims, count).of(count)
@@ -203,7 +206,7 @@ class ModelPartitioning:
     def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
         """Return the plan of rank 0: loaded from a file, or chosen."""
         configuration, is_first = self.options.configuration, session.rank == 0
-        sample_bytes = self.calls.calls[call.number].sample_bytes
+        sample_bytes = self.calls.calls[call.kind].sample_bytes
         machines = session.gather(machine_identity(), str)
         task = DeploymentTask(source, captured, sum(call.counts), sample_bytes, machines, self.options.device)
         file = self.options.deployment_file
@@ -232,12 +235,11 @@ class ModelPartitioning:
         request = session.broadcast(needed if known is None else None, 0, MeasureRequest | None)
         if request is None:
             return known
-        donor = max(range(len(call.counts)), key=call.counts.__getitem__)
         own = None
-        if donor == session.rank:
-            dims = self.calls.calls[call.number].dims
+        if call.donor == session.rank:
+            dims = self.calls.calls[call.kind].dims
             own = first_samples(call.leaves, dims, max(request.microbatch_sizes))
-        samples = session.broadcast(own, donor, MeasureSamples | None)
+        samples = session.broadcast(own, call.donor, MeasureSamples | None)
         assert samples is not None
         measurement = ModelMeasurement(
             session, task.source, task.captured, task.subject, samples, self.options.device, request

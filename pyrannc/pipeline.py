@@ -20,6 +20,7 @@ from pyrannc.calls import AgreedCall, TensorInput
 from pyrannc.outputs import ModelOutput, Reduction, classify_output
 from varuna.capture import Captured
 from varuna.capture.model.call_convention import OutputStructure
+from varuna.capture.model.lengths import Sizes
 from varuna.errors import CaptureError, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
@@ -177,7 +178,8 @@ class Pipeline:
     def recognises_losses(self) -> bool:
         return self.reduction is None and self.loss_weight is None
 
-    def classify_outputs(self, captured: Captured) -> tuple[ModelOutput, ...]:
+    def classify_outputs(self, captured: Captured, sizes: Sizes) -> tuple[ModelOutput, ...]:
+        """Return the outputs of a call with inputs of these sizes."""
         sums = (
             captured.loss.sums
             if self.recognises_losses
@@ -185,7 +187,7 @@ class Pipeline:
         )
         return tuple(
             classify_output(spec, "sum" if is_sum else "mean")
-            for spec, is_sum in zip(captured.results, sums, strict=True)
+            for spec, is_sum in zip(captured.results_at(sizes), sums, strict=True)
         )
 
     def forward(

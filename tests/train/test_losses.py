@@ -130,14 +130,14 @@ class Tagger(nn.Module):
         return {**LOSSES, **REFUSED}[self.loss](self, scores, labels, mask)
 
 
-def make_batch(step: int) -> dict[str, Tensor]:
+def make_batch(step: int, tokens: int = TOKENS) -> dict[str, Tensor]:
     """Labels and masks are spread unevenly; the first two samples have none at all."""
     generator = torch.Generator().manual_seed(step)
-    labels = torch.randint(0, CLASSES, (BATCH, TOKENS), generator=generator)
-    kept = torch.rand(BATCH, TOKENS, generator=generator) < torch.arange(BATCH).view(-1, 1) / BATCH
+    labels = torch.randint(0, CLASSES, (BATCH, tokens), generator=generator)
+    kept = torch.rand(BATCH, tokens, generator=generator) < torch.arange(BATCH).view(-1, 1) / BATCH
     kept[:2] = False
     kept[-1] = True
-    x = torch.randn(BATCH, TOKENS, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(BATCH, tokens, 4, generator=generator, dtype=torch.float64)
     return {"x": x, "labels": labels.where(kept, -100), "mask": kept}
 
 
@@ -218,11 +218,16 @@ def compare(found: Any, expected: Any, **tolerances: float) -> None:
             torch.testing.assert_close(own, other, **(tolerances or EXACT), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_every_kind_of_denominator_is_found() -> None:
-    """EXA-2: ignored labels, class weights, masks, sums, means by class; in parts without a counted label."""
+def test_every_kind_of_denominator_is_found_at_every_length() -> None:
+    """EXA-2: ignored labels, class weights, masks, sums, means by class; in parts without a counted label.
+
+    EXA-8: a capture for all lengths divides by the totals of each, also with one sample.
+    """
     with default_dtype(torch.float64):
         for name in LOSSES:
-            check_parts(name, make_batch(4), [0, 2, 4, BATCH])
+            for tokens in (TOKENS, 9, 12):
+                check_parts(name, make_batch(4, tokens), [0, 1, 3, BATCH])
+            assert source_of(name).num_traces <= 4, name  # two with one sample
 
 
 def test_micro_batches_of_one_sample_and_one_stage_are_exact() -> None:
@@ -259,7 +264,8 @@ def test_any_masks_and_any_parts_add_up(mask: list[list[bool]], splits: set[int]
 def check_parts(name: str, batch: dict[str, Tensor], bounds: list[int]) -> None:
     """Compare the sum over parts with the plain model, in one process."""
     model = make_tagger(name)
-    captured = capture(name, 2)
+    tokens = batch["x"].shape[1]
+    captured = capture(name, 2, tokens)
     weights = dict(model.named_parameters())
     expected = gradients_of(model(**batch), weights)
     tensors = {**weights, **dict(model.named_buffers())}
@@ -269,7 +275,7 @@ def check_parts(name: str, batch: dict[str, Tensor], bounds: list[int]) -> None:
         totals = program.totals(tensors.__getitem__, batch, BATCH, torch.device("cpu"))
     found = {key: torch.zeros_like(value) for key, value in expected.items()}
     for first, stop in pairwise(bounds):
-        own = capture(name, min(stop - first, 2)).carve(0, captured.num_segments)
+        own = capture(name, min(stop - first, 2), tokens).carve(0, captured.num_segments)
         part = {name: value[first:stop] for name, value in batch.items()} | {LOSS_TOTALS: totals}
         (loss,) = own([tensors[name] for name in own.state], [], part, Work(0, 0, 0))
         share = 1.0 if captured.loss.sums[0] else (stop - first) / BATCH
@@ -295,8 +301,8 @@ def source_of(name: str) -> Source:
 
 
 @cache
-def capture(name: str, size: int) -> Captured:
-    inputs = {key: value[:size] for key, value in make_batch(0).items()}
+def capture(name: str, size: int, tokens: int) -> Captured:
+    inputs = {key: value[:size] for key, value in make_batch(0, tokens).items()}
     return source_of(name).capture(inputs, training=True, batch=Batch(size, dict.fromkeys(inputs, 0)))
 
 

@@ -86,17 +86,17 @@ def change(model: Any, optimizer: torch.optim.Optimizer, run: Run) -> list[float
 def count_captures(*args: Any) -> tuple[Any, int]:
     """Return the result of `play`, and the number of captures."""
     captures: list[int] = []
-    original = Source._new_capture
+    original = Source._traced
 
     def counted(self: Source, *args: Any) -> Any:
         captures.append(len(captures))
         return original(self, *args)
 
-    Source._new_capture = counted  # type: ignore[method-assign]
+    Source._traced = counted  # type: ignore[method-assign]
     try:
         return play(*args), len(captures)
     finally:
-        Source._new_capture = original  # type: ignore[method-assign]
+        Source._traced = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("face", FACES)

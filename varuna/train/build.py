@@ -52,6 +52,7 @@ def capture(
     source = Source(
         model,
         batch_dims=options.batch_dims,
+        dynamic_dims=options.dynamic_dims,
         shared_weights=options.shared_weights,
         precision=options.precision,
         device_type=options.device.type,

@@ -9,6 +9,7 @@ from varuna.capture import Captured, Source, SpanProgram, StageState
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.capture.model.attributes import AttributeChange, ModelAttributes
 from varuna.capture.model.batch import Batch, find_batch
+from varuna.capture.model.lengths import sizes_of
 from varuna.capture.model.state import ModelTensors
 from varuna.capture.run.chain import ProgramChain, chain_of
 from varuna.errors import CaptureError, list_some
@@ -19,6 +20,8 @@ from varuna.types import Plan
 
 log = logging.getLogger("varuna")
 
+MAX_PROGRAMS = 64
+"""Programs that a stage keeps."""
 MANY_CHANGES = 10
 """Warn after this number of steps with changed attributes."""
 
@@ -46,7 +49,8 @@ class StagePrograms:
     stage: int
     state: StageState
     tensors: ModelTensors  # this stage's, in the script's model
-    _programs: dict[Any, SpanProgram | ProgramChain] = field(default_factory=dict)
+    _programs: dict[Any, SpanProgram | ProgramChain] = field(default_factory=dict)  # by form of inputs
+    _made: dict[tuple[Captured, Hashable], SpanProgram | ProgramChain] = field(default_factory=dict)
     _traits_key: Hashable = ()  # the changed attributes that the trainer knows
 
     def batch(self, inputs: object) -> Batch:
@@ -62,26 +66,40 @@ class StagePrograms:
         self, inputs: Mapping[str, object], size: int, dims: Mapping[str, int], training: bool
     ) -> SpanProgram | ProgramChain:
         batch = Batch(size, dims)
-        source, sampled = self.sampled.source, self.sampled.captured
+        source = self.sampled.source
         key = training, source.signature(inputs, batch), source.attributes.key
         if key not in self._programs:
             captured = source.capture(inputs, training=training, batch=batch)
-            if captured.num_segments != sampled.num_segments:
-                raise ValueError(
-                    f"with these inputs the model has {captured.num_segments} segments, with the sample "
-                    f"inputs it had {sampled.num_segments} (CutPoints must not depend on the inputs)"
-                )
-            if self.options.loss_weight is None and captured.num_totals != sampled.num_totals:
-                raise ValueError(
-                    "with these inputs the model divides its loss by other counts than with the sample "
-                    "inputs (wrap it with sample inputs of the same form, or pass loss_weight=)"
-                )
-            if training and not source.attributes.key:
-                refuse_unforeseen(captured, sampled, self.state, self.plan, self.stage)
-            recent = source.attributes.recent
-            self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
-            self._programs[key] = self._make_program(captured)
+            made = captured, key[-1]
+            if made not in self._made:
+                self._check(captured, training)
+                self._forget_old()
+                self._made[made] = self._make_program(captured)
+            own, sizes = self.plan.stages[self.stage], sizes_of(inputs, batch)
+            self._programs[key] = captured.at_sizes(self._made[made], own.first, own.stop, sizes)
         return self._programs[key]
+
+    def _check(self, captured: Captured, training: bool) -> None:
+        """Refuse inputs for which this stage was not built."""
+        sampled = self.sampled.captured
+        if captured.num_segments != sampled.num_segments:
+            raise ValueError(
+                f"with these inputs the model has {captured.num_segments} segments, with the sample "
+                f"inputs it had {sampled.num_segments} (CutPoints must not depend on the inputs)"
+            )
+        if self.options.loss_weight is None and captured.num_totals != sampled.num_totals:
+            raise ValueError(
+                "with these inputs the model divides its loss by other counts than with the sample "
+                "inputs (wrap it with sample inputs of the same form, or pass loss_weight=)"
+            )
+        if training and not self.sampled.source.attributes.key:
+            refuse_unforeseen(captured, sampled, self.state, self.plan, self.stage)
+
+    def _forget_old(self) -> None:
+        """Drop programs of attributes that the script changed long ago; drop all if there are too many."""
+        recent = self.sampled.source.attributes.recent if len(self._made) < MAX_PROGRAMS else ()
+        self._programs = {key: program for key, program in self._programs.items() if key[-1] in recent}
+        self._made = {key: program for key, program in self._made.items() if key[-1] in recent}
 
     def follow_changes(self, session: Session) -> None:
         """Use attributes of the model that the script has changed. All ranks must have changed the same."""

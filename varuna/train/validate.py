@@ -14,6 +14,7 @@ from torch import nn
 
 from varuna.capture import Captured, StageState, check_capture, explain_parts
 from varuna.capture.model.call_convention import CallConvention, LossChoice
+from varuna.capture.model.lengths import DynamicDims
 from varuna.capture.model.state import Initialize
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
@@ -55,6 +56,7 @@ class WrapOptions:
     spans: Sequence[tuple[int, int]] | None
     profile_folder: str | os.PathLike[str] | None
     batch_dims: Mapping[str, int | None]
+    dynamic_dims: DynamicDims
     loss: LossChoice
     loss_weight: WeightFunction | None
     initialize: Initialize | None

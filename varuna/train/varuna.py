@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from varuna.capture.model.attributes import ModelAttributes
 from varuna.capture.model.call_convention import LossChoice
+from varuna.capture.model.lengths import check_dynamic_dims
 from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
@@ -132,6 +133,7 @@ class Varuna(nn.Module):
         spans: Sequence[tuple[int, int]] | None = None,
         profile_folder: str | os.PathLike[str] | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
+        dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
         loss: LossChoice = None,
         loss_weight: WeightFunction | None = None,
         initialize: Initialize | None = None,
@@ -147,9 +149,7 @@ class Varuna(nn.Module):
         compute_delay: Callable[[Op, int], float] | None = None,
     ) -> None:
         options = WrapOptions(
-            stage_map=(stage_map := parse_stage_map(stage_to_rank_map)),
-            batch_size=batch_size,
-            microbatch_size=chunk_size,
+            *(stage_map := parse_stage_map(stage_to_rank_map), batch_size, chunk_size),
             precision=precision or ("fp16" if fp16 else "fp32"),
             device=find_device(device, local_rank, rank := join_job(stage_map)),
             shared_weights=shared_weights,
@@ -159,6 +159,7 @@ class Varuna(nn.Module):
             spans=spans,
             profile_folder=profile_folder,
             batch_dims=dict(batch_dims or {}),
+            dynamic_dims=check_dynamic_dims(dynamic_dims or {}),
             loss=loss,
             loss_weight=loss_weight,
             initialize=initialize,

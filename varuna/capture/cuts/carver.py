@@ -10,10 +10,12 @@ The values that cross a cut do not depend on other cuts: everything made before 
 it. A stage in between passes on what only later stages use.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -68,7 +70,7 @@ class Carver:
     def crossing_bytes(self, cut: int) -> int:
         """Return the bytes of one sample over a cut, forward and backward."""
         return sum(
-            num_bytes(node, self.flat.symbol) * (2 if node in self.flow.gets_grad else 1)
+            num_bytes(node, self.flat) * (2 if node in self.flow.gets_grad else 1)
             for node in self.crossing(cut)
         )
 
@@ -81,12 +83,13 @@ class Carver:
             self._recomputed[key] = self._rematerialization.closure(value, position)
         return self._recomputed[key]
 
-    def spec(self, node: fx.Node) -> TensorSpec:
+    def spec(self, node: fx.Node, lengths: Mapping[sympy.Symbol, int] | None = None) -> TensorSpec:
+        """Return the spec of a value; `lengths` None: at the lengths of the trace."""
         value = node.meta["val"]
         return TensorSpec(
             name=node.name,
             dtype=str(value.dtype).removeprefix("torch."),
-            dims=tuple(map(self.flat.dim, value.shape)),
+            dims=tuple(self.flat.dim(size, lengths) for size in value.shape),
             needs_grad=node in self.flow.gets_grad,
         )
 

@@ -23,7 +23,7 @@ from varuna.types import Operation, OperationGraph, Value
 
 def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
     """Return the operations, and the nodes of each."""
-    flat, symbol = flow.flat, flow.flat.symbol
+    flat = flow.flat
     nodes = flat.calls
     rematerialization = Rematerialization(flow)
     free = {node for node in nodes if rematerialization.closure(node, len(flow.order)) is not None}
@@ -40,7 +40,7 @@ def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
         users.discard(number[node])
         if users:
             directions = 2 if node in flow.gets_grad else 1
-            crossing = 0 if node in free else directions * num_bytes(node, symbol)
+            crossing = 0 if node in free else directions * num_bytes(node, flat)
             values.append(Value(number[node], tuple(sorted(users)), crossing))
     # Values of 0 bytes keep readers of changed memory after the change.
     values += [
@@ -52,8 +52,8 @@ def list_operations(flow: Flow) -> tuple[OperationGraph, list[list[fx.Node]]]:
     ]
     operations = tuple(
         Operation(
-            sum(flops_per_sample(node, symbol) for node in group if node not in free),
-            sum(moved_bytes(node, symbol) for node in group if node not in free),
+            sum(flops_per_sample(node, flat) for node in group if node not in free),
+            sum(moved_bytes(node, flat) for node in group if node not in free),
         )
         for group in groups
     )

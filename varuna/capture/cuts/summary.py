@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -15,7 +14,6 @@ from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow, tensors_of
-from varuna.capture.model.batch import dim_of
 from varuna.types import Dim, ModelGraph, Segment
 
 aten = torch.ops.aten
@@ -27,7 +25,7 @@ _VIEWS = frozenset(
 
 def summarize(flow: Flow, ties: Sequence[tuple[str, ...]]) -> ModelGraph:
     """Summarize the segments. State that nothing reads belongs to the first one, so that none is lost."""
-    flat, symbol = flow.flat, flow.flat.symbol
+    flat = flow.flat
     unused = [name for name, node in flat.state.items() if not node.users]
     names = {node: name for name, node in flat.state.items()}
     rematerialization = Rematerialization(flow)
@@ -48,9 +46,9 @@ def summarize(flow: Flow, ties: Sequence[tuple[str, ...]]) -> ModelGraph:
                 parameters=parameters,
                 buffers=tuple(name for name in ordered if name not in flat.parameters),
                 num_operations=len(nodes),
-                flops_per_sample=float(sum(flops_per_sample(node, symbol) for node in nodes)),
+                flops_per_sample=float(sum(flops_per_sample(node, flat) for node in nodes)),
                 parameter_bytes=sum(flat.state[name].meta["val"].nbytes for name in parameters),
-                moved_bytes=_linear([moved_bytes(node, symbol, batch) for batch in (1, 2) for node in nodes]),
+                moved_bytes=_linear([moved_bytes(node, flat, batch) for batch in (1, 2) for node in nodes]),
                 kept_bytes=_linear([_kept_bytes(node, flow, batch) for batch in (1, 2) for node in nodes]),
             )
         )
@@ -65,32 +63,32 @@ def _linear(at_one_and_two: Sequence[int]) -> Dim:
     return Dim(two - one, 2 * one - two)
 
 
-def _sizes(value: Tensor, symbol: sympy.Symbol | None, batch: int = 1) -> list[int]:
+def _sizes(value: Tensor, flat: FlatGraph, batch: int = 1) -> list[int]:
     """Return the shape for a batch size."""
-    dims = [dim_of(size, symbol) for size in value.shape]
+    dims = [flat.dim(size) for size in value.shape]
     return [1 if dim is None else max(dim.size(batch), 1) for dim in dims]
 
 
-def num_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+def num_bytes(node: fx.Node, flat: FlatGraph, batch: int = 1) -> int:
     """Return the bytes of a node's value for a batch size."""
     values = tensors_of(node)
-    return sum(math.prod(_sizes(value, symbol, batch)) * value.element_size() for value in values)
+    return sum(math.prod(_sizes(value, flat, batch)) * value.element_size() for value in values)
 
 
 def _kept_bytes(node: fx.Node, flow: Flow, batch: int) -> int:
     """Return the bytes that a node may keep for the backward: its value, if it is new memory."""
     made = node in flow.needs_grad and flow.root[node] is node
-    return num_bytes(node, flow.flat.symbol, batch) if made else 0
+    return num_bytes(node, flow.flat, batch) if made else 0
 
 
-def moved_bytes(node: fx.Node, symbol: sympy.Symbol | None, batch: int = 1) -> int:
+def moved_bytes(node: fx.Node, flat: FlatGraph, batch: int = 1) -> int:
     """Return the bytes that an operation reads and writes; 0 for a view."""
     name = _name(node)
     if name in _VIEWS or node.target is operator.getitem:
         return 0
     # An embedding reads only the selected rows of the table.
     read = [node] if name == "embedding" else node.all_input_nodes
-    return sum(num_bytes(value, symbol, batch) for value in (node, *read))
+    return sum(num_bytes(value, flat, batch) for value in (node, *read))
 
 
 def _name(node: fx.Node) -> str:
@@ -100,11 +98,11 @@ def _name(node: fx.Node) -> str:
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def flops_per_sample(node: fx.Node, symbol: sympy.Symbol | None) -> int:
+def flops_per_sample(node: fx.Node, flat: FlatGraph) -> int:
     name = _name(node)
-    elements = sum(math.prod(_sizes(value, symbol)) for value in tensors_of(node))
+    elements = sum(math.prod(_sizes(value, flat)) for value in tensors_of(node))
     given = [arg.meta.get("val") for arg in node.all_input_nodes]
-    operands = [_sizes(value, symbol) for value in given if isinstance(value, Tensor)]
+    operands = [_sizes(value, flat) for value in given if isinstance(value, Tensor)]
     if name in _VIEWS:
         return 0
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm") and len(operands) >= 2:

@@ -1,13 +1,15 @@
 """Replaces attention masks that mean "causal" or "nothing" by the flag of scaled_dot_product_attention.
 
 Libraries build an explicit mask while they are traced, and pass a flag otherwise. Fused kernels accept the
-flag but not the mask. A mask that depends on sizes alone is the same in every step: it is computed here
-once, for two batch sizes, and compared.
+flag but not the mask. A mask that depends on sizes alone is the same in every step with these sizes: it is
+computed here once, for two batch sizes, and compared.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -24,32 +26,42 @@ MAX_NODES = 256
 Meaning = Literal["causal", "nothing"]
 
 
-def replace_masks(flat: FlatGraph) -> None:
+Lengths = Mapping[sympy.Symbol, int]
+
+
+def mask_meanings(flat: FlatGraph, lengths: Lengths) -> tuple[Meaning | None, ...]:
+    """Return for each attention what its mask means at these lengths; None: it must be computed."""
     calls = [node for node in flat.nodes if node.target is ATTENTION]
     if not calls:
-        return
-    meaning_of_node = cache(partial(_meaning_of_node, Flow(flat)))
-    for node in calls:
-        given = bound(ATTENTION, node.args, node.kwargs)
-        mask = given["attn_mask"]
-        meaning = meaning_of_node(mask) if isinstance(mask, fx.Node) else None
+        return ()
+    meaning_of_node = cache(partial(_meaning_of_node, Flow(flat), lengths))
+    masks = [bound(ATTENTION, node.args, node.kwargs)["attn_mask"] for node in calls]
+    return tuple(meaning_of_node(mask) if isinstance(mask, fx.Node) else None for mask in masks)
+
+
+def replace_masks(flat: FlatGraph, meanings: Sequence[Meaning | None]) -> None:
+    calls = [node for node in flat.nodes if node.target is ATTENTION]
+    for node, meaning in zip(calls, meanings, strict=True):
         if meaning is not None:
+            given = bound(ATTENTION, node.args, node.kwargs)
             query, key, value = (given.pop(name) for name in ("query", "key", "value"))
             node.args = (query, key, value)
             node.kwargs = {**given, "attn_mask": None, "is_causal": meaning == "causal"}
 
 
-def _meaning_of_node(flow: Flow, mask: fx.Node) -> Meaning | None:
+def _meaning_of_node(flow: Flow, lengths: Lengths, mask: fx.Node) -> Meaning | None:
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return None
-    rows, columns = value.shape[-2:]
-    if not isinstance(rows, int) or not isinstance(columns, int) or rows * columns > MAX_ELEMENTS:
+    rows, columns = (flow.flat.dim(size, lengths) for size in value.shape[-2:])
+    if rows is None or columns is None or rows.per_sample or columns.per_sample:
+        return None
+    if rows.fixed * columns.fixed > MAX_ELEMENTS:
         return None
     nodes = _nodes_from_sizes(flow, mask)
     if nodes is None:
         return None
-    found = {meaning_of(_compute(flow.flat, nodes, mask, batch)) for batch in (2, 3)}
+    found = {meaning_of(_compute(flow.flat, nodes, mask, batch, lengths)) for batch in (2, 3)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -73,10 +85,11 @@ def meaning_of(mask: Tensor) -> Meaning | None:
 def _nodes_from_sizes(flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
     """Return the nodes that make a mask, in order; None if it depends on more than sizes and constants."""
     found: set[fx.Node] = set()
+    sizes = {flow.flat.batch, *flow.flat.length_nodes.values()}
     pending = [mask, *flow.writers_before(flow.root[mask], flow.order[mask])]
     while pending:
         node = pending.pop()
-        if node in found or node is flow.flat.batch:
+        if node in found or node in sizes:
             continue
         if node.op not in ("call_function", "get_attr") or len(found) == MAX_NODES:
             return None
@@ -88,9 +101,11 @@ def _nodes_from_sizes(flow: Flow, mask: fx.Node) -> list[fx.Node] | None:
 
 
 @torch.no_grad()
-def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int) -> Tensor:
+def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int, lengths: Lengths) -> Tensor:
     cpu = torch.device("cpu")
     values: dict[fx.Node, Any] = {} if flat.batch is None else {flat.batch: batch}
+    values |= {node: lengths[symbol] for symbol, node in flat.length_nodes.items()}
+    sizes = set(values)
     last_use = {arg: node for node in nodes for arg in node.all_input_nodes}
     for node in nodes:
         if node.op == "get_attr":
@@ -100,7 +115,7 @@ def _compute(flat: FlatGraph, nodes: list[fx.Node], mask: fx.Node, batch: int) -
         args, kwargs = fx.map_arg(on_device((node.args, node.kwargs), cpu), values.__getitem__)
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         for arg in node.all_input_nodes:
-            if last_use[arg] is node and arg is not flat.batch and arg is not mask:
+            if last_use[arg] is node and arg not in sizes and arg is not mask:
                 del values[arg]
     found: Tensor = values[mask]
     return found

@@ -23,6 +23,14 @@ def where(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or node.name
 
 
+def refuse_unsupported(flow: Flow) -> None:
+    """Refuse models whose micro-batches cannot run one by one."""
+    refuse_coupled_samples(flow.flat)
+    refuse_reordered_samples(flow.flat)
+    refuse_embedding_options(flow.flat)
+    refuse_changed_inputs(flow)
+
+
 def refuse_coupled_samples(flat: FlatGraph) -> None:
     """Refuse a matrix of every sample against every other: it differs with the micro-batch."""
     symbol = flat.symbol

@@ -54,9 +54,12 @@ class FlatGraph:
     symbol: sympy.Symbol | None = None  # of the batch size; None: the batch is one sample
     work: fx.Node | None = None  # placeholder of the Work that seeds random operations
     batch: fx.Node | None = None  # the batch size, if it is symbolic
+    lengths: Mapping[sympy.Symbol, int] = field(default_factory=dict)  # other symbols, with traced sizes
+    length_nodes: dict[sympy.Symbol, fx.Node] = field(default_factory=dict)  # of the other symbols
 
-    def dim(self, size: Any) -> Dim | None:
-        return dim_of(size, self.symbol)
+    def dim(self, size: Any, lengths: Mapping[sympy.Symbol, int] | None = None) -> Dim | None:
+        """Return a size for given values of the symbols, by default those of the trace."""
+        return dim_of(size, self.symbol, lengths or self.lengths)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -82,7 +85,7 @@ class FlatGraph:
 def flatten(trace: Trace, canonical: Mapping[str, str], batch_dims: Mapping[str, int]) -> FlatGraph:
     """Flatten a trace. `canonical` maps each tied name to the first name of its tensor."""
     exported = trace.exported
-    flat = FlatGraph(fx.Graph(), gradients=trace.gradients)
+    flat = FlatGraph(fx.Graph(), gradients=trace.gradients, lengths=trace.guards.traced)
     flattener = _Flattener(flat, trace, canonical)
     values: dict[fx.Node, Any] = {}
     body = exported.graph_module

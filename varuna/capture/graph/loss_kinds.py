@@ -13,6 +13,7 @@ get the total, and the result is SHARED. An `Edit` describes one such place. Wha
 mean with a *doubt*, which names the operation.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -106,7 +107,7 @@ class Edit:
     value: Any = None  # the argument; of a number, its expression
     mean: bool = False  # the total of a mean
     mask: fx.Node | None = None  # counts the elements of a sum, `each` for every true one
-    each: int = 1
+    each: int | sympy.Expr = 1  # of the lengths that vary
 
 
 @dataclass
@@ -219,9 +220,13 @@ class _Analysis:
         return node.op == "call_function" and base_name(node) in ("item", "_local_scalar_dense")
 
     def _is_batched(self, node: fx.Node, facts: Sequence[Fact]) -> bool:
-        sizes = [size for value in tensors_of(node) for size in value.shape if not isinstance(size, int)]
+        sizes = [self._symbols(size) for value in tensors_of(node) for size in value.shape]
         of_samples = any(fact.kind is not Kind.SHARED for fact in facts)
-        return any(of_samples or self.flat.symbol in _symbols(size) for size in sizes)
+        return any(of_samples or self.flat.symbol in symbols for symbols in sizes if symbols)
+
+    def _symbols(self, size: Any) -> set[Any]:
+        """Return the symbols of a size, without lengths: these are equal in all micro-batches."""
+        return _symbols(size) - self.flat.lengths.keys()
 
     def _note_size(self, node: fx.Node) -> None:
         """Remember the mask that decides a size of the node's value, such as that of x[mask]."""
@@ -234,8 +239,7 @@ class _Analysis:
             return
         for value in tensors_of(node):
             for size in value.shape:
-                symbols = _symbols(size) - {self.flat.symbol}
-                for symbol in symbols:
+                for symbol in self._symbols(size) - {self.flat.symbol}:
                     self._counts.setdefault(symbol, masks[0])
 
     @staticmethod
@@ -277,7 +281,9 @@ class _Analysis:
         for index, leaf in enumerate(_leaves(node)):
             if not isinstance(leaf, fx.Node) or tensors_of(leaf) or self._is_value(leaf):
                 continue
-            unknown = _symbols(leaf.meta.get("val")) - {self.flat.symbol}
+            unknown = self._symbols(leaf.meta.get("val")) - {self.flat.symbol}
+            if self.flat.lengths and _number_symbols(leaf) <= self.flat.lengths.keys():
+                continue  # equal in all micro-batches
             count = self._count([leaf.meta["val"]], unknown) if unknown else None
             size = self._size_expression(leaf) if count is None else None
             if name not in _WITH_NUMBERS or (count is None and size is None):
@@ -295,11 +301,24 @@ class _Analysis:
             return number if isinstance(number, int | float) else None
         if number is self.flat.batch:
             return BATCH_SIZE
+        if self.flat.lengths and isinstance(number.meta.get("val"), torch.SymInt):
+            return self._linear(number.meta["val"].node.expr)
         if number.target is torch.sym_float:
             return self._size_expression(number.args[0])
         args = tuple(map(self._size_expression, number.args))
         is_arithmetic = getattr(number.target, "__module__", "") == "_operator"
         return (number.target, args) if is_arithmetic and None not in args else None
+
+    def _linear(self, size: sympy.Expr) -> Any:
+        """Return a size as `batch size * a + b`, where a and b may be expressions of the lengths."""
+        per_sample = size.expand().coeff(self.flat.symbol)
+        fixed = (size - per_sample * self.flat.symbol).expand()
+        if (per_sample.free_symbols | fixed.free_symbols) - self.flat.lengths.keys():
+            return None
+        found: Any = BATCH_SIZE
+        if per_sample != 1:
+            found = (operator.mul, (found, _plain(per_sample)))
+        return (operator.add, (found, _plain(fixed))) if fixed != 0 else found
 
     def _reduced(
         self, node: fx.Node, operands: Sequence[fx.Node], facts: Sequence[Fact], found: Fact
@@ -330,7 +349,7 @@ class _Analysis:
 
     def _unknown_sizes(self, operands: Sequence[fx.Node]) -> set[sympy.Symbol]:
         sizes = [size for arg in operands for value in tensors_of(arg) for size in value.shape]
-        return {symbol for size in sizes for symbol in _symbols(size)} - {self.flat.symbol}
+        return {symbol for size in sizes for symbol in self._symbols(size)} - {self.flat.symbol}
 
     def _mean(self, node: fx.Node, source: fx.Node, found: Fact) -> Fact:
         """A mean over samples, or over elements that a free mask selects."""
@@ -350,14 +369,15 @@ class _Analysis:
         self.edits.append(Edit("sum", node, mask=mask, each=each))
         return Fact(Kind.SUM, doubt=found.doubt)
 
-    def _count(self, sizes: Sequence[Any], unknown: set[sympy.Symbol]) -> tuple[fx.Node, int] | None:
+    def _count(self, sizes: Sequence[Any], unknown: set[sympy.Symbol]) -> tuple[fx.Node, Any] | None:
         """Return the mask that counts these elements, and the number of elements for each true one."""
         expressions = [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
         (symbol, *more) = unknown
         if more or symbol not in self._counts:
             return None
         each = sympy.simplify(sympy.Mul(*expressions) / symbol)
-        return (self._counts[symbol], int(each)) if each.is_Integer else None
+        is_known = each.is_Integer or (each.is_polynomial() and each.free_symbols <= self.flat.lengths.keys())
+        return (self._counts[symbol], _plain(each)) if is_known else None
 
     def _label_loss(self, node: fx.Node, found: Fact) -> Fact:
         given = bound(node.target, node.args, node.kwargs)
@@ -474,6 +494,18 @@ def _is_float(node: fx.Node) -> bool:
 
 def _leaves(node: fx.Node) -> list[Any]:
     return pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+
+
+def _plain(number: sympy.Expr) -> int | sympy.Expr:
+    return int(number) if number.is_Integer else number
+
+
+def _number_symbols(number: fx.Node) -> set[Any]:
+    """Return the symbols of a node that computes a number."""
+    value, found = number.meta.get("val"), number.meta.get("size")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        found = value.node.expr
+    return set(found.free_symbols) if found is not None else {None}
 
 
 def _symbols(size: Any) -> set[Any]:

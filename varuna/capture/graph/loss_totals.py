@@ -15,14 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from varuna.capture.graph.checks import where
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import base_name
 from varuna.capture.graph.loss_kinds import BATCH_SIZE, SUM_REDUCTION, Edit
 from varuna.capture.graph.randomness import bound
+from varuna.capture.model.lengths import Place
+from varuna.errors import CaptureError
 from varuna.types import LOSS_TOTALS
 
 aten = torch.ops.aten
@@ -104,8 +111,9 @@ class LossEdits:
         edits: Sequence[Edit],
         counterpart: Callable[[fx.Node], fx.Node],
         dims: Mapping[str, int],  # batch dimension of each batched input
+        lengths: Mapping[sympy.Symbol, Place | int],  # lengths of the edits: where to read them
     ) -> None:
-        self._flat, self._counterpart, self._dims = flat, counterpart, dims
+        self._flat, self._counterpart, self._dims, self._lengths = flat, counterpart, dims, lengths
         self._parts: list[tuple[fx.Node, bool]] = []
         self._spans: dict[tuple[fx.Node, bool], tuple[int, int]] = {}
         self.num_totals = 1
@@ -142,7 +150,7 @@ class LossEdits:
         if number == BATCH_SIZE:
             return self._insert(user, whole_size, (self._size, self._totals), None)
         if not isinstance(number, tuple):
-            return number
+            return self._number_of(number)
         operation, args = number
         return self._insert(user, operation, tuple(self._expression(user, arg) for arg in args), None)
 
@@ -187,18 +195,47 @@ class LossEdits:
             flat.batch.meta = {"val": flat.inputs[name].meta["val"].shape[dim], "segment": 0}
         return flat.batch
 
-    def _count(self, user: fx.Node, mask: fx.Node, each: int) -> fx.Node:
+    def _number_of(self, number: Any) -> Any:
+        """Return a number, or the node that computes it from lengths of the inputs."""
+        if not isinstance(number, sympy.Expr):
+            return number
+        places = {symbol: self._lengths[symbol] for symbol in number.free_symbols}
+        number = number.subs({symbol: size for symbol, size in places.items() if isinstance(size, int)})
+        if number.is_Integer:
+            return int(number)
+        graph = self._flat.graph
+        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        before = set(graph.nodes)
+        with graph.inserting_before(last.next):
+            tracer = GraphAppendingTracer(graph)
+            known = {
+                symbol: fx.Proxy(graph.call_function(SIZE, (self._flat.inputs[place[0]], place[1])), tracer)
+                for symbol, place in places.items()
+                if not isinstance(place, int)
+            }
+            found: Any = sympy_interp(PythonReferenceAnalysis, known, number)
+        for node in graph.nodes:
+            if node not in before:
+                node.meta = {"val": None, "segment": 0, "size": number}
+        return found.node
+
+    def _count(self, user: fx.Node, mask: fx.Node, each: int | sympy.Expr) -> fx.Node:
         counted = self._insert(user, aten.count_nonzero.default, (mask,), None)
         counted.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
         if each == 1:
             return counted
-        return self._insert(user, aten.mul.Tensor, (counted, each), counted)
+        return self._insert(user, aten.mul.Tensor, (counted, self._number_of(each)), counted)
 
     def _whole(self, user: fx.Node, local: fx.Node, mean: bool, like: fx.Node | None) -> fx.Node:
         key = local, mean
         if key not in self._spans:
             self._parts.append(key)
             length = local.meta["val"].numel()
+            if not isinstance(length, int):
+                raise CaptureError(
+                    f"{where(user)}: the model divides its loss by a count for each position of a varying "
+                    "length. Pad the inputs to one length, or pass loss_weight=."
+                )
             self._spans[key] = self.num_totals, self.num_totals + length
             self.num_totals += length
         args = (local, self._totals, *self._spans[key], mean, like)

@@ -1,9 +1,9 @@
-"""Passes that prepare the flat graph to be cut: sizes from the batch, seeded randomness, no dead nodes."""
+"""Passes that prepare the flat graph to be cut: seeded randomness, no dead nodes."""
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -11,49 +11,14 @@ from torch.utils import _pytree as pytree
 from varuna.capture.graph import randomness
 from varuna.capture.graph.flat_graph import DETACH, FlatGraph
 from varuna.capture.graph.flow import Flow
+from varuna.capture.graph.sizes import SizeNodes
 from varuna.capture.trace.data_branches import ModelCheck
-from varuna.types import Dim
 
 aten = torch.ops.aten
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
-def compute_sizes_from_batch(flat: FlatGraph, batch_dims: Mapping[str, int]) -> None:
-    """Compute every size from the batch of an input, in place of reading it from an activation."""
-    if flat.symbol is None:
-        return
-    name, dim = next((name, dim) for name, dim in batch_dims.items() if name in flat.inputs)
-    graph = flat.graph
-    made: dict[Dim, fx.Node] = {}
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-
-    def make(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-        nonlocal last
-        with graph.inserting_after(last):
-            last = graph.call_function(target, args)
-        last.meta = {"val": value, "segment": 0}
-        return last
-
-    batch = make(aten.sym_size.int, (flat.inputs[name], dim), flat.inputs[name].meta["val"].shape[dim])
-    flat.batch = batch
-    for node in flat.nodes:
-        value = node.meta.get("val")
-        if node is batch or node in made.values() or not isinstance(value, torch.SymInt):
-            continue
-        if (size := flat.dim(value)) is None:
-            continue
-        if size not in made:
-            new = batch
-            if size.per_sample != 1:
-                new = make(operator.mul, (batch, size.per_sample), value)
-            if size.fixed:
-                new = make(operator.add, (new, size.fixed), value)
-            made[size] = new
-        node.replace_all_uses_with(made[size])
-        graph.erase_node(node)
-
-
-def bind_randomness(flat: FlatGraph, shared: frozenset[int]) -> frozenset[int]:
+def bind_randomness(flat: FlatGraph, shared: frozenset[int], sizes: SizeNodes | None) -> frozenset[int]:
     """Number every random operation and seed it by its work; return the ordinals that samples share.
 
     `shared` holds those ordinals from the capture with a symbolic batch, where the batch here is one sample.
@@ -69,7 +34,9 @@ def bind_randomness(flat: FlatGraph, shared: frozenset[int]) -> frozenset[int]:
         flat.work = flat.graph.placeholder("work")
     flat.work.meta = {"val": None, "segment": 0}
     return frozenset(
-        ordinal for ordinal, node in enumerate(random_nodes) if _bind(flat, node, ordinal, ordinal in shared)
+        ordinal
+        for ordinal, node in enumerate(random_nodes)
+        if _bind(flat, node, ordinal, ordinal in shared, sizes)
     )
 
 
@@ -82,7 +49,7 @@ def _draws(node: fx.Node) -> bool:
     return randomness.draws(target, node.args, node.kwargs)
 
 
-def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
+def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool, sizes: SizeNodes | None) -> bool:
     """Replace one random node by a seeded one; return whether all samples share its draw."""
     graph, work = flat.graph, flat.work
     target: Any = node.target
@@ -93,10 +60,11 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
         return False
     in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
-    results = [_sample_dim(flat, value) for value in values]
+    results = [_sample_dim(flat, value, sizes) for value in values]
     leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
     arguments = [
-        _sample_dim(flat, leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf) for leaf in leaves
+        _sample_dim(flat, leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, sizes)
+        for leaf in leaves
     ]
     single = flat.symbol is None  # the batch is one sample
     batched = not shared if single else any(dim is not None for dim in (*arguments, *results))
@@ -104,7 +72,11 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
         if node.target in _DROPOUTS:
             found = results[0]
             if batched and single:
-                found = (0, values[0].shape[0])  # the sample owns the whole value
+                size = values[0].shape[0]  # the sample owns the whole value
+                if isinstance(size, torch.SymInt):
+                    assert sizes is not None
+                    size = sizes.node(size.node.expr, size)
+                found = (0, size)
             dim, per_sample = found if found is not None else (None, 0)
             new = graph.call_function(randomness.dropout, (*node.args[:2], work, ordinal, dim, per_sample))
         else:
@@ -128,13 +100,25 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool) -> bool:
     return not batched
 
 
-def _sample_dim(flat: FlatGraph, value: Any) -> randomness.SampleDim | None:
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    for i, size in enumerate(sizes):
+def _sample_dim(flat: FlatGraph, value: Any, sizes: SizeNodes | None) -> tuple[int, Any] | None:
+    """Return the dimension that holds the samples, and the size of each: a number or the node of one."""
+    shape = value.shape if isinstance(value, Tensor) else (value,)
+    for i, size in enumerate(shape):
         dim = flat.dim(size) if isinstance(size, torch.SymInt) else None
         if dim is not None and dim.per_sample and not dim.fixed:
-            return i, dim.per_sample
+            if not flat.lengths or dim.per_sample == 1:
+                return i, dim.per_sample
+            assert sizes is not None
+            return i, sizes.node(sympy.expand(size.node.expr / flat.symbol), None)
     return None
+
+
+def normalize(flat: FlatGraph) -> None:
+    """Bring operations to the places where cuts expect them, and drop those that do nothing."""
+    move_items_to_their_list(flat)
+    move_buffer_updates_to_their_values(flat)
+    drop_needless_detaches(flat)
+    drop_dead_nodes(flat)
 
 
 def move_items_to_their_list(flat: FlatGraph) -> None:

@@ -1,6 +1,6 @@
 """The batch: which inputs have one, along which dimension, and which sizes follow from it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,13 +57,24 @@ def find_batch(inputs: Mapping[str, object], batch_dims: Mapping[str, int | None
 
 def input_signature(inputs: Mapping[str, object], batch: Batch) -> Hashable:
     """Return everything about the inputs that a captured graph depends on."""
+    return _signature(inputs, batch, lambda shape: tuple(shape))
+
+
+def input_kind(inputs: Mapping[str, object], batch: Batch) -> Hashable:
+    """Return the signature of the inputs without the sizes, and whether the batch is one sample."""
+    return _signature(inputs, batch, lambda shape: len(shape))
+
+
+def _signature(
+    inputs: Mapping[str, object], batch: Batch, describe: Callable[[list[int]], Hashable]
+) -> Hashable:
     items: list[Hashable] = [("single", batch.size == 1)]
     for name in sorted(inputs):
         value = inputs[name]
         if isinstance(value, Tensor):
             dim = batch.dims.get(name)
-            shape = tuple(size for i, size in enumerate(value.shape) if i != dim)
-            items.append((name, dim, str(value.dtype), shape))
+            shape = [size for i, size in enumerate(value.shape) if i != dim]
+            items.append((name, dim, str(value.dtype), describe(shape)))
         elif value is None or isinstance(value, bool | int | float | str):
             items.append((name, type(value).__name__, value))
         else:
@@ -74,28 +85,39 @@ def input_signature(inputs: Mapping[str, object], batch: Batch) -> Hashable:
     return tuple(items)
 
 
-def hint_size(inputs: Mapping[str, object], low: int = 2, high: int = 1 << 15) -> int:
+def hint_size(
+    inputs: Mapping[str, object], low: int = 2, high: int = 1 << 15, *, others: Sequence[int] = ()
+) -> int:
     """Return a batch size that no other dimension of the example has, so that sizes cannot be confused."""
-    taken = {size for value in inputs.values() if isinstance(value, Tensor) for size in value.shape}
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    taken = set(others) | {size for tensor in tensors for size in tensor.shape}
     primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
     candidates = (*(prime for prime in primes if low <= prime <= high), *range(low, min(high, low + 99) + 1))
     return next((size for size in candidates if size not in taken), low)
 
 
-def dim_of(size: Any, symbol: sympy.Symbol | None) -> Dim | None:
-    """Return a size of the graph as `per_sample * batch + fixed`; None if it has another form."""
+def dim_of(
+    size: Any, symbol: sympy.Symbol | None, lengths: Mapping[sympy.Symbol, int] | None = None
+) -> Dim | None:
+    """Return a size of the graph as `per_sample * batch + fixed`; None if it has another form.
+
+    `lengths` are the values of the other symbols.
+    """
     if isinstance(size, int):
         return Dim(0, size)
-    if not isinstance(size, torch.SymInt) or symbol is None:
+    if not isinstance(size, torch.SymInt) or (symbol is None and not lengths):
         return None
-    return _linear(size.node.expr, symbol)
+    expression = size.node.expr
+    return _linear(expression.xreplace(lengths) if lengths else expression, symbol)
 
 
 @lru_cache(maxsize=4096)
-def _linear(expression: sympy.Expr, symbol: sympy.Symbol) -> Dim | None:
+def _linear(expression: sympy.Expr, symbol: sympy.Symbol | None) -> Dim | None:
     expression = sympy.expand(expression)
     if expression.free_symbols - {symbol}:
         return None
+    if symbol is None:
+        return Dim(0, int(expression))
     per_sample, fixed = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
     if expression - per_sample * symbol - fixed != 0 or not (per_sample.is_Integer and fixed.is_Integer):
         return None

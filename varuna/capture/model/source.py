@@ -5,18 +5,22 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-from varuna.capture.graph.flat_graph import flatten
+from varuna.capture.graph.attention_masks import Meaning
+from varuna.capture.graph.flat_graph import FlatGraph, flatten
 from varuna.capture.model.attributes import ModelAttributes, full_name
 from varuna.capture.model.batch import Batch, find_batch, input_signature
 from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.capture.model.copies import meta_copy
 from varuna.capture.model.hooks import BackwardHooks
+from varuna.capture.model.lengths import DynamicDims, sizes_of
 from varuna.capture.model.tied_weights import canonical_names, find_ties
+from varuna.capture.run.capture_cache import CaptureCache, TracedModel
 from varuna.capture.run.captured import Captured
 from varuna.capture.trace.attributes import AttributeLog
 from varuna.capture.trace.cutpoint import cutpoints
@@ -38,6 +42,7 @@ class Source:
         model: nn.Module,
         *,
         batch_dims: Mapping[str, int | None] | None = None,
+        dynamic_dims: DynamicDims | None = None,
         shared_weights: Sequence[tuple[str, str]] | None = None,
         precision: PrecisionName = "fp32",
         device_type: str = "cpu",
@@ -60,7 +65,9 @@ class Source:
         self.attributes = ModelAttributes(model, self.meta_model)
         self._partition = None if any(cutpoints(model)) else partition
         self._partitioned: Captured | None = None  # the capture that the partition has cut
-        self._captured: dict[tuple[Hashable, ...], Captured] = {}
+        self._dynamic_dims = dict(dynamic_dims or {})
+        self._caches: dict[Hashable, CaptureCache] = {}  # by changed attributes
+        self.num_traces = 0
         self._kept: set[tuple[str, str]] = set()  # attributes that forward sets to tensors
 
     def batch(self, inputs: Mapping[str, object]) -> Batch:
@@ -87,44 +94,65 @@ class Source:
         convention.check(self.meta_model, inputs)
         batch = batch or self.batch(inputs)
         request = TraceRequest(inputs, batch, convention, precision or self.precision, self.device)
-        return self._capture(request, training)
+        return self._cache.get(request, training)
 
-    def _capture(self, request: TraceRequest, training: bool) -> Captured:
-        signature = input_signature(request.inputs, request.batch)
-        key = (signature, training, request.convention.key, request.precision, self.attributes.key)
-        if key not in self._captured:
-            recent = self.attributes.recent
-            self._captured = {key: found for key, found in self._captured.items() if key[-1] in recent}
-            self._captured[key] = self._new_capture(request, training)
-        return self._captured[key]
+    @property
+    def _cache(self) -> CaptureCache:
+        """The captures with the model's current attributes."""
+        key, recent = self.attributes.key, self.attributes.recent
+        if key not in self._caches:
+            self._caches = {known: cache for known, cache in self._caches.items() if known in recent}
+            self._caches[key] = CaptureCache(self._traced, self._weight_sizes, self._dynamic_dims)
+        return self._caches[key]
 
-    def _new_capture(self, request: TraceRequest, training: bool) -> Captured:
+    def _traced(self, request: TraceRequest, training: bool) -> TracedModel:
         doubled: Captured | None = None
         if request.batch.size == 1:
             # Shapes with one sample do not show what belongs to it; those with two samples do.
-            doubled = self._capture(_doubled(request), training)
+            doubled = self._capture_doubled(request, training)
         elif self._partition is not None and self._partitioned is None and not training:
             # The partition cuts a capture in training mode; others follow it.
-            self._capture(request, training=True)
+            self._cache.get(request, training=True)
         self.attributes.apply(training=training)
         with _all_trainable(self.meta_model):
             traced = self._trace(request)
         self._watch_attributes(traced.attributes)
         partition = None if traced.num_cuts else self._partition
-        captured = Captured(
-            flatten(traced, self.canonical, request.batch.dims),
-            request,
-            ties=self.ties,
-            shared_draws=doubled.shared_draws if doubled is not None and training else frozenset(),
-            momentum=_momentum(self.meta_model),
-            structure=traced.structure,
-            partition=partition,
-            cut_like=None if partition is None else self._partitioned,
-            doubled=doubled,
-        )
-        if partition is not None:
-            self._partitioned = self._partitioned or captured
-        return captured
+        self.num_traces += 1
+        momentum = _momentum(self.meta_model)
+
+        def build(flat: FlatGraph, masks: tuple[Meaning | None, ...] | None) -> Captured:
+            captured = Captured(
+                flat,
+                request,
+                ties=self.ties,
+                shared_draws=doubled.shared_draws if doubled is not None and training else frozenset(),
+                momentum=momentum,
+                structure=traced.structure,
+                guards=traced.guards,
+                masks=masks,
+                partition=partition,
+                cut_like=None if partition is None else self._partitioned,
+                doubled=doubled,
+            )
+            if partition is not None:
+                self._partitioned = self._partitioned or captured
+            return captured
+
+        flattened = partial(flatten, traced, self.canonical, request.batch.dims)
+        return TracedModel(traced.guards, flattened, build, request)
+
+    def _capture_doubled(self, request: TraceRequest, training: bool) -> Captured:
+        """Return the capture with every sample twice, in which the same sizes vary."""
+        doubled = _doubled(request)
+        found = self._cache.get(replace(doubled, lengths=()), training)
+        if found.guards.symbols.keys() != {place for group in request.lengths for place in group.places}:
+            found = self._traced(doubled, training).at(sizes_of(doubled.inputs, doubled.batch))
+        return found
+
+    def _weight_sizes(self) -> set[int]:
+        tensors = (*self.meta_model.parameters(), *self.meta_model.buffers())
+        return {size for tensor in tensors for size in tensor.shape}
 
     def _trace(self, request: TraceRequest) -> Trace:
         """Trace the model; make experts that loop over data opaque, since they treat each token alone."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Protocol, Self, TypeVar
 
+import sympy
 from torch import fx
 
 from varuna.capture.cuts import automatic
@@ -13,16 +15,32 @@ from varuna.capture.cuts.carver import Carver
 from varuna.capture.cuts.separability import Separability
 from varuna.capture.cuts.summary import listing, summarize
 from varuna.capture.graph import checks, passes
-from varuna.capture.graph.attention_masks import replace_masks
+from varuna.capture.graph.attention_masks import Meaning, mask_meanings, replace_masks
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow
 from varuna.capture.graph.loss_kinds import LossForm, find_form
 from varuna.capture.graph.loss_totals import LossEdits, TotalsProgram
+from varuna.capture.graph.sizes import compute_sizes_from_inputs, drop_needless_slices
 from varuna.capture.model.call_convention import OutputStructure
+from varuna.capture.model.lengths import Place, Sizes
 from varuna.capture.run.program import SpanProgram
+from varuna.capture.trace.size_guards import SizeGuards
 from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError, list_some
 from varuna.types import LOSS_TOTALS, ModelGraph, Partition, PrecisionName, TensorSpec
+
+
+class ProgramWithSpecs(Protocol):
+    """A program of one or several segments."""
+
+    @property
+    def received(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def sent(self) -> tuple[TensorSpec, ...]: ...
+    def with_specs(self, received: tuple[TensorSpec, ...], sent: tuple[TensorSpec, ...]) -> Self: ...
+
+
+ProgramT = TypeVar("ProgramT", bound=ProgramWithSpecs)
 
 
 class Captured:
@@ -39,30 +57,30 @@ class Captured:
         shared_draws: frozenset[int],
         momentum: Mapping[str, float | None],
         structure: OutputStructure,
+        guards: SizeGuards,
+        masks: tuple[Meaning | None, ...] | None = None,
         partition: Partition | None = None,
         cut_like: Captured | None = None,
         doubled: Captured | None = None,
     ) -> None:
         """Cut the graph by its CutPoints, by `partition`, or like an earlier capture cut by the partition.
 
+        `masks` says what each attention mask means; None: found at the lengths of the trace.
         The graph of a batch of one sample does not show the batch. `doubled` is that of two samples.
         """
         self.batch_dims = dict(request.batch.dims)
         self.precision: PrecisionName = request.precision
         self.device = request.device
-        passes.compute_sizes_from_batch(flat, self.batch_dims)
-        replace_masks(flat)
+        self.guards = guards
+        nodes_of_sizes = compute_sizes_from_inputs(flat, self.batch_dims, guards.graph_symbols)
+        drop_needless_slices(flat)
+        self.masks = mask_meanings(flat, guards.traced) if masks is None else masks
+        replace_masks(flat, self.masks)
         # Ordinals of the random operations whose draw all samples share.
-        self.shared_draws = passes.bind_randomness(flat, shared_draws)
-        passes.move_items_to_their_list(flat)
-        passes.move_buffer_updates_to_their_values(flat)
-        passes.drop_needless_detaches(flat)
-        passes.drop_dead_nodes(flat)
-        checks.refuse_coupled_samples(flat)
-        checks.refuse_reordered_samples(flat)
-        checks.refuse_embedding_options(flat)
+        self.shared_draws = passes.bind_randomness(flat, shared_draws, nodes_of_sizes)
+        passes.normalize(flat)
         flow = Flow(flat)
-        checks.refuse_changed_inputs(flow)
+        checks.refuse_unsupported(flow)
         self._places = dict(automatic.nodes_by_place(flat))
         self.loss = find_form(flat, flow, self.batch_dims) if doubled is None else doubled.loss
         self._misplaced: list[automatic.MisplacedState] = []
@@ -84,9 +102,7 @@ class Captured:
         self._totals: TotalsProgram | None = None
         self.num_totals = 0  # numbers of the whole batch that its micro-batches need
         if self.loss.edits or any(self.loss.sums):
-            edits = LossEdits(flat, self.loss.edits, self._counterparts(doubled), self.batch_dims)
-            self._totals, self.num_totals = edits.program(), edits.num_totals
-            passes.drop_dead_nodes(flat)
+            self._edit_loss(doubled)
             flow = Flow(flat)
         self._carver = Carver(flow, self.precision, self.device)
         self._programs: dict[tuple[int, int], SpanProgram] = {}
@@ -103,6 +119,13 @@ class Captured:
                 program = replace(program, totals=self._totals)
             self._programs[first, stop] = program
         return self._programs[first, stop]
+
+    def _edit_loss(self, doubled: Captured | None) -> None:
+        """Let the loss of a micro-batch use totals of the whole batch."""
+        counterpart, lengths = self._counterparts(doubled), self._lengths(doubled)
+        edits = LossEdits(self._flat, self.loss.edits, counterpart, self.batch_dims, lengths)
+        self._totals, self.num_totals = edits.program(), edits.num_totals
+        passes.drop_dead_nodes(self._flat)
 
     def _counterparts(self, other: Captured | None) -> Callable[[fx.Node], fx.Node]:
         """Return a function that finds a node of another capture here, by its place in the program."""
@@ -126,6 +149,26 @@ class Captured:
             return found
 
         return counterpart
+
+    def _lengths(self, other: Captured | None) -> dict[sympy.Symbol, Place | int]:
+        """Return where this capture finds the lengths of another one: in its inputs, or fixed."""
+        symbols = (self if other is None else other).guards.graph_symbols
+        own, fixed = self.guards.graph_symbols, self.guards.fixed
+        return {symbol: place if place in own else fixed[place] for place, symbol in symbols.items()}
+
+    def at_sizes(self, program: ProgramT, first: int, stop: int, sizes: Sizes) -> ProgramT:
+        """Return a program of this span with specs for inputs of these sizes, where sizes vary."""
+        if not self.guards.symbols:
+            return program
+        spec = partial(self._carver.spec, lengths=self.guards.values(sizes))
+        received, sent = (tuple(map(spec, self._carver.crossing(cut))) for cut in (first, stop))
+        same = (received, sent) == (program.received, program.sent)
+        return program if same else program.with_specs(received, sent)
+
+    def results_at(self, sizes: Sizes) -> tuple[TensorSpec, ...]:
+        """Return the outputs of the last stage for inputs of these sizes."""
+        spec = partial(self._carver.spec, lengths=self.guards.values(sizes))
+        return tuple(map(spec, self._flat.results))
 
     def inseparable(self, cut: int) -> list[str]:
         """Return why values over the cut before a segment cannot be divided by sample; [] if they can."""

@@ -63,6 +63,10 @@ class ProgramChain:
             values = program([state[place] for place in places], values, inputs, own)
         return values
 
+    def with_specs(self, received: tuple[TensorSpec, ...], sent: tuple[TensorSpec, ...]) -> ProgramChain:
+        """Return the same computation for values of other sizes."""
+        return replace(self, received=received, sent=sent)
+
     def compiled(self) -> ProgramChain:
         """Return the chain with its programs compiled at their first run, except those not worth it."""
         programs = {id(link.program): link.program for link in self.links}

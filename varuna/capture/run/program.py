@@ -65,6 +65,12 @@ class SpanProgram:
         compiled = not isinstance(self.graph_module, fx.GraphModule)
         return self.graph_module if compiled else bind(self.graph_module)
 
+    def with_specs(self, received: tuple[TensorSpec, ...], sent: tuple[TensorSpec, ...]) -> SpanProgram:
+        """Return the same computation for values of other sizes."""
+        new = replace(self, received=received, sent=sent)
+        new.__dict__["_forward"] = self._forward
+        return new
+
     def compiled(self) -> SpanProgram:
         """Return the program compiled at its first run; random operations stay uncompiled."""
         return replace(self, graph_module=torch.compile(self.graph_module))  # type: ignore[arg-type]

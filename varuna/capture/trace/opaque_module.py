@@ -152,6 +152,11 @@ def _fake_results(tensors: list[Tensor], call: int) -> list[Tensor]:
         except CaptureError:
             raise
         except Exception as refused:
+            if recorder.varying_lengths:
+                raise CaptureError(
+                    f"the opaque module {leaf.name!r} does not run on fake tensors ({refused}), so its "
+                    "output shapes are known for one length only."
+                ) from refused
             return _results_by_running(leaf, tensors, refused)
 
 

@@ -45,6 +45,7 @@ class TraceRecorder:
         self._cuts: list[object] = []
         self.inside_leaf: str | None = None  # path of the opaque module that is running
         self.reader: str | None = None  # path of the module that last read a number from a tensor
+        self.varying_lengths = False  # sizes other than the batch size are symbolic
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
         self.checks: list[Any] = []  # conditions that the captured path relies on
         self.size_reads: list[tuple[Any, str, str]] = []  # conditions on the batch size: line and module

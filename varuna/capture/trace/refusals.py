@@ -74,11 +74,19 @@ def _line_that_fixes_the_batch(error: Exception, recorder: TraceRecorder) -> str
         for value in step.tb_frame.f_locals.values():
             shapes = getattr(value, "shape_env", None)
             for guard in getattr(shapes, "guards", ()):
-                place = re.search(r"([^\s()]+):(\d+)", str(guard.sloc))
-                if place is not None and guard.expr.free_symbols and _is_model_code(_full_path(place[1])):
-                    found = _source_line(_full_path(place[1]), int(place[2]))
+                found = (line_of_guard(guard) if guard.expr.free_symbols else "") or found
         step = step.tb_next
     return found
+
+
+def line_of_guard(guard: Any) -> str:
+    """Return the model's line that made a guard of torch, or ""."""
+    if isinstance(known := getattr(guard.sloc, "maybe_user_loc", None), str) and ": " in known:
+        return known
+    place = re.search(r"([^\s()]+):(\d+)", str(guard.sloc))
+    if place is None or not _is_model_code(_full_path(place[1])):
+        return ""
+    return _source_line(_full_path(place[1]), int(place[2]))
 
 
 def _full_path(ending: str) -> str:

@@ -1,7 +1,7 @@
 """Traces one forward pass of a model with torch.export.
 
-The trace uses fake tensors: no values, no memory, any model size. The batch size is the only symbol; all
-other sizes are those of the example.
+The trace uses fake tensors: no values, no memory, any model size. The batch size is a symbol, and so are the
+sizes that vary from call to call; all other sizes are those of the example.
 """
 
 import functools
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from varuna.capture.model.batch import Batch, hint_size
 from varuna.capture.model.call_convention import CallConvention, OutputStructure
 from varuna.capture.model.copies import fake_copy
+from varuna.capture.model.lengths import LengthGroup, sizes_of
 from varuna.capture.trace import patches
 from varuna.capture.trace.attributes import AttributeLog
 from varuna.capture.trace.batch_ranges import Range, trace_ranges
@@ -40,6 +41,8 @@ from varuna.capture.trace.refusals import (
     model_line,
     refused_gradient_call,
 )
+from varuna.capture.trace.size_guards import SizeGuards, guards_of
+from varuna.capture.trace.symbolic_sizes import symbolic_lengths, unify
 from varuna.observe.progress_bar import CaptureProgress
 from varuna.types import PrecisionName
 
@@ -55,6 +58,7 @@ class TraceRequest:
     convention: CallConvention
     precision: PrecisionName
     device: torch.device
+    lengths: tuple[LengthGroup, ...] = ()  # sizes that vary; others are those of the inputs
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Trace:
     structure: OutputStructure
     gradients: frozenset[str]  # inputs that get a gradient
     attributes: AttributeLog
+    guards: SizeGuards
 
 
 @torch.inference_mode(False)
@@ -110,9 +115,10 @@ def _trace(
     inputs, convention, device = request.inputs, request.convention, request.device
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     faked = fake_copy(model, mode, device)
-    size = 1 if request.batch.size == 1 else hint_size(inputs, *sizes)
+    lengths = [group.size for group in request.lengths]
+    size = 1 if request.batch.size == 1 else hint_size(inputs, *sizes, others=lengths)
     with mode:
-        example, shapes = _example(inputs, request.batch, size, sizes, device)
+        example, shapes = _example(request, size, sizes)
     attributes = AttributeLog(faked)
     with ExitStack() as stack:
         stack.enter_context(attributes.watched_numbers(counted))
@@ -120,17 +126,20 @@ def _trace(
         num_modules = sum(not isinstance(module, containers) for module in faked.modules())
         on_progress = stack.enter_context(watch(num_modules)) if watch is not None else None
         recorder = stack.enter_context(recording(faked, on_progress))
+        recorder.varying_lengths = bool(request.lengths)
         stack.enter_context(explained_failures(recorder, size))
         stack.enter_context(leaves_marked(faked))
         stack.enter_context(without_kv_cache(faked))
         stack.enter_context(convention.adapted(faked, inputs))
         cache: AbstractContextManager[Any] = OperationCache(model_line) if reuse else nullcontext()
-        stack.enter_context(_adapted_calls(faked, recorder, cache, attributes))
+        stack.enter_context(_adapted_calls(faked, request, recorder, cache, attributes))
         stack.enter_context(autocast(request.precision, device))
         stack.enter_context(warnings.catch_warnings())
         # `Source` reports them by name. Recurrent modules list their weights again; this is not state.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.")
         stack.enter_context(patches.fast_export(model_line))
+        if request.lengths:
+            stack.enter_context(symbolic_lengths(model_line))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
     return Trace(
@@ -141,35 +150,45 @@ def _trace(
         convention.structure(),
         convention.gradients,
         attributes,
+        guards_of(exported, request.lengths, sizes_of(inputs, request.batch)),
     )
 
 
 def _example(
-    inputs: Mapping[str, object], batch: Batch, size: int, sizes: Range, device: torch.device
+    request: TraceRequest, size: int, sizes: Range
 ) -> tuple[dict[str, Any], dict[str, dict[int, Any] | None]]:
     """Return the example inputs with a batch of `size`, and the symbolic dimensions of each."""
+    inputs, batch = request.inputs, request.batch
     symbol = Dim("batch", min=sizes[0], max=sizes[1])
     example: dict[str, Any] = dict(inputs)
     shapes: dict[str, dict[int, Any] | None] = dict.fromkeys(inputs)
+    varying = {place: group.size for group in request.lengths for place in group.places}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
-            shape = list(value.shape)
+            shape = [varying.get((name, dim), own) for dim, own in enumerate(value.shape)]
+            dims = {dim: Dim.AUTO for dim in range(value.dim()) if (name, dim) in varying}
             if name in batch.dims:
                 shape[batch.dims[name]] = size
                 if size > 1:
-                    shapes[name] = {batch.dims[name]: symbol}
-            example[name] = torch.empty(shape, dtype=value.dtype, device=device)
+                    dims[batch.dims[name]] = symbol
+            shapes[name] = dims or None
+            example[name] = torch.empty(shape, dtype=value.dtype, device=request.device)
     return example, shapes
 
 
 def _adapted_calls(
-    model: nn.Module, recorder: TraceRecorder, cache: AbstractContextManager[Any], attributes: AttributeLog
+    model: nn.Module,
+    request: TraceRequest,
+    recorder: TraceRecorder,
+    cache: AbstractContextManager[Any],
+    attributes: AttributeLog,
 ) -> AbstractContextManager[Any]:
     """Handle the calls of a model that torch.export would silently drop, or reject without need."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        unify(kwargs, request.lengths, request.batch)
         with (
             refused_host_randomness(model),
             patches.unchecked_distributions(),
