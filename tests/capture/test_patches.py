@@ -2,6 +2,7 @@
 
 import inspect
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -214,3 +215,13 @@ def test_number_conditions() -> None:
     with patches.number_conditions(lambda _: True):
         require(name, bool(condition) is True, "torch.SymBool.__bool__")
     require(name, shapes.num_deferred_runtime_asserts == 0, "no guard")
+
+
+def test_recurrent_precision() -> None:
+    name = "recurrent_precision"
+    lstm, x = nn.LSTM(2, 3), torch.randn(4, 1, 2)
+    before = torch._VF.lstm
+    with patches.recurrent_precision(), patch.object(torch, "is_autocast_enabled", lambda _: True):
+        require(name, torch._VF.lstm is not before, "nn.LSTM calls torch._VF.lstm")
+        require(name, lstm(x)[0].dtype == torch.float32, "torch._VF.lstm on the CPU unchanged")
+    require(name, torch._VF.lstm == before, "torch._VF whose attributes can be replaced")

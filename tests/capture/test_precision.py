@@ -58,3 +58,36 @@ def test_every_layout_computes_what_autocast_computes(precision: str, dtype: tor
     low = str(dtype or torch.float32).removeprefix("torch.")
     assert [spec.dtype for spec in captured.carve(1, 2).received] == [low]
     assert sorted(spec.dtype for spec in captured.carve(2, 3).received) == sorted(["float32", low])
+
+
+class InItsOwnPrecision(nn.Module):
+    """Lines in fp32 that take items of a list, draw random numbers, and call a kernel that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.cut(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            exact = h.float()
+            largest, _ = exact.topk(3, -1)
+            exact = torch.cat([largest, exact.chunk(2, -1)[1]], -1) * torch.rand_like(exact)
+            rows = exact.unflatten(-1, (2, 3))[:, None]
+            rows = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.1)
+            exact = F.dropout(rows.flatten(1), 0.1) @ self.last.weight
+        return F.mse_loss(self.last(exact).float(), y)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_operations_of_all_kinds_in_a_precision_of_their_own(precision: str) -> None:
+    """V14: items of lists and random operations, too."""
+    torch.manual_seed(0)
+    model = InItsOwnPrecision()
+    source = Source(model, precision=precision)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    assert_same(
+        model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 2]], rtol=1e-6, atol=1e-6
+    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.capture.comparison import assert_same, chained, eager
 from tests.capture.models import Everything, Mlp, batch_of, tokens
-from varuna.capture import CutPoint, Source, opaque, plain_randomness
+from varuna.capture import CutPoint, Source, check_capture, opaque, plain_randomness
 from varuna.capture.graph.randomness import attention, draw
 from varuna.types import Work
 
@@ -199,3 +199,25 @@ def test_attention_of_mixed_precisions_is_drawn_under_autocast() -> None:
     with plain_randomness(seed=0, step=0, batch_size=3), torch.autocast("cpu", torch.bfloat16):
         drawn = F.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
     assert drawn.shape == value.shape and bool(drawn.isfinite().all())
+
+
+class Patches(nn.Module):
+    """Draws for four patches of each sample in rows of four values: sizes do not show the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.cut(self.layer(x)).flatten(0, 1)
+        return F.dropout(rows, 0.5).square().mean()
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_the_check_is_not_misled_by_sizes(batch: int) -> None:
+    """EXA-7: a dimension of the size of the checked batch is not taken for the samples."""
+    model = Patches()
+    inputs = {"x": torch.randn(batch, 4, 4)}
+    captured = Source(model).capture(inputs, training=True)
+    check_capture(model, captured, inputs)

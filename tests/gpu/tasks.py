@@ -253,6 +253,34 @@ def train_biased(depth: int, precision: str, recompute: bool, device: str = DEVI
     return losses
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(8, 16, batch_first=True), nn.GRU(16, 8, batch_first=True)
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.cuts[0](self.lstm(x)[0])
+        return self.cuts[1](self.gru(h)[0] * 2 + 1).float().square().mean()
+
+
+def train_recurrent(depth: int, precision: str) -> list[float]:
+    """Return the losses of three steps."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(6, 9, 8, generator=torch.Generator().manual_seed(1))}
+    options: dict[str, Any] = {"precision": precision, "from_cache": False}
+    model = Varuna(Recurrent(), stage_map(depth, 1), inputs, 6, 2, device=DEVICE, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_optimizer(optimizer, init_loss_scale=1)
+    losses = []
+    for _ in range(3):
+        losses.append(model.step(inputs)[0])
+        optimizer.step()
+        model.zero_grad()
+    model.close()
+    return losses
+
+
 class WaitsAtOnce:
     def for_work(self, work: dist.Work, what: Callable[[], str]) -> None:
         work.wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.legs import train_in_one_go, train_leg
-from tests.gpu.tasks import train_biased
+from tests.gpu.tasks import train_biased, train_recurrent
 from tests.pool import Pool
 from tests.tasks import compare, train, train_plainly
 from varuna.schedule import NAMES
@@ -89,6 +89,13 @@ def test_low_precision_on_cuda_does_not_depend_on_the_cut(pool: Pool, precision:
         torch.testing.assert_close(found["losses"], whole["losses"], rtol=1e-4, atol=0)
     fp32 = train_plainly("GPT", batch=8, steps=4)
     torch.testing.assert_close(whole["losses"], fp32["losses"], rtol=3e-2, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_recurrent_modules_on_cuda_are_cut(pool: Pool, precision: str) -> None:
+    """V14: under autocast cuDNN returns fp16, in bf16 too."""
+    whole = pool.run(train_recurrent, 1, 1, precision)[0]
+    assert pool.run(train_recurrent, 3, 3, precision)[0] == pytest.approx(whole, rel=1e-4)
 
 
 def test_a_checkpoint_moves_between_cuda_and_cpu_and_between_layouts(pool: Pool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ The values that cross a cut do not depend on other cuts: everything made before 
 it. A stage in between passes on what only later stages use.
 """
 
+import operator
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
@@ -23,7 +24,7 @@ from varuna.capture.cuts.rematerialization import Rematerialization
 from varuna.capture.cuts.summary import num_bytes
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flow import Flow
-from varuna.capture.run.program import SpanProgram, build, in_memory_order, memory_order, under_autocast
+from varuna.capture.run.program import SpanProgram, UnderAutocast, build, in_memory_order, memory_order
 from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.opaque_module import OpaqueLeaf
 from varuna.errors import CaptureError
@@ -204,11 +205,10 @@ class Carver:
     def _apply_autocast(self, copy: fx.Node, node: fx.Node) -> None:
         """Run a node in the autocast that the model sets for it."""
         autocast = node.meta.get("autocast")
-        if autocast is None or node.op != "call_function":
-            return
+        if autocast is None or node.op != "call_function" or node.target is operator.getitem:
+            return  # getitem takes an item of a list and computes nothing
         device_type, dtype, enabled = autocast
         makes_tensors = isinstance(node.meta.get("val"), Tensor | tuple | list)
         if makes_tensors and (enabled or self.precision != "fp32"):
             target: Any = copy.target
-            copy.args = (target, device_type, dtype, enabled, *copy.args)
-            copy.target = under_autocast
+            copy.target = UnderAutocast(target, device_type, dtype, enabled)

@@ -17,7 +17,7 @@ from varuna.capture.cuts.summary import argument_text
 from varuna.capture.graph import randomness
 from varuna.capture.model.source import Source
 from varuna.capture.run.captured import Captured
-from varuna.capture.run.program import SpanProgram, attributes, build, under_autocast
+from varuna.capture.run.program import SpanProgram, UnderAutocast, attributes, build
 
 ORDINAL_INDICES: dict[Any, int] = {randomness.dropout: 3, randomness.draw: 4, randomness.draw_in_place: 4}
 """Index of the argument that holds the ordinal."""
@@ -99,9 +99,8 @@ def _state_text(source: Source, name: str, changed: bool) -> str:
 
 def ordinal_index(node: fx.Node) -> int | None:
     """Return the index of the argument that holds a random node's ordinal; None if it draws nothing."""
-    in_autocast = node.target is under_autocast
-    index = ORDINAL_INDICES.get(node.args[0] if in_autocast else node.target)
-    return None if index is None else index + 4 * in_autocast
+    target = node.target
+    return ORDINAL_INDICES.get(target.operation if isinstance(target, UnderAutocast) else target)
 
 
 def _function_text(target: Any) -> str:

@@ -166,12 +166,15 @@ class plain_randomness(TorchFunctionMode):
         )
 
     def _sample_dim(self, shape: Sequence[int]) -> randomness.SampleDim | None:
-        if self._is_shared:
-            return None
-        if self._batch_size in shape:
-            return list(shape).index(self._batch_size), 1
-        multiples = [i for i, size in enumerate(shape) if size and size % self._batch_size == 0]
-        return (multiples[0], shape[multiples[0]] // self._batch_size) if multiples else None
+        return None if self._is_shared else sample_dim_by_size(shape, self._batch_size)
+
+
+def sample_dim_by_size(shape: Sequence[int], batch_size: int) -> randomness.SampleDim | None:
+    """Return the dimension of the samples and its size for one sample, as sizes suggest it."""
+    if batch_size in shape:
+        return list(shape).index(batch_size), 1
+    multiples = [i for i, size in enumerate(shape) if size and size % batch_size == 0]
+    return (multiples[0], shape[multiples[0]] // batch_size) if multiples else None
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -86,9 +86,8 @@ class SpanProgram:
         }
         for node in graph.nodes:
             node.args, node.kwargs = on_device((node.args, node.kwargs), device)
-            if node.target is under_autocast:
-                operation, _device_type, *rest = node.args
-                node.args = (operation, device.type, *rest)
+            if isinstance(node.target, UnderAutocast):
+                node.target = node.target.on(device.type)
         return replace(self, graph_module=build(graph, constants), device=device)
 
 
@@ -162,12 +161,26 @@ def on_device(args: Any, device: torch.device) -> Any:
     return torch.fx.node.map_aggregate(args, lambda arg: device if isinstance(arg, torch.device) else arg)
 
 
-def under_autocast(
-    operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Run one operation in a precision of its own, where the model changes it for a few lines."""
-    with torch.autocast(device_type, dtype, enabled=enabled):
-        return operation(*args, **kwargs)
+class UnderAutocast:
+    """An operation in a precision of its own, where the model changes it for a few lines."""
+
+    def __init__(self, operation: Callable[..., Any], device_type: str, dtype: Any, enabled: bool) -> None:
+        self.operation = operation
+        self._options = (device_type, dtype, enabled)
+        name = getattr(operation, "__name__", type(operation).__name__).replace(".", "_")
+        # Generated code uses the name; segments are compared by the qualified name.
+        self.__name__ = f"{name}_under_autocast"
+        text = str(operation) if isinstance(operation, torch._ops.OpOverload) else operation.__qualname__
+        self.__qualname__ = f"{text} under autocast {self._options}"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device_type, dtype, enabled = self._options
+        with torch.autocast(device_type, dtype, enabled=enabled):
+            return self.operation(*args, **kwargs)
+
+    def on(self, device_type: str) -> UnderAutocast:
+        return UnderAutocast(self.operation, device_type, *self._options[1:])
 
 
 def memory_order(value: Tensor) -> list[int] | None:

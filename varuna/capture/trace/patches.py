@@ -183,6 +183,28 @@ def kept_attention_masks() -> AbstractContextManager[Any]:
     return patch.object(nn.modules.transformer, "_detect_is_causal_mask", is_causal)
 
 
+@contextmanager
+def recurrent_precision() -> Iterator[None]:
+    """Trace recurrent modules on CUDA with the dtype of their results: under autocast cuDNN returns fp16.
+
+    The trace does not reach cuDNN and would keep the dtype of the inputs, in bf16 too.
+    """
+
+    def returning_half(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            results = function(*args, **kwargs)
+            cast = torch.is_autocast_enabled("cuda") and torch.backends.cudnn.enabled
+            return tuple(t.half() if cast and t.device.type == "cuda" else t for t in results)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            function = returning_half(getattr(torch._VF, name))
+            stack.enter_context(patch.object(torch._VF, name, function))
+        yield
+
+
 def number_conditions(decide: Callable[[torch.SymBool], bool | None]) -> AbstractContextManager[Any]:
     """Let `decide` choose the value of a condition on symbolic numbers; None: torch does."""
     original: Any = torch.SymBool.__bool__

@@ -199,6 +199,7 @@ def _adapted_calls(
             patches.skipped_moves(),
             patches.stable_sets(model),
             patches.kept_attention_masks(),
+            patches.recurrent_precision(),
             patches.number_conditions(functools.partial(decide_number, recorder)),
             KnownBranches(recorder),
             cache,
