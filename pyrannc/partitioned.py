@@ -23,7 +23,7 @@ from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto
 from varuna.observe.record import on_one_clock
 from varuna.plan.plan_file import PinnedPlan
-from varuna.train.programs import MAX_PROGRAMS, refuse_other_weights
+from varuna.train.programs import MAX_PROGRAMS, refuse_missing_weights, refuse_other_weights
 from varuna.train.rank_errors import explain_out_of_memory
 from varuna.train.validate import refuse_inseparable
 from varuna.types import Timeline
@@ -87,6 +87,7 @@ class PartitionedModel:
                 self._forget_old()
                 self._shared_programs[shared] = captured.carve(stage.first, stage.stop).to(self.device)
             program = self._shared_programs[shared]
+            refuse_missing_weights(program, self.state)
             self._programs[key] = captured.at_sizes(program, stage.first, stage.stop, call.other_sizes)
         return self._programs[key]
 

@@ -17,15 +17,16 @@ def make_model(name: str, **changes: Any) -> Any:
     if name == "gpt2":
         own = {"n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
         dry = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-        config: Any = hf.GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, **{**own, **dry, **changes})
+        sizes = {"vocab_size": VOCABULARY, "n_positions": TOKENS}
+        config: Any = hf.GPT2Config(**{**sizes, **own, **dry, **changes})
         kind: Any = hf.GPT2LMHeadModel
     elif name == "llama":
-        own = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-        config = hf.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **{**own, **changes})
+        own = {**SIZES, "max_position_embeddings": TOKENS, "intermediate_size": 48, "num_key_value_heads": 2}
+        config = hf.LlamaConfig(vocab_size=VOCABULARY, **{**own, **changes})
         kind = hf.LlamaForCausalLM
     else:
-        own = {**SIZES, "intermediate_size": 48, **DRY}
-        config = hf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **{**own, **changes})
+        own = {**SIZES, "max_position_embeddings": TOKENS, "intermediate_size": 48, **DRY}
+        config = hf.BertConfig(vocab_size=VOCABULARY, **{**own, **changes})
         kind = {"bert": hf.BertModel, "bert-mlm": hf.BertForMaskedLM}.get(
             name, hf.BertForSequenceClassification
         )

@@ -4,7 +4,7 @@ This only looks at the manifest. It reads no tensors and changes nothing.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -18,6 +18,9 @@ from varuna.checkpoint.format.tree import tensors_in
 from varuna.errors import CheckpointError, list_some
 
 log = logging.getLogger("varuna")
+
+FROZEN = "frozen/"
+"""Trees of this prefix describe tensors of the frozen base, whose values are not in the checkpoint."""
 
 
 class NamedTensors(Protocol):
@@ -57,8 +60,12 @@ def select(
     strict: bool,
     complete: bool,
     cast: bool,
+    hash_of_base: Callable[[str], str],
 ) -> LoadSelection:
-    """Choose what to load. `names` are all names in the whole model; `complete` refuses missing tensors."""
+    """Choose what to load. `names` are all names in the whole model; `complete` refuses missing tensors.
+
+    `hash_of_base` returns the hash of one of this stage's tensors, to compare the frozen base.
+    """
     saved = {key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     if strict and (unknown := sorted(saved - names)):
         raise CheckpointError(
@@ -69,6 +76,7 @@ def select(
     names_of = {name: aliases.get(name, (name,)) for name in state.canonical}
     chosen = LoadSelection()
     _choose_tensors(manifest, state, names_of, chosen, required=strict and complete, cast=cast)
+    _check_base(manifest, state, names_of, hash_of_base, strict=strict, cast=cast)
     if optimizer is not None and "groups" in manifest.trees:
         parameters = {state.tensor(name): names_of[name] for name in state.canonical}
         _choose_optimizer(manifest, optimizer, parameters, chosen, required=strict and complete)
@@ -96,7 +104,7 @@ def _choose_tensors(
         if key is not None:
             _check_fits(name, state.tensor(name), saved[key], cast=cast)
             chosen.tensors[name] = key
-        elif state.is_persistent(name):
+        elif state.is_persistent(name) and _first(manifest.trees, _frozen_keys(names)) is None:
             missing.append(name)
         if gradient is not None:
             chosen.gradients[name] = gradient
@@ -108,6 +116,47 @@ def _choose_tensors(
     if missing:
         listed = list_some(missing)
         log.warning("checkpoint %s has no %s: the current values stay", manifest.facts.step, listed)
+
+
+def _frozen_keys(names: Sequence[str]) -> list[str]:
+    return [FROZEN + name for name in names]
+
+
+def _check_base(
+    manifest: Manifest,
+    state: NamedTensors,
+    names_of: Mapping[str, tuple[str, ...]],
+    hash_of_base: Callable[[str], str],
+    *,
+    strict: bool,
+    cast: bool,
+) -> None:
+    """Refuse a base with other values than the one whose adapters are in the checkpoint."""
+    differing = []
+    for name, names in names_of.items():
+        key = _first(manifest.trees, _frozen_keys(names))
+        if key is None:
+            continue
+        saved, own = manifest.trees[key], spec_of(name, state.tensor(name))
+        found = [f"{form['dtype']} {list(form['shape'])}" for form in (saved, msgspec.structs.asdict(own))]
+        if found[0] != found[1]:
+            if not cast or list(saved["shape"]) != list(own.shape):
+                differing.append(f"{name} ({found[0]} then, {found[1]} now)")
+        elif saved["hash"] != hash_of_base(name):
+            differing.append(name)
+    if not differing:
+        return
+    if strict:
+        raise CheckpointError(
+            f"checkpoint {manifest.facts.step} has adapters of another base model: when it was saved, other "
+            f"values were in {list_some(differing)} (load the same base model, in the same dtype, before "
+            "wrapping; strict=False uses the adapters with this one)"
+        )
+    log.warning(
+        "checkpoint %s has adapters of another base model: %s had other values",
+        manifest.facts.step,
+        list_some(differing),
+    )
 
 
 def _choose_optimizer(

@@ -26,6 +26,7 @@ from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of, tenso
 from varuna.checkpoint.format.tree import tensors_in, unpack
 from varuna.checkpoint.load import Checkpoint, split, status_of
 from varuna.checkpoint.save import commit, remove_other_attempts, remove_part, write_part
+from varuna.checkpoint.select import FROZEN
 from varuna.checkpoint.store.store import Owner, Store
 from varuna.codec import decode, encode
 from varuna.errors import CheckpointError
@@ -79,6 +80,12 @@ def export(
     existing = files_to_replace(out, form, with_config=config is not None)
     if existing and not overwrite:
         raise FileExistsError(f"{existing[0]} already exists (choose another name, or pass --overwrite)")
+    if form == "folder" and any(key.startswith(FROZEN) for key in checkpoint.manifest.trees):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.manifest.facts.step} has adapters, but not their base model, and so no "
+            "whole model (load it into the wrapped model and call varuna.hf.save_adapter; a .pt or "
+            ".safetensors file can hold the adapters)"
+        )
     names = {key: key.removeprefix(MODEL) for key in model_keys(checkpoint.manifest)}
     with staging_in(out if form == "folder" else out.parent) as staging:
         if form == "state_dict":

@@ -35,6 +35,7 @@ CALLS = (
     "gather_model",
     "DataLoader",
     "save_pretrained",
+    "save_adapter",
     CHANGED,
 )
 FIRST_CODE = -1000.0

@@ -6,13 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.capture.model.source import Source
-from varuna.capture.model.state import StageState
 from varuna.checkpoint.format.part import lay_out
 from varuna.checkpoint.format.tensors import as_plain, memory_of, spec_of
 from varuna.checkpoint.load import split
@@ -28,17 +27,8 @@ from varuna.codec import encode
 from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
-
-LONG_WAIT_FACTOR = 15.0
-"""Other ranks wait this many times the timeout while a rank writes."""
-
-
-class WrappedParts(NamedTuple):
-    """The parts that `Varuna` and `RaNNCModule` have in common."""
-
-    session: Session
-    state: StageState
-    source: Source
+from varuna.hf.adapters import save_adapter
+from varuna.hf.wrapped import LONG_WAIT_FACTOR, own_tensors, wrapped_parts
 
 
 def save_pretrained(
@@ -51,15 +41,15 @@ def save_pretrained(
 ) -> None:
     """Write a `Varuna` or `RaNNCModule` as a folder that `from_pretrained` loads. All ranks call this.
 
-    All ranks must see the folder. The weights keep their dtype, or get `dtype`. The config is the model's.
+    All ranks must see the folder. Of a model with adapters, only these are written, as by `save_adapter`. The
+    weights keep their dtype, or get `dtype`. The config is the model's.
     If a rank fails, all ranks raise the same error, and the folder is as before.
     """
-    session, state, source = wrapped_parts(model)
+    session, state, source = wrapped_parts(model, "save_pretrained")
     if hasattr(source.meta_model, "peft_config"):
-        raise TypeError(
-            "save_pretrained writes whole models, not adapters (load full_state_dict() into the original "
-            "model and call its own save_pretrained)"
-        )
+        if dtype is not None:
+            raise ValueError("the adapters of a model keep their dtype (call save_pretrained without dtype=)")
+        return save_adapter(model, folder, overwrite=overwrite)
     place = Path(folder)
     calls: AbstractContextManager[Any] = session.call("save_pretrained")
     with calls, session.patient(LONG_WAIT_FACTOR):
@@ -91,29 +81,6 @@ def save_pretrained(
         finally:
             if session.rank == session.ranks[0]:
                 shutil.rmtree(staging, ignore_errors=True)
-
-
-def wrapped_parts(model: nn.Module) -> WrappedParts:
-    """Return the session, the stage and the source of a wrapped model."""
-    inside = model.__dict__
-    if "_programs" in inside:
-        programs = inside["_programs"]
-        return WrappedParts(inside["_session"], programs.state, programs.sampled.source)
-    if (partitioned := inside.get("_partitioned")) is not None:
-        return WrappedParts(inside["_session"], partitioned.state, partitioned.source)
-    raise TypeError(
-        f"save_pretrained takes a Varuna, or a RaNNCModule that was called once, not a {type(model).__name__}"
-    )
-
-
-def own_tensors(session: Session, state: StageState) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes: the first replica of the first stage that holds them."""
-    persistent = tuple(name for name in state.canonical if state.is_persistent(name))
-    held = session.gather(persistent if session.replica == 0 else (), tuple[str, ...])
-    before = {name for names in held[: session.ranks.index(session.rank)] for name in names}
-    if session.replica != 0:
-        return {}
-    return {name: state.tensor(name).detach() for name in persistent if name not in before}
 
 
 def _start(session: Session, place: Path, source: Source, *, overwrite: bool) -> Path:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from varuna.capture import Source, StageState, stage_state
+from varuna.capture.model.adapters import base_names
 from varuna.capture.model.state import ModelTensors, model_values
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import machine_identity
@@ -26,6 +27,7 @@ from varuna.train.layout import (
 )
 from varuna.train.programs import CapturedModel, StagePrograms, batch_of
 from varuna.train.saving.checkpoints import Checkpoints
+from varuna.train.saving.frozen_base import FrozenBase
 from varuna.train.saving.training_state import TrainingState
 from varuna.train.validate import (
     WrapOptions,
@@ -172,9 +174,15 @@ def build_stage(
     checkpoints = Checkpoints(
         session,
         plan,
-        TrainingState(state, trainer, options.shard_optimizer),
+        TrainingState(state, trainer, frozen_base(sampled.source, state), options.shard_optimizer),
         ties=sampled.captured.graph.ties,
         names=all_names(model),
         timeout_seconds=options.timeout_seconds,
     )
     return state, programs, trainer, checkpoints
+
+
+def frozen_base(source: Source, state: StageState) -> FrozenBase:
+    """Return the tensors of a stage that adapters leave as they are; none of a model without adapters."""
+    base = base_names(source.meta_model)
+    return FrozenBase(state, [name for name in state.canonical if name in base])

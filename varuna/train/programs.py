@@ -74,7 +74,9 @@ class StagePrograms:
             if made not in self._made:
                 self._check(captured, training)
                 self._forget_old()
-                self._made[made] = self._make_program(captured)
+                program = self._make_program(captured)
+                refuse_missing_weights(program, self.state)
+                self._made[made] = program
             own, sizes = self.plan.stages[self.stage], sizes_of(inputs, batch)
             self._programs[key] = captured.at_sizes(self._made[made], own.first, own.stop, sizes)
         return self._programs[key]
@@ -161,8 +163,18 @@ def refuse_other_weights(program: SpanProgram, of_sample: SpanProgram, state: St
     if weights:
         raise CaptureError(
             f"since the script has changed attributes of the model, its forward uses other weights: "
-            f"{list_some(weights)}. Wrap the model with the attributes that it will have; freeze weights "
-            "with requires_grad_(False)."
+            f"{list_some(weights)}. Train the model with the attributes and the adapters with which it was "
+            "wrapped, or wrap it again; freeze weights with requires_grad_(False)."
+        )
+
+
+def refuse_missing_weights(program: SpanProgram | ProgramChain, state: StageState) -> None:
+    """Refuse changed attributes with which a stage needs weights that it does not hold."""
+    if missing := [name for name in program.state if name not in state.canonical]:
+        raise CaptureError(
+            f"since the script has changed attributes of the model, its forward uses {list_some(missing)}, "
+            "which this stage does not hold: they were unused when the model was wrapped, for example as "
+            "another adapter. gather_model() returns a model that has all of them."
         )
 
 

@@ -229,8 +229,8 @@ class Varuna(nn.Module):
                 session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir
             )
         self._progress.alive()
-        # torch refuses an optimizer without parameters, and a stage may have none.
-        self._placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        # torch refuses an optimizer without parameters, and a stage may have none that trains.
+        self._placeholder = nn.Parameter(torch.empty(0))
         if self._trainer.norm is not None:
             self._trainer.norm.add([self._placeholder])
         self._attributes = sampled.source.attributes  # from now on, those of the model can be set here
@@ -246,7 +246,7 @@ class Varuna(nn.Module):
     ) -> None:
         """Register an optimizer of this model's parameters. The loss scales are used only in fp16."""
         with self._report_errors("set_optimizer"):
-            check_optimizer(optimizer, self.parameters())
+            check_optimizer(optimizer, [*self.parameters(), self._placeholder])
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )
@@ -540,9 +540,14 @@ class Varuna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this stage's parameters with their names in the unwrapped model."""
+        """Yield this stage's parameters with their names in the unwrapped model.
+
+        If none of them trains, an empty one follows, so that an optimizer of those that do has one.
+        """
         found = list(self._state.named_parameters(prefix, recurse, remove_duplicate))
-        return iter(found or [("varuna_placeholder", self._placeholder)])
+        if not any(parameter.requires_grad for _, parameter in found):
+            found.append(("varuna_placeholder", self._placeholder))
+        return iter(found)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

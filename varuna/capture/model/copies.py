@@ -4,7 +4,7 @@ model ──meta_copy──► the same modules on `meta` ──fake_copy──�
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> n
 def uninitialized_copy(module: nn.Module) -> nn.Module:
     """Copy a module on the CPU, with memory of its own that is not initialized."""
     return _copy_with(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
+def copy_with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """Copy a model on `meta`; the named tensors get these values, and all others stay on `meta`."""
+    named = dict(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    )
+    given = {id(named[name]): value for name, value in values.items()}
+    return _copy_with(model, lambda tensor: given.get(id(tensor), tensor.detach()))
 
 
 def working_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from varuna.capture.graph.attention_masks import Meaning
 from varuna.capture.graph.flat_graph import FlatGraph, flatten
+from varuna.capture.model.adapters import refuse_changing_adapters
 from varuna.capture.model.attributes import ModelAttributes, full_name
 from varuna.capture.model.batch import Batch, find_batch, input_signature
 from varuna.capture.model.call_convention import CallConvention, LossChoice
@@ -54,6 +55,7 @@ class Source:
         self._watch = watch
         self.convention = CallConvention(loss)
         BackwardHooks(model).refuse()
+        refuse_changing_adapters(model)
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.meta_model = meta_copy(model)

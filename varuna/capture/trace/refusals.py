@@ -25,6 +25,7 @@ from varuna.capture.trace.recorder import TraceRecorder
 from varuna.errors import CaptureError
 
 _NUMBER_READS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")  # methods of a tensor
+_COMPARISONS = {"__lt__": "lt", "lt": "lt", "__gt__": "gt", "gt": "gt"}
 _LIBRARY_PATHS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
 
 
@@ -114,16 +115,26 @@ class _CTCLoss(nn.Module):
 
 
 class KnownBranches(TorchFunctionMode):
-    """Decides `if torch.rand([]) < p` for p = 0 and p = 1, and branches with one path to capture."""
+    """Decides `if torch.rand([]) < p` for p = 0 and p = 1, and branches with one path to capture.
+
+    `torch.rand(1)` may also be used as a mask: only a branch on it is decided, not the comparison.
+    """
 
     def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._drawn: list[Tensor] = []
+        self._known: list[tuple[Tensor, bool]] = []  # comparisons of drawn values, and their results
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ("__lt__", "lt") and len(args) == 2 and any(args[0] is drawn for drawn in self._drawn):
+        compares = name in _COMPARISONS and len(args) == 2 and any(args[0] is x for x in self._drawn)
+        if compares and args[0].dim():
+            result, limit = func(*args, **(kwargs or {})), args[1]
+            if isinstance(limit, int | float) and not 0 < limit < 1:
+                self._known.append((result, (limit >= 1) == (_COMPARISONS[name] == "lt")))
+            return result
+        if compares and _COMPARISONS[name] == "lt":
             limit = args[1]
             if isinstance(limit, int | float) and not 0 < limit < 1:
                 return limit >= 1
@@ -132,6 +143,10 @@ class KnownBranches(TorchFunctionMode):
                 "traced graph cannot do. Set layerdrop to 0, or keep the module eager with "
                 f"{opaque_call(self._recorder.running)}."
             )
+        if name == "__bool__":
+            for result, known in self._known:
+                if result is args[0]:
+                    return known
         if name in _NUMBER_READS and self._recorder.inside_leaf is None:
             self._recorder.reader = self._recorder.running
             value = decide(self._recorder, args[0], _way_out(self._recorder)) if name == "__bool__" else None
@@ -156,7 +171,7 @@ class KnownBranches(TorchFunctionMode):
         if name == "ctc_loss" and self._recorder.inside_leaf is None:
             return record_call(name, _CTCLoss(), *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
+        if name == "rand" and isinstance(result, Tensor) and tuple(result.shape) in ((), (1,)):
             self._drawn.append(result)
         return result
 

@@ -491,6 +491,7 @@ class Checkpoints:
             strict=request.strict,
             complete=request.check_complete,
             cast=request.cast,
+            hash_of_base=self.training.base.hash,
         )
 
     def _read(

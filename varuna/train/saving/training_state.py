@@ -17,10 +17,11 @@ from varuna.checkpoint.format.optimizer import number_groups, pack_groups, unpac
 from varuna.checkpoint.format.part import FileTensor
 from varuna.checkpoint.format.tensors import fill, spec_of, tensor_from
 from varuna.checkpoint.format.tree import pack, unpack
-from varuna.checkpoint.select import LoadSelection, NamedTensors
+from varuna.checkpoint.select import FROZEN, LoadSelection, NamedTensors
 from varuna.errors import CheckpointError
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale
+from varuna.train.saving.frozen_base import FrozenBase
 from varuna.types import spread_by_size
 
 log = logging.getLogger("varuna")
@@ -62,6 +63,7 @@ class TrainingState:
 
     stage: NamedTensors
     trainer: Trainer
+    base: FrozenBase  # not saved
     shards_optimizer: bool = False
     optimizer: torch.optim.Optimizer | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
@@ -84,8 +86,8 @@ class TrainingState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the model's and the optimizer's tensors on this rank."""
-        tensors: list[Tensor] = [self.stage.tensor(name) for name in self.stage.canonical]
+        """Size of the model's and the optimizer's tensors on this rank, without the frozen base."""
+        tensors: list[Tensor] = [self.stage.tensor(n) for n in self.stage.canonical if not self._in_base(n)]
         if self.optimizer is not None:
             states = self.optimizer.state.values()
             tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -141,11 +143,20 @@ class TrainingState:
 
     def _model_units(self, gradients: bool) -> Iterator[PartContent]:
         for name in self._names_saved_here():
-            kind = "model" if self.stage.is_persistent(name) else "transient"
+            is_persistent = self.stage.is_persistent(name)
+            if self._in_base(name):
+                if is_persistent:
+                    yield PartContent({}, {f"{FROZEN}{name}": self.base.describe(name)})
+                continue
+            kind = "model" if is_persistent else "transient"
             tensor = self.stage.tensor(name)
             yield PartContent({f"{kind}/{name}": tensor}, {})
             if gradients and tensor.grad is not None:
                 yield PartContent({f"gradient/{name}": tensor.grad}, {})
+
+    def _in_base(self, name: str) -> bool:
+        """Return whether a tensor is frozen since it was loaded, and forward does not change it."""
+        return name in self.base and name not in self.trainer.mutated
 
     def _names_saved_here(self) -> list[str]:
         stage = self.trainer.session.stage
@@ -178,7 +189,9 @@ class TrainingState:
 
         for name, key in chosen.tensors.items():
             own = self.stage.tensor(name)
-            fill(own, views[key], manifest.tensors[key])
+            if not self._in_base(name) or manifest.tensors[key].hash != self.base.hash(name):
+                fill(own, views[key], manifest.tensors[key])
+                self.base.forget(name)
             own.grad = None
             if name in chosen.gradients:
                 own.grad = tensor(chosen.gradients[name]).to(own)
