@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from varuna.capture import Source
 from varuna.capture.graph.attention_masks import ATTENTION, meaning_of
+from varuna.capture.graph.randomness import bound, draw
 from varuna.types import Work
 
 Mask = Callable[[Tensor], Tensor]
@@ -70,6 +71,21 @@ def test_a_mask_that_depends_on_sizes_alone_becomes_a_flag(mask: Mask, name: str
     found, ours, theirs = attention_of(mask)
     assert found == name
     torch.testing.assert_close(ours, theirs)
+
+
+class Drops(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qkv(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.mask(x), dropout_p=0.1).square().mean()
+
+
+@pytest.mark.parametrize(("mask", "kept"), [(causal, False), (added, True)])
+def test_a_mask_of_numbers_stays_where_dropout_draws(mask: Mask, kept: bool) -> None:
+    """V16: on CUDA a kernel without the mask would draw other numbers than the plain model's kernel."""
+    program = Source(Drops(mask)).capture({"x": torch.randn(5, TOKENS, 4)}, training=True).carve(0, 1)
+    (node,) = [node for node in program.graph_module.graph.nodes if node.target is draw]
+    given = bound(ATTENTION, node.args[1], node.args[2])
+    assert (given["attn_mask"] is not None, bool(given["is_causal"])) == (kept, not kept)
 
 
 def test_only_masks_of_zeros_and_minimum_values_have_a_meaning() -> None:

@@ -35,8 +35,21 @@ def mask_meanings(flat: FlatGraph, lengths: Lengths) -> tuple[Meaning | None, ..
     if not calls:
         return ()
     meaning_of_node = cache(partial(_meaning_of_node, Flow(flat), lengths))
-    masks = [bound(ATTENTION, node.args, node.kwargs)["attn_mask"] for node in calls]
-    return tuple(meaning_of_node(mask) if isinstance(mask, fx.Node) else None for mask in masks)
+    given = [bound(ATTENTION, node.args, node.kwargs) for node in calls]
+    return tuple(None if _is_kept(each) else meaning_of_node(each["attn_mask"]) for each in given)
+
+
+def _is_kept(given: Mapping[str, Any]) -> bool:
+    """Return whether an attention has no mask, or has one of numbers and dropout.
+
+    On CUDA, kernels with and without a mask draw dropout differently. Libraries build masks of bools only
+    while they are traced, but pass numbers (T5's biases) in any case.
+    """
+    mask = given["attn_mask"]
+    if not isinstance(mask, fx.Node):
+        return True
+    value = mask.meta.get("val")
+    return bool(given["dropout_p"]) and isinstance(value, Tensor) and value.dtype != torch.bool
 
 
 def replace_masks(flat: FlatGraph, meanings: Sequence[Meaning | None]) -> None:
