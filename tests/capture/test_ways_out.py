@@ -128,6 +128,44 @@ class Iterates(nn.Module):
         return torch.stack([row * 2 for row in x])
 
 
+class Lists(nn.Module):
+    """Makes a list of the rows; only joining them is known for any batch size."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = list(x)
+        if self.counts:
+            return torch.stack([row * 2 for row in rows])
+        return torch.cat(rows).view(-1, 6) + torch.stack(rows)
+
+
+class Clamps(nn.Module):
+    """Clamps its weight in forward, in several manners, or uses a clamped weight."""
+
+    def __init__(self, manner: str) -> None:
+        super().__init__()
+        self.inner, self.manner = nn.Linear(6, 6), manner
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        if self.manner == "data":
+            weight.data.clamp_(-0.1, 0.1)
+        elif self.manner == "no_grad":
+            with torch.no_grad():
+                weight.mul_(0.5)
+        elif self.manner == "set":
+            weight.data = weight.data.clamp(-0.1, 0.1)
+        elif self.manner == "item":
+            with torch.no_grad():
+                weight[0] = 1.0
+        else:
+            weight = weight.clamp(-0.1, 0.1) + 0 * self.inner.weight.data
+        return F.linear(x, weight, self.inner.bias)
+
+
 def scripted(module: nn.Module) -> nn.Module:
     return torch.jit.script(module)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -149,6 +187,11 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], nn.Module]]] = 
     "hook": (lambda: Layers(Hooked()), OPAQUE, lambda: eager_between(Hooked())),
     "input": (lambda: Doubles(copies=False), "x = x.clone()", lambda: Doubles(copies=True)),
     "iteration": (lambda: Layers(Iterates()), "iterates over the batch", lambda: eager_between(Iterates())),
+    "list": (
+        lambda: Layers(Lists(counts=True)),
+        "Work on the whole tensor",
+        lambda: Layers(Lists(counts=False)),
+    ),
     "batch size": (
         lambda: Layers(Guarded(Tensor.tanh)),
         OPAQUE,
@@ -173,6 +216,16 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], nn.Module]]] = 
         lambda: Layers(Looks(scale_grad_by_freq=False)),
     ),
 }
+WAYS.update(
+    {
+        f"parameter, {manner}": (
+            lambda manner=manner: Layers(Clamps(manner)),
+            "forward changes the parameter 'between.inner.weight'",
+            lambda: Layers(Clamps("computed")),
+        )
+        for manner in ("data", "no_grad", "set", "item")
+    }
+)
 
 
 @pytest.mark.parametrize("name", WAYS)

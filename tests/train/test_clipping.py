@@ -135,11 +135,12 @@ def test_other_modules_are_clipped_as_before(pool: Pool) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
-def test_a_sharded_optimizer_counts_each_parameter_once(pool: Pool) -> None:
-    """EXA-3: in pyrannc, each replica counts the parameters that it steps."""
+@pytest.mark.parametrize("face", FACES)
+def test_a_sharded_optimizer_counts_each_parameter_once(pool: Pool, face: str) -> None:
+    """EXA-3: each replica counts the parameters that it steps; `zero_grad` clears those of all."""
     expected, state = play("plain", 1, 1, Tied, clip_in_each_manner)
     options = {"shard_optimizer": True}
-    for found, its_state in pool.run(play, 4, "pyrannc", 2, 2, Tied, clip_in_each_manner, options):
+    for found, its_state in pool.run(play, 4, face, 2, 2, Tied, clip_in_each_manner, options):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
         check_state(its_state, state)
 

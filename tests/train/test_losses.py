@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import varuna.train.validate
 from pyrannc import RaNNCModule
 from tests.pool import Pool
 from tests.tasks import SEED, stage_map
@@ -146,7 +147,7 @@ def take(batch: dict[str, Tensor], parts: int, index: int) -> dict[str, Tensor]:
 
 
 def train(
-    face: str, depth: int, width: int, losses: list[str], chunk: int = 2
+    face: str, depth: int, width: int, losses: list[str], chunk: int = 2, **options: Any
 ) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     """Train each model for two steps, the second with accumulated gradients and clipping."""
     torch.set_default_dtype(torch.float64)
@@ -154,31 +155,34 @@ def train(
     try:
         for name in losses:
             torch.manual_seed(SEED)
-            found[name] = run_one(face, depth, width, Tagger(name), chunk)
+            found[name] = run_one(face, depth, width, Tagger(name), chunk, **options)
     finally:
         torch.set_default_dtype(torch.float32)
     return found
 
 
 def run_one(
-    face: str, depth: int, width: int, model: nn.Module, chunk: int
+    face: str, depth: int, width: int, model: nn.Module, chunk: int, *, mapping: str = "", **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     wrapped: Any = model
     if face == "varuna":
         wrapped = Varuna(
             model,
-            stage_map(depth, width),
+            mapping or stage_map(depth, width),
             take(make_batch(9), 2, 0),
             BATCH,
             chunk,
             device="cpu",
             from_cache=False,
+            **options,
         )
+        if mapping:  # replicas of this rank's stage
+            width = len(mapping.split(";")[wrapped.stage].split(","))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     if face == "varuna":
         wrapped.set_optimizer(optimizer)
     elif face == "pyrannc":
-        options: Any = {"partition_num": depth, "pipeline_num": 3}
+        options = {"pipeline_num": 3, **(options or {"partition_num": depth})}
         wrapped = RaNNCModule(model, optimizer, device="cpu", **options)
 
     def step(number: int) -> float:
@@ -186,7 +190,7 @@ def run_one(
         if face == "varuna":
             loss, _ = wrapped.step(take(batch, width, wrapped.rank_within_stage))
             return float(loss)
-        own = take(batch, depth * width, dist.get_rank()) if face == "pyrannc" else batch
+        own = take(batch, dist.get_world_size(), dist.get_rank()) if face == "pyrannc" else batch
         loss = wrapped(**own)
         loss.backward()
         return float(loss.detach())
@@ -204,7 +208,7 @@ def run_one(
     else:
         with torch.no_grad():
             batch = make_batch(3)
-            own = take(batch, depth * width, dist.get_rank()) if face == "pyrannc" else batch
+            own = take(batch, dist.get_world_size(), dist.get_rank()) if face == "pyrannc" else batch
             values.append(float(wrapped.eval()(**own)))
         state = {n: value.clone() for n, value in wrapped.state_dict().items()}
         if face == "pyrannc":
@@ -244,6 +248,41 @@ def test_a_loss_is_divided_by_the_total_of_the_whole_batch(
     expected = train("plain", 1, 1, IN_JOBS)
     for found in pool.run(train, depth * width, face, depth, width, IN_JOBS):
         compare(found, expected)
+
+
+WITH_OPTIONS: list[tuple[int, dict[str, Any]]] = [
+    (3, {"mapping": "0,1;2;", "recompute": True, "schedule": "zero-bubble"}),
+    (3, {"mapping": "0;1,2;", "schedule": "gpipe"}),
+    (3, {"mapping": "0,1,2;", "shard_optimizer": True}),
+    (4, {"mapping": "0,2;1,3;", "recompute": True, "schedule": "zero-bubble-2x"}),
+]
+
+
+@pytest.mark.parametrize(("world", "options"), WITH_OPTIONS)
+def test_a_loss_with_totals_is_exact_with_any_replicas_and_options(
+    pool: Pool, world: int, options: dict[str, Any]
+) -> None:
+    """EXA-2: shares that differ, stages with different replicas, recompute, zero-bubble, sharded updates."""
+    expected = train("plain", 1, 1, ["several"])
+    for found in pool.run(train, world, "varuna", 0, 0, ["several"], **options):
+        compare(found, expected)
+
+
+def test_a_loss_with_totals_is_exact_with_any_replicas_in_pyrannc(pool: Pool) -> None:
+    """EXA-2: stages with two replicas and one, and three replicas of seven samples."""
+    expected = train("plain", 1, 1, IN_JOBS)
+    for replicas in ((2, 1), (3,)):
+        for found in pool.run(train, 3, "pyrannc", 0, 0, IN_JOBS, replica_num=replicas):
+            compare(found, expected)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_loss_with_totals_is_scaled_and_weighed_in_low_precision(pool: Pool, precision: str) -> None:
+    """EXA-2: numbers of the whole batch are not rounded to the precision of the values they divide."""
+    losses = ["several", "sum times a number"]
+    expected = train("varuna", 1, 1, losses, chunk=BATCH, precision=precision)
+    for found in pool.run(train, 2, "varuna", 1, 2, losses, precision=precision):
+        compare(found, expected, rtol=5e-3, atol=2e-3)
 
 
 IN_PARTS = ["class weights", "if any", "selected elements", "mask and eps"]
@@ -393,6 +432,38 @@ def test_losses_that_are_no_mean_are_refused_with_their_line(
     Varuna(
         Tagger("refused"), "0;", batch, BATCH, 2, device="cpu", from_cache=False, loss_weight=weight
     ).close()
+
+
+@pytest.mark.parametrize("loss", [REFUSED["rmse"], dice, centred, balanced])
+@pytest.mark.parametrize("place", ["meta", "large"])
+def test_losses_of_models_too_large_to_run_are_compared_by_their_last_part(
+    loss: Loss, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EXA-2: what follows the values of single samples runs on other numbers; right losses are accepted."""
+    monkeypatch.setattr(varuna.train.validate, "CHECKED_PARAMETERS", 20)
+    batch = {name: value.float() if name == "x" else value for name, value in make_batch(0).items()}
+
+    def wrap(loss: Loss) -> None:
+        monkeypatch.setitem(REFUSED, "refused", loss)
+        with torch.device("meta" if place == "meta" else "cpu"):
+            model = Tagger("refused")
+        fill: Any = {"initialize": lambda name, tensor: tensor.fill_(0.1)} if place == "meta" else {}
+        Varuna(model, "0;", batch, BATCH, 2, device="cpu", from_cache=False, **fill).close()
+
+    with pytest.raises(CaptureError, match=r"test_losses\.py:\d+.*from two parts.*loss_weight"):
+        wrap(loss)
+    wrap(lambda m, s, y, k: torch.sort(s.square().mean((1, 2)))[0].sum() + LOSSES["several"](m, s, y, k))
+
+
+def test_a_loss_that_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXA-2: a doubt in the middle of a large model leaves too many parameters after it."""
+    monkeypatch.setattr(varuna.train.validate, "CHECKED_PARAMETERS", 20)
+    monkeypatch.setitem(REFUSED, "refused", LOSSES["sum"])
+    batch = {name: value.float() if name == "x" else value for name, value in make_batch(0).items()}
+    model = Tagger("refused")
+    model.cut.register_forward_hook(lambda module, args, h: h - h.mean(0))
+    with pytest.raises(CaptureError, match=r"more than 20\. So its gradients may change.*loss_weight"):
+        Varuna(model, "0;", batch, BATCH, 2, device="cpu", from_cache=False)
 
 
 class Scores(nn.Module):

@@ -304,13 +304,6 @@ CASES: dict[str, Case] = {
         of_scores,
     ),
     # several senses
-    "ViLT": case(
-        "Vilt",
-        "Model",
-        {**STACK, **VISION, "max_image_length": -1},
-        lambda n, g: ((), {"input_ids": words(n, g), "pixel_values": pictures(n, g)}),
-        of_scores,
-    ),
     "BLIP, captions": case(
         "Blip",
         PAIR,

@@ -59,6 +59,22 @@ def test_random_graphs_are_cut_anywhere(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["nanoGPT", "nanoGPT, sparse experts", "graphs, offsets", "adversaries", "variational autoencoder"],
+)
+def test_networks_of_well_known_projects_train_as_in_one_process(pool: Pool, name: str) -> None:
+    """EXA-2, EXA-7: as people write them, with the losses and habits that they have."""
+    for answers in pool.run(try_one, 2, name, [Layout((1, 1))]):
+        assert answers == ["ok"]
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "ViLT, opaque embeddings", "Gemma 3n, unclipped"])
+def test_models_that_were_refused_are_cut_anywhere(name: str) -> None:
+    """EXA-7: a list of the batch's images; patches in random order; changes of what `type_as` returns."""
+    run_here(case_of(name))
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("branch on data", "if y.sum() > 0"),

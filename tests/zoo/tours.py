@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ports import free_port
-from tests.zoo import hand_made, trial
+from tests.zoo import hand_made, projects, trial
 from tests.zoo.here import run_here
 from tests.zoo.trial import Case, Layout
 
@@ -41,19 +41,21 @@ MANY = [
 
 
 def case_of(name: str) -> Case:
-    found = hand_made.CASES.get(name)
+    found = hand_made.CASES.get(name) or projects.CASES.get(name)
     return found or cases([])[name]
 
 
 def cases(wanted: list[str]) -> dict[str, Case]:
     # Imported late: these modules are slow to import.
-    from tests.zoo import further_hugging_face, hugging_face, more_hugging_face
+    from tests.zoo import further_hugging_face, hugging_face, more_hugging_face, multimodal
 
     everything = {
         **hugging_face.CASES,
         **more_hugging_face.CASES,
         **further_hugging_face.CASES,
+        **multimodal.CASES,
         **hand_made.CASES,
+        **projects.CASES,
     }
     return {
         name: case

@@ -291,30 +291,12 @@ def refuse_coupled_losses(
     """Refuse a loss whose parts do not add up, if a step has several micro-batches or replicas."""
     if plan.batch_size <= plan.microbatch_size and all(len(stage.ranks) == 1 for stage in plan.stages):
         return
-    found = explain_coupled_losses(model, captured, inputs, device=device)
+    found = explain_parts(model, captured, inputs, device=device, limit=CHECKED_PARAMETERS)
     if found is not None:
         raise CaptureError(
-            f"{found}. So its gradients would change with the number of micro-batches and replicas. Return a "
+            f"{found}. So its gradients may change with the number of micro-batches and replicas. Return a "
             f"mean or a sum over samples or tokens; or {ways_out}."
         )
-
-
-def explain_coupled_losses(
-    model: nn.Module, captured: Captured, inputs: Mapping[str, object], *, device: torch.device
-) -> str | None:
-    """Return why the losses of micro-batches do not add up to that of the batch; None if they do."""
-    doubt = captured.loss.doubt
-    parameters = list(model.parameters())
-    if doubt is None:
-        return None
-    if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > CHECKED_PARAMETERS:
-        log.warning(
-            "%s: it was not compared whether the losses of micro-batches add up to that of the batch, "
-            "because the model is on meta or too large (loss_weight= silences this)",
-            doubt,
-        )
-        return None
-    return explain_parts(model, captured, inputs, device=device)
 
 
 def check_once(

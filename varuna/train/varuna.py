@@ -260,7 +260,9 @@ class Varuna(nn.Module):
                 tensors = self._programs.tensors
                 optimizer.register_step_pre_hook(lambda *_: tensors.follow())
                 if self._options.shard_optimizer and self._session.replicas is not None:
-                    shard(optimizer, replica=self._session.replica, group=self._session.replicas)
+                    replica, reducer = self._session.replica, self._trainer.reducer
+                    owners = shard(optimizer, replica=replica, group=self._session.replicas)
+                    reducer.owned = frozenset(p for p in reducer.weights if owners.get(p, 0) == replica)
                 if self._options.offload_optimizer and self.device.type == "cuda":
                     keep_state_on_host(optimizer)
             self._optimizer = training.optimizer = optimizer

@@ -109,6 +109,22 @@ class Carver:
         nodes = self._alive(sorted(chosen, key=self.flow.order.__getitem__), received, outputs)
         return self._build(nodes, received, outputs, last)
 
+    def carve_after(self, values: frozenset[fx.Node]) -> SpanProgram:
+        """Return what computes the results from the last of these values, which it receives."""
+        chosen: set[fx.Node] = set()
+        received: set[fx.Node] = set()
+        pending = list(self.flat.results)
+        while pending:
+            node = pending.pop()
+            if node in values:
+                received.add(node)
+            elif node not in chosen and node.op != "placeholder":
+                chosen.add(node)
+                pending.extend(self.flow.dependencies(node))
+        place = self.flow.order.__getitem__
+        outputs = list(self.flat.results)
+        return self._build(sorted(chosen, key=place), tuple(sorted(received, key=place)), outputs, last=True)
+
     def _chosen(
         self, first: int, stop: int, received: tuple[fx.Node, ...], outputs: list[fx.Node]
     ) -> set[fx.Node]:

@@ -145,8 +145,21 @@ def _aliased(node: fx.Node) -> fx.Node | None:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if _returns_its_argument(node):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
     values = _arguments(node, _aliased_arguments(node.target))
     return next((value for value in values if isinstance(value, fx.Node)), None)
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    """Return whether an operation returns its first argument itself, which its schema does not say."""
+    name = base_name(node)
+    if name == "type_as":
+        source, other = (arg.meta.get("val") for arg in node.all_input_nodes[:1] + node.all_input_nodes[-1:])
+        return isinstance(source, Tensor) and isinstance(other, Tensor) and source.dtype == other.dtype
+    if name in ("dropout", "feature_dropout", "alpha_dropout"):
+        return len(node.args) > 2 and bool(node.args[1] == 0 or node.args[2] is False)
+    return name in ("atleast_1d", "atleast_2d", "atleast_3d")
 
 
 @cache

@@ -116,6 +116,7 @@ class LossForm:
 
     kinds: Sequence[Fact]  # of each result
     edits: Sequence[Edit] = ()
+    rows: frozenset[fx.Node] = frozenset()  # values of which each sample has a row, without doubt
 
     @property
     def sums(self) -> tuple[bool, ...]:
@@ -135,12 +136,13 @@ def find_form(flat: FlatGraph, flow: Flow, batched: Mapping[str, int]) -> LossFo
         analysis.visit(node)
     kinds = [analysis.fact(node) for node in flat.results]
     edits = analysis.edits
+    rows = frozenset(filter(analysis.has_rows, flat.nodes))
     if any(fact.kind is Kind.SUM for fact in kinds):
-        return LossForm(kinds, edits)
+        return LossForm(kinds, edits, rows)
     # Without a sum among the results, only means over samples are left: the totals are not needed, unless
     # a mean itself uses one, which then makes it a sum.
     if not edits:
-        return LossForm(kinds)
+        return LossForm(kinds, rows=rows)
     output = flat.graph.output_node()
     scaled = [
         Edit("fraction", output, number, node)
@@ -149,7 +151,7 @@ def find_form(flat: FlatGraph, flow: Flow, batched: Mapping[str, int]) -> LossFo
     ]
     summed = {edit.argument for edit in scaled}
     kinds = [replace(fact, kind=Kind.SUM) if number in summed else fact for number, fact in enumerate(kinds)]
-    return LossForm(kinds, [*edits, *scaled])
+    return LossForm(kinds, [*edits, *scaled], rows)
 
 
 @dataclass
@@ -190,6 +192,16 @@ class _Analysis:
             elif change.doubt is not None or not change.free:
                 fact = replace(fact, doubt=fact.doubt or change.doubt, free=fact.free and change.free)
         return fact
+
+    def has_rows(self, node: fx.Node) -> bool:
+        """Return whether a value of the weights has one row for each sample, in order and without doubt."""
+        fact = self.fact(node)
+        if fact.kind is not Kind.SAMPLES or fact.free or fact.doubt is not None or not _is_float(node):
+            return False
+        dims = [self.flat.dim(size) for size in node.meta["val"].shape]
+        batched = [dim for dim in dims if dim is None or dim.per_sample]
+        one = [dim for dim in batched if dim is not None and (dim.per_sample, dim.fixed) == (1, 0)]
+        return len(batched) == len(one) == 1 and self.flow.root[node] not in self.flow.writers
 
     def _given(self, node: fx.Node) -> Fact:
         for name, placeholder in self.flat.inputs.items():

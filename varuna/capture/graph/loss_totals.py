@@ -25,7 +25,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flat_graph import FlatGraph
-from varuna.capture.graph.flow import base_name
+from varuna.capture.graph.flow import base_name, written
 from varuna.capture.graph.loss_kinds import BATCH_SIZE, SUM_REDUCTION, Edit
 from varuna.capture.graph.randomness import bound
 from varuna.capture.model.lengths import Place
@@ -59,14 +59,27 @@ def as_operand(number: Any, other: Tensor) -> Any:
     return number.to(other.dtype if other.is_floating_point() else torch.get_default_dtype())
 
 
+def widened(other: Tensor, number: Any) -> Tensor:
+    """Return a value in fp32 if it has a lower precision, which would round the number of the batch."""
+    is_low = other.dtype in (torch.float16, torch.bfloat16) and isinstance(number, Tensor)
+    return other.float() if is_low else other
+
+
+def narrowed(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value in the precision that the operation has without `widened`."""
+    return value if like.dtype == value.dtype or not like.is_floating_point() else value.to(like.dtype)
+
+
 def share_of(value: Any, size: int, totals: Tensor | None) -> Any:
     """Multiply a value by the micro-batch's share of all samples."""
     if totals is None:
         return value
     share = size / totals[0]
-    return value * (
-        share.to(value.dtype) if isinstance(value, Tensor) else share.to(torch.get_default_dtype())
-    )
+    if not isinstance(value, Tensor):
+        return value * share.to(torch.get_default_dtype())
+    if value.dtype in (torch.float16, torch.bfloat16):  # which would round the share
+        return (value.float() * share.float()).to(value.dtype)
+    return value * share.to(value.dtype)
 
 
 def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -143,7 +156,15 @@ class LossEdits:
     def _number(self, edit: Edit, user: fx.Node) -> None:
         other = next(arg for arg in user.all_input_nodes if isinstance(arg.meta.get("val"), Tensor))
         number = self._expression(user, edit.value)
-        _replace_leaf(user, edit.argument, self._insert(user, as_operand, (number, other), None))
+        if written(user):  # its value is the operand's memory
+            _replace_leaf(user, edit.argument, self._insert(user, as_operand, (number, other), None))
+            return
+        wide = self._insert(user, widened, (other, number), other)
+        user.replace_input_with(other, wide)
+        _replace_leaf(user, edit.argument, self._insert(user, as_operand, (number, wide), None))
+        new = self._insert(user.next, narrowed, (user, other), user)
+        new.meta["segment"] = user.meta["segment"]
+        user.replace_all_uses_with(new, delete_user_cb=lambda node: node is not new)
 
     def _expression(self, user: fx.Node, number: Any) -> Any:
         """Compute a number from the batch size again, with that of the whole batch."""

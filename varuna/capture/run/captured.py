@@ -140,6 +140,11 @@ class Captured:
                     dim = next(of_samples, None)
                     yield sizes, None if dim is None else (dim, sizes[dim].per_sample)
 
+    def carve_tail(self) -> SpanProgram:
+        """Return what follows the values of which each sample has a row, without doubt, as a function."""
+        program = self._carver.carve_after(self.loss.rows)
+        return replace(program, totals=self._totals) if LOSS_TOTALS in program.inputs else program
+
     def _counterparts(self, other: Captured | None) -> Callable[[fx.Node], fx.Node]:
         """Return a function that finds a node of another capture here, by its place in the program."""
         if other is None:

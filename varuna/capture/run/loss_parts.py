@@ -7,7 +7,7 @@ BatchNorm uses its running statistics in this comparison, and nothing is dropped
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from varuna.capture.run.captured import Captured
 from varuna.capture.run.one_precision import one_precision
 from varuna.capture.run.program import SpanProgram, attributes, build
 from varuna.capture.run.verify import FP64_PARAMETERS, USUAL, distance, kept_generators, norm
-from varuna.types import LOSS_TOTALS, Work
+from varuna.types import LOSS_TOTALS, TensorSpec, Work
 
 log = logging.getLogger("varuna")
 aten = torch.ops.aten
@@ -36,46 +36,61 @@ Results = dict[str, Tensor]
 
 
 def explain_parts(
-    model: nn.Module, captured: Captured, inputs: Mapping[str, object], *, device: torch.device
+    model: nn.Module,
+    captured: Captured,
+    inputs: Mapping[str, object],
+    *,
+    device: torch.device,
+    limit: int = FP64_PARAMETERS,
 ) -> str | None:
     """Return why the losses of micro-batches do not add up to that of the batch; None if they do.
 
-    Where the graph proves it, nothing runs. The model and all random generators stay as they are.
+    Where the graph proves it, nothing runs. The model and all random generators stay as they are. Of a model
+    with more than `limit` parameters, or on `meta`, only the part after the last values of single samples
+    runs, on numbers in their place.
     """
     doubts = [fact.doubt for fact in captured.loss.kinds if fact.doubt is not None]
     if not doubts:
         return None
-    small = sum(parameter.numel() for parameter in model.parameters()) <= FP64_PARAMETERS
+    parameters = list(model.parameters())
+    is_whole = not any(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) <= limit
+    program = captured.carve(0, captured.num_segments) if is_whole else captured.carve_tail()
+    tensors = named_tensors(model)
+    size = sum(tensors[name].numel() for name in program.state)
     found: str | None = None
+    if size > limit:
+        return (
+            f"{where(doubts[0])}: this loss may not be a mean or sum over samples, and the part of the model "
+            f"to compare has {size:,} parameters, more than {limit:,}"
+        )
     with kept_generators(device), torch.inference_mode(False), torch.enable_grad():
-        for dtype in (torch.float64, torch.float32) if small else (torch.float32,):
+        dtypes = (torch.float64, torch.float32) if size <= FP64_PARAMETERS else (torch.float32,)
+        for dtype in dtypes:
             try:
-                found = _Parts(model, captured, inputs, device, dtype).difference()
+                source = named_tensors(working_copy(model, device, dtype)) if is_whole else tensors
+                found = _Parts(program, source, captured, inputs, device, dtype).difference()
                 break
             except Exception as error:  # the model may not run in this precision
                 log.debug("the batch cannot be compared with its parts in %s: %r", dtype, error)
-        else:
-            log.warning(
-                "%s: it is not clear whether the losses of micro-batches add up to that of the batch, and "
-                "the model cannot be run to compare them (pass loss_weight= if they do)",
-                where(doubts[0]),
-            )
+                found = f"this loss may not be a mean or sum over samples, and cannot be compared ({error})"
     return None if found is None else f"{where(doubts[0])}: {found}"
 
 
 class _Parts:
     def __init__(
         self,
-        model: nn.Module,
+        program: SpanProgram,
+        tensors: Mapping[str, Tensor],
         captured: Captured,
         inputs: Mapping[str, object],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._captured, self._device, self._dtype = captured, device, dtype
-        self._tensors = named_tensors(working_copy(model, device, dtype))
-        program = captured.carve(0, captured.num_segments).to(device)
-        self._program = replace(_without_noise(program), precision="fp32")
+        self._program = replace(_without_noise(program.to(device)), precision="fp32")
+        self._generator = torch.Generator().manual_seed(0)
+        counted = program.totals.state if program.totals is not None else ()
+        self._tensors = {name: self._own_tensor(tensors[name]) for name in {*program.state, *counted}}
         name, dim = next((name, dim) for name, dim in captured.batch_dims.items() if name in inputs)
         given: Any = inputs[name]
         rows = list(range(given.shape[dim]))[:4]
@@ -85,6 +100,32 @@ class _Parts:
         self._sizes = len(one), len(other)
         self._places: dict[str, int] = {}  # of the batch in each output that has one
         self._inputs = {n: self._own_input(n, value, one + other) for n, value in inputs.items()}
+        self._received = [self._row_numbers(spec) for spec in program.received]
+
+    def _own_tensor(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the model; one on `meta` gets numbers."""
+        if tensor.is_meta:
+            filled = self._numbers(tensor.shape) if tensor.is_floating_point() else None
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype) if filled is None else filled
+            return made.to(self._device).requires_grad_(tensor.requires_grad)
+        wanted = self._dtype if tensor.is_floating_point() else tensor.dtype
+        is_buffer = not isinstance(tensor, nn.Parameter)  # which the program may change
+        own = tensor.detach().to(self._device, wanted, copy=is_buffer)
+        return own.requires_grad_(tensor.requires_grad)
+
+    def _numbers(self, shape: Sequence[int]) -> Tensor:
+        """Return numbers between 0 and 1 that a probability, a score or a weight may have."""
+        drawn = torch.rand(shape, generator=self._generator, dtype=self._dtype)
+        return (0.05 + 0.9 * drawn).to(self._device).requires_grad_()
+
+    def _row_numbers(self, spec: TensorSpec) -> Tensor:
+        """Return numbers for a value of all samples, of a size of its own in each sample."""
+        total = sum(self._sizes)
+        found = self._numbers([dim.size(total) for dim in spec.dims if dim is not None]).detach()
+        rows = found.movedim(_batch_dim(spec), 0)
+        sizes = torch.arange(1, total + 1, dtype=self._dtype, device=self._device) / total
+        rows.mul_(sizes.view(-1, *[1] * (rows.dim() - 1)))
+        return found.requires_grad_()
 
     def _own_input(self, name: str, value: object, rows: list[int]) -> object:
         if not isinstance(value, Tensor):
@@ -165,7 +206,11 @@ class _Parts:
             if isinstance(inputs.get(name), Tensor):
                 inputs[name] = inputs[name].narrow(dim, first, count)
         state = [self._tensors[name] for name in program.state]
-        outputs = program(state, [], inputs, Work(seed=seed, step=0, first_sample=first))
+        received = [
+            value.narrow(_batch_dim(spec), first, count)
+            for value, spec in zip(self._received, program.received, strict=True)
+        ]
+        outputs = program(state, received, inputs, Work(seed=seed, step=0, first_sample=first))
         found: Results = {}
         losses = []
         self._places = {}
@@ -178,6 +223,8 @@ class _Parts:
                 losses.append(output if captured.loss.sums[number] else output * (count / sum(self._sizes)))
                 found["the loss" if len(outputs) == 1 else f"output {number}"] = losses[-1].detach()
         trained = {n: t for n, t in zip(program.state, state, strict=True) if t.requires_grad}
+        names = (spec.name for spec in program.received)
+        trained |= dict(zip(names, self._received, strict=True))
         roots = [loss.sum() for loss in losses if loss.requires_grad]
         if roots and trained:
             gradients = torch.autograd.grad(roots, list(trained.values()), allow_unused=True)
@@ -185,6 +232,10 @@ class _Parts:
                 if gradient is not None:
                     found[f"the gradient of {name!r}"] = gradient
         return found
+
+
+def _batch_dim(spec: TensorSpec) -> int:
+    return next(place for place, dim in enumerate(spec.dims) if dim is not None and dim.per_sample)
 
 
 def _text(value: Tensor) -> str:

@@ -85,7 +85,7 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
             return run_once(run, operands)
         if cls.__module__.startswith("torch.") or recorder.inside_leaf is not None:
             return original(*args, **kwargs)
-        place = current_line()
+        place, module = current_line(), recorder.running  # modules inside the Function run, too
         try:
             leaves = pytree.tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in leaves):
@@ -94,7 +94,7 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
         except UnsupportedFunction as error:
             raise CaptureError(
                 f"{place}: the custom autograd.Function {cls.__qualname__} {error}, so it cannot be one "
-                f"operation of a graph. Keep the module eager with {opaque_call(recorder.running)}."
+                f"operation of a graph. Keep the module eager with {opaque_call(module)}."
             ) from error
 
     with patches.function_apply(apply):

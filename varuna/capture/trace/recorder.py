@@ -48,6 +48,7 @@ class TraceRecorder:
         self.varying_lengths = False  # sizes other than the batch size are symbolic
         self.leaf_calls: list[Any] = []  # calls of opaque modules, in order
         self.checks: list[Any] = []  # conditions that the captured path relies on
+        self.lists: list[Any] = []  # rows of the batch of which the model has made a list
         self.size_reads: list[tuple[Any, str, str]] = []  # conditions on the batch size: line and module
 
     def name_of(self, module: nn.Module) -> str:

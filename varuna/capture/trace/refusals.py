@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
+from varuna.capture.trace.batch_rows import BatchRows, joined, makes_a_list
 from varuna.capture.trace.data_branches import decide
 from varuna.capture.trace.opaque_module import record_call
+from varuna.capture.trace.parameter_changes import ParameterChanges, refuse_change
 from varuna.capture.trace.recorder import TraceRecorder
 from varuna.errors import CaptureError
 
@@ -120,9 +122,10 @@ class KnownBranches(TorchFunctionMode):
     `torch.rand(1)` may also be used as a mask: only a branch on it is decided, not the comparison.
     """
 
-    def __init__(self, recorder: TraceRecorder) -> None:
+    def __init__(self, recorder: TraceRecorder, changes: ParameterChanges) -> None:
         super().__init__()
         self._recorder = recorder
+        self._changes = changes
         self._drawn: list[Tensor] = []
         self._known: list[tuple[Tensor, bool]] = []  # comparisons of drawn values, and their results
 
@@ -152,28 +155,46 @@ class KnownBranches(TorchFunctionMode):
             value = decide(self._recorder, args[0], _way_out(self._recorder)) if name == "__bool__" else None
             if value is not None:
                 return value
-        if name == "unbind" and self._recorder.inside_leaf is None:
+        if name in ("unbind", "__len__") and self._recorder.inside_leaf is None:
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
-            size = args[0].shape[dim]
+            size = args[0].shape[dim] if args[0].dim() else 1
             # A size that depends on data, such as that of `nonzero`, is torch's to report.
             if isinstance(size, torch.SymInt) and not free_unbacked_symbols(size):
-                raise CaptureError(
-                    f"{current_line()}: this line iterates over the batch, but micro-batches have sizes of "
-                    "their own. Work on the whole tensor, or keep the module eager with "
-                    f"{opaque_call(self._recorder.running)}."
-                )
+                if name == "unbind":
+                    return self._rows(args[0], dim)
+                if makes_a_list(current_line()):
+                    return 1  # list() asks for a hint of its length
+        if (whole := joined(name, args, kwargs)) is not None:
+            return whole
         if name == "_pack_padded_sequence" and self._recorder.inside_leaf is None:
             raise CaptureError(
                 f"{current_line()}: this line packs sequences by their lengths, which a traced graph cannot "
                 "do. Pass total_length=x.shape[1] to pad_packed_sequence, and keep the module that packs and "
                 f"unpacks eager with {opaque_call(self._recorder.running)}."
             )
+        if self._recorder.inside_leaf is None:
+            if (changed := self._changes.changed(name, func, args, kwargs)) is not None:
+                refuse_change(current_line(), changed)
+            if name == "__get__" and self._changes.is_data(func):
+                return args[0].detach()
         if name == "ctc_loss" and self._recorder.inside_leaf is None:
             return record_call(name, _CTCLoss(), *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if name == "rand" and isinstance(result, Tensor) and tuple(result.shape) in ((), (1,)):
             self._drawn.append(result)
         return result
+
+    def _rows(self, value: Tensor, dim: int) -> tuple[BatchRows]:
+        """Return one object for all rows of the batch, if the line only makes a list of them."""
+        line = current_line()
+        refusal = (
+            f"{line}: this line iterates over the batch, but micro-batches have sizes of their own. Work on "
+            f"the whole tensor, or keep the module eager with {opaque_call(self._recorder.running)}."
+        )
+        if not makes_a_list(line):
+            raise CaptureError(refusal)
+        self._recorder.lists.append(BatchRows(value, dim, refusal))
+        return (self._recorder.lists[-1],)
 
 
 def decide_number(recorder: TraceRecorder, condition: torch.SymBool) -> bool | None:

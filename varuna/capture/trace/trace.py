@@ -26,12 +26,14 @@ from varuna.capture.model.lengths import LengthGroup, sizes_of
 from varuna.capture.trace import patches
 from varuna.capture.trace.attributes import AttributeLog
 from varuna.capture.trace.batch_ranges import Range, trace_ranges
+from varuna.capture.trace.batch_rows import require_all_joined
 from varuna.capture.trace.custom_function import recorded_functions
 from varuna.capture.trace.cutpoint import require_all_met
 from varuna.capture.trace.data_branches import ModelCheck
 from varuna.capture.trace.host_randomness import refused_host_randomness
 from varuna.capture.trace.opaque_module import RecordedCall, leaves_marked
 from varuna.capture.trace.operation_cache import OperationCache
+from varuna.capture.trace.parameter_changes import ParameterChanges
 from varuna.capture.trace.recorder import TraceRecorder, recording
 from varuna.capture.trace.refusals import (
     BatchRangeError,
@@ -142,6 +144,7 @@ def _trace(
             stack.enter_context(symbolic_lengths(model_line))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)
     require_all_met(faked, recorder)
+    require_all_joined(recorder.lists)
     return Trace(
         exported,
         recorder.num_cuts,
@@ -201,7 +204,7 @@ def _adapted_calls(
             patches.kept_attention_masks(),
             patches.recurrent_precision(),
             patches.number_conditions(functools.partial(decide_number, recorder)),
-            KnownBranches(recorder),
+            KnownBranches(recorder, ParameterChanges(model)),
             cache,
             attributes.recorded(),
         ):

@@ -30,8 +30,24 @@ def shard_optimizer(
     for parameter in [p for p in optimizer.state if owners[p] != replica]:
         del optimizer.state[parameter]
     owned = [[p for p in parameters if owners[p] == owner] for owner in range(group.size())]
+    _clear_all(optimizer, [p for p in parameters if owners[p] != replica])
     optimizer.register_step_post_hook(lambda *_: share_values(owned, group))
     return owners
+
+
+def _clear_all(optimizer: torch.optim.Optimizer, others: Sequence[Tensor]) -> None:
+    """Let `optimizer.zero_grad()` clear the gradients of all parameters, also of those of other replicas."""
+    clear_own = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        clear_own(set_to_none=set_to_none)
+        for parameter in others:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def share_values(owned: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
