@@ -136,7 +136,7 @@ def find_form(flat: FlatGraph, flow: Flow, batched: Mapping[str, int]) -> LossFo
         analysis.visit(node)
     kinds = [analysis.fact(node) for node in flat.results]
     edits = analysis.edits
-    rows = frozenset(filter(analysis.has_rows, flat.nodes))
+    rows = frozenset(node for node in flat.nodes if _has_rows(analysis, node))
     if any(fact.kind is Kind.SUM for fact in kinds):
         return LossForm(kinds, edits, rows)
     # Without a sum among the results, only means over samples are left: the totals are not needed, unless
@@ -192,16 +192,6 @@ class _Analysis:
             elif change.doubt is not None or not change.free:
                 fact = replace(fact, doubt=fact.doubt or change.doubt, free=fact.free and change.free)
         return fact
-
-    def has_rows(self, node: fx.Node) -> bool:
-        """Return whether a value of the weights has one row for each sample, in order and without doubt."""
-        fact = self.fact(node)
-        if fact.kind is not Kind.SAMPLES or fact.free or fact.doubt is not None or not _is_float(node):
-            return False
-        dims = [self.flat.dim(size) for size in node.meta["val"].shape]
-        batched = [dim for dim in dims if dim is None or dim.per_sample]
-        one = [dim for dim in batched if dim is not None and (dim.per_sample, dim.fixed) == (1, 0)]
-        return len(batched) == len(one) == 1 and self.flow.root[node] not in self.flow.writers
 
     def _given(self, node: fx.Node) -> Fact:
         for name, placeholder in self.flat.inputs.items():
@@ -492,6 +482,17 @@ class _Analysis:
     @staticmethod
     def _places(node: fx.Node, arg: fx.Node) -> list[int]:
         return [index for index, leaf in enumerate(_leaves(node)) if leaf is arg]
+
+
+def _has_rows(analysis: _Analysis, node: fx.Node) -> bool:
+    """Return whether a value of the weights has one row for each sample, in order and without doubt."""
+    flat, flow, fact = analysis.flat, analysis.flow, analysis.fact(node)
+    if fact.kind is not Kind.SAMPLES or fact.free or fact.doubt is not None or not _is_float(node):
+        return False
+    dims = [flat.dim(size) for size in node.meta["val"].shape]
+    batched = [dim for dim in dims if dim is None or dim.per_sample]
+    one = [dim for dim in batched if dim is not None and (dim.per_sample, dim.fixed) == (1, 0)]
+    return len(batched) == len(one) == 1 and flow.root[node] not in flow.writers
 
 
 def _is_norm(node: fx.Node) -> bool:
