@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -254,7 +255,8 @@ class Run(msgspec.Struct, frozen=True):
         return self.warm_seconds - warmups * self.median
 
 
-def measure(size: Size, make: Callable[[], Bare | Ours]) -> Run:
+def measure(size: Size, make: Callable[[], Bare | Ours], *, profiled: bool = False) -> Run:
+    """Measure one side. The profiler makes all later launches of its process slower: use it for the last."""
     started = time.perf_counter()
     side = make()
     torch.cuda.synchronize()
@@ -270,7 +272,7 @@ def measure(size: Size, make: Callable[[], Bare | Ours]) -> Run:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    busy = busy_seconds(side.step)
+    busy = busy_seconds(side.step) if profiled else 0.0
     found = Run(seconds, warm, peak, reserved, losses, side.num_parameters, ready - started, busy)
     del side
     gc.collect()
@@ -289,11 +291,13 @@ def busy_seconds(step: Callable[[], float]) -> float:
 
 
 def run_eager(size: Size) -> tuple[Run, Run]:
-    return measure(size, lambda: Bare(size)), measure(size, lambda: Ours(size))
+    return measure(size, lambda: Bare(size)), measure(size, lambda: Ours(size), profiled=True)
 
 
 def run_compiled(size: Size, ours: bool) -> Run:
-    return measure(size, lambda: Ours(size, compile=True) if ours else Bare(size, compiled=True))
+    make: Callable[[], Bare | Ours]
+    make = partial(Ours, size, compile=True) if ours else partial(Bare, size, compiled=True)
+    return measure(size, make, profiled=True)
 
 
 def run_nothing() -> None:

@@ -221,7 +221,7 @@ def test_recurrent_precision() -> None:
     name = "recurrent_precision"
     lstm, x = nn.LSTM(2, 3), torch.randn(4, 1, 2)
     before = torch._VF.lstm
-    with patches.recurrent_precision(), patch.object(torch, "is_autocast_enabled", lambda _: True):
+    with patches.recurrent_precision(True), patch.object(torch, "is_autocast_enabled", lambda _: True):
         require(name, torch._VF.lstm is not before, "nn.LSTM calls torch._VF.lstm")
         require(name, lstm(x)[0].dtype == torch.float32, "torch._VF.lstm on the CPU unchanged")
     require(name, torch._VF.lstm == before, "torch._VF whose attributes can be replaced")

@@ -184,16 +184,17 @@ def kept_attention_masks() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def recurrent_precision() -> Iterator[None]:
+def recurrent_precision(cudnn: bool) -> Iterator[None]:
     """Trace recurrent modules on CUDA with the dtype of their results: under autocast cuDNN returns fp16.
 
-    The trace does not reach cuDNN and would keep the dtype of the inputs, in bf16 too.
+    The trace does not reach cuDNN and would keep the dtype of the inputs, in bf16 too. torch.export switches
+    cuDNN off, so `cudnn` says whether the model will run with it.
     """
 
     def returning_half(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             results = function(*args, **kwargs)
-            cast = torch.is_autocast_enabled("cuda") and torch.backends.cudnn.enabled
+            cast = cudnn and torch.is_autocast_enabled("cuda")
             return tuple(t.half() if cast and t.device.type == "cuda" else t for t in results)
 
         return call

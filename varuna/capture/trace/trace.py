@@ -187,7 +187,7 @@ def _adapted_calls(
     attributes: AttributeLog,
 ) -> AbstractContextManager[Any]:
     """Handle the calls of a model that torch.export would silently drop, or reject without need."""
-    original = model.forward
+    original, cudnn = model.forward, torch.backends.cudnn.enabled
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _adapted_calls(
             patches.skipped_moves(),
             patches.stable_sets(model),
             patches.kept_attention_masks(),
-            patches.recurrent_precision(),
+            patches.recurrent_precision(cudnn),
             patches.number_conditions(functools.partial(decide_number, recorder)),
             KnownBranches(recorder, ParameterChanges(model)),
             cache,
