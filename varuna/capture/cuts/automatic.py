@@ -79,6 +79,9 @@ def cut_like(flow: Flow, earlier: FlatGraph, segments: Sequence[Segment]) -> lis
     rematerialization = Rematerialization(flow)
     misplaced: list[MisplacedState] = []
     for place, node in nodes_by_place(flat):
+        if "size" in node.meta:  # computed from the inputs, in any segment
+            node.meta["segment"] = 0
+            continue
         earliest = max((arg.meta["segment"] for arg in flow.dependencies(node)), default=0)
         segment = max(segment_of.get(place, 0), earliest)
         used = [names[state] for state in rematerialization.reads(node)]

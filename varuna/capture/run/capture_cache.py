@@ -124,8 +124,10 @@ class CaptureCache:
                     self._watch_fixed_sizes(kind, found)
                     return found
                 reason = found
+            fixed = self._trace(request, training)  # raises if these sizes are too large for the model
             self._fixed.add(kind)
             self._warn(reason)
+            return fixed
         return self._trace(request, training)
 
     def _seen_sizes(self, request: TraceRequest) -> SeenSizes:
@@ -175,7 +177,7 @@ class CaptureCache:
                 "%s. Each length of the inputs is captured on its own, which takes as long as wrapping the "
                 "model (read sizes as x.shape[i] and keep them out of int(), float() and range(), or pad the "
                 "inputs to a few lengths)",
-                reason,
+                reason.removesuffix("."),
             )
 
 

@@ -84,9 +84,9 @@ class Captured:
         checks.refuse_unsupported(flow)
         self._places = dict(automatic.nodes_by_place(flat))
         self.loss = find_form(flat, flow, self.batch_dims) if doubled is None else doubled.loss
-        self._misplaced: list[automatic.MisplacedState] = []
+        self.misplaced: list[automatic.MisplacedState] = []
         if cut_like is not None:
-            self._misplaced = automatic.cut_like(flow, cut_like._flat, cut_like.graph.segments)
+            self.misplaced = automatic.cut_like(flow, cut_like._flat, cut_like.graph.segments)
             flow = Flow(flat)
         elif partition is not None:
             automatic.cut(flow, partition)
@@ -110,7 +110,7 @@ class Captured:
 
     def carve(self, first: int, stop: int) -> SpanProgram:
         """Return the segments `first..stop-1` as a pure function."""
-        misplaced = [state for state in self._misplaced if state.is_missing_in(first, stop)]
+        misplaced = [state for state in self.misplaced if state.is_missing_in(first, stop)]
         if misplaced:
             names = [state.name for state in misplaced if state.reason == misplaced[0].reason]
             raise CaptureError(f"{list_some(names)} {misplaced[0].reason}")

@@ -5,15 +5,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.capture.model.batch import Batch
 from varuna.capture.model.lengths import LengthGroup, Place
+from varuna.errors import CaptureError
+
+MAX_TERMS = 256
+"""Terms of a formula for a size. A convolutional network needs about 80."""
 
 _FUNCTIONS: Mapping[str, Any] = {name: getattr(torch, f"_sym_{name}", None) for name in ("sqrt", "log2")}
 
@@ -54,8 +60,23 @@ def symbolic_math() -> Iterator[None]:
         yield
 
 
+def bounded_expressions(line: Callable[[FrameType | None], str]) -> AbstractContextManager[Any]:
+    """Refuse sizes whose formulas grow too large: torch would simplify them for minutes."""
+    original = ShapeEnv.evaluate_expr
+
+    def evaluate(shapes: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(expression, sympy.Basic):
+            terms = islice(sympy.preorder_traversal(expression), MAX_TERMS + 1)
+            if sum(1 for _ in terms) > MAX_TERMS:
+                place = line(sys._getframe(1))
+                raise CaptureError(f"{place or 'the model'}: the sizes become formulas that are too large")
+        return original(shapes, expression, *args, **kwargs)
+
+    return patch.object(ShapeEnv, "evaluate_expr", evaluate)
+
+
 @contextmanager
 def symbolic_lengths(line: Callable[[FrameType | None], str]) -> Iterator[None]:
     """Keep sizes symbolic during an export wherever torch or Python would fix them without need."""
-    with symbolic_math(), named_guards(line):
+    with symbolic_math(), named_guards(line), bounded_expressions(line):
         yield
