@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from pyrannc.calls import AgreedCalls, CurrentCall
 from pyrannc.configuration import folder_of, read_configuration, take_arguments
 from pyrannc.logs import configure_logging
 from pyrannc.members import PartMembers
-from pyrannc.optimizers import PartitionedOptimizer
+from pyrannc.optimizers import PartitionedOptimizer, partition_optimizer
 from pyrannc.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
@@ -72,7 +72,7 @@ class RaNNCModule(PartMembers):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         gather_inputs: bool = True,
         use_amp_master_params: bool | str | os.PathLike[str] = False,
         load_deployment: str | os.PathLike[str] | bool | None = None,
@@ -96,7 +96,6 @@ class RaNNCModule(PartMembers):
         original = take_arguments(options)
         use_amp_master_params |= original.enable_apex_amp
         shard_optimizer |= original.enable_zero
-        _check_optimizer(optimizer, model)
         if isinstance(load_deployment, bool):  # the option with this name, which loads deployment_file
             options["load_deployment"], load_deployment = load_deployment, None
         configure_logging(folder_of(os.environ, Path.home()))
@@ -109,7 +108,7 @@ class RaNNCModule(PartMembers):
         check_name("scalar_outputs", scalar_outputs or "mean", get_args(Reduction))
         _share_members(self, model)
         self._calls = AgreedCalls(model, dict(batch_dims or {}), gather_inputs=gather_inputs)
-        self._optimizer = None if optimizer is None else PartitionedOptimizer(optimizer, model)
+        self._optimizers = _partition_optimizers(optimizer, model, sharded=shard_optimizer)
         self._options = PartitionOptions(
             configuration=configuration,
             device=self.device,
@@ -148,7 +147,7 @@ class RaNNCModule(PartMembers):
                 if call.changed:
                     agree_on_changes(self._session, partitioned.source.attributes, changes)
                 return self._run(partitioned, call)
-            partitioning = ModelPartitioning(self._model, self._optimizer, self._calls, self._options)
+            partitioning = ModelPartitioning(self._model, self._optimizers, self._calls, self._options)
             with self._session.patient(FIRST_CALL_TIMEOUT_FACTOR):
                 planned = partitioning.plan(call, self._session)
             stage_map = tuple(stage.ranks for stage in planned.pinned.plan.stages)
@@ -189,8 +188,9 @@ class RaNNCModule(PartMembers):
     def _sync_scalers(self, partitioned: PartitionedModel) -> None:
         """Make the gradient scalers of all ranks see the same overflows."""
         pipeline = partitioned.pipeline
-        if pipeline.must_agree_on_overflow and pipeline.reduced and self._optimizer is not None:
-            self._optimizer.add_placeholder(self.device, overflowed=pipeline.overflowed)
+        if pipeline.must_agree_on_overflow and pipeline.reduced:
+            for optimizer in self._optimizers:
+                optimizer.add_placeholder(self.device, overflowed=pipeline.overflowed)
 
     def _current_precision(self) -> PrecisionName:
         """Return the precision of autocast if the model is called under it, else that of this module."""
@@ -354,7 +354,7 @@ class RaNNCModule(PartMembers):
         """Run a call that all ranks make, and report its error to all of them."""
 
         def explain(error: torch.OutOfMemoryError) -> Exception | None:
-            optimizer = None if self._optimizer is None else self._optimizer.optimizer
+            optimizer = self._optimizers[0].optimizer if self._optimizers else None
             partitioned = self._partitioned
             return None if partitioned is None else partitioned.explain_out_of_memory(error, optimizer)
 
@@ -387,12 +387,25 @@ def _share_members(wrapper: nn.Module, model: nn.Module) -> None:
     wrapper.training = model.training
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    if optimizer is None:
-        return
+def _partition_optimizers(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    model: nn.Module,
+    *,
+    sharded: bool,
+) -> list[PartitionedOptimizer]:
+    """Let the optimizers keep only this rank's parameters later; each must have some of the model's."""
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
     own = set(model.parameters())
-    if own and own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+    for optimizer in listed:
+        if own and own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer has none of the model's parameters, so it would never change the model (make "
+                "it from the model that you pass here: Optimizer(model.parameters()))"
+            )
+    partitioned = [partition_optimizer(optimizer, model) for optimizer in listed]
+    if sharded and (len(listed) > 1 or any(optimizer.num_models > 1 for optimizer in partitioned)):
         raise ValueError(
-            "the optimizer has none of the model's parameters, so it would never change the model (make it "
-            "from the model that you pass here: Optimizer(model.parameters()))"
+            "shard_optimizer=True needs one optimizer for each wrapped model (make one from "
+            "model.parameters(), or leave shard_optimizer out)"
         )
+    return partitioned

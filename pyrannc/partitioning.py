@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ class ModelPartitioning:
     """Partitions one model over all ranks. All ranks make the same calls."""
 
     model: nn.Module
-    optimizer: PartitionedOptimizer | None
+    optimizers: Sequence[PartitionedOptimizer]
     calls: AgreedCalls
     options: PartitionOptions
 
@@ -142,6 +143,8 @@ class ModelPartitioning:
         )
         if trainer.norm is not None:
             trainer.norm.add([*before, *self.model.parameters()])
+            for optimizer in self.optimizers:
+                optimizer.clip_together(trainer.norm)
         partitioned.pipeline = Pipeline(
             session,
             trainer,
@@ -150,8 +153,8 @@ class ModelPartitioning:
             reduction=options.scalar_outputs,
             loss_weight=options.loss_weight,
         )
-        if self.optimizer is not None:
-            self._partition_optimizer(self.optimizer, partitioned)
+        for optimizer in self.optimizers:
+            self._partition_optimizer(optimizer, partitioned)
         log.info("deployed: %s", pinned.reason)
         return partitioned
 
@@ -187,20 +190,23 @@ class ModelPartitioning:
     def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session
         held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
-        optimizer.partition(held, partitioned.gather_named)
+        optimizer.partition(self.model, held, partitioned.gather_named)
         if not self.options.shard_optimizer:
             return
+        before = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         if session.replicas is not None:
             owners = shard_optimizer(optimizer.optimizer, replica=session.replica, group=session.replicas)
             reducer = partitioned.pipeline.trainer.reducer
             reducer.owned = frozenset(p for p in reducer.weights if owners.get(p, 0) == session.replica)
         # Ranks whose stage has one replica take part as well: gathering is collective.
         optimizer.shard(
+            self.model,
+            before,
             lambda own: {
                 name: state
                 for states in session.gather(PlainValue(own), PlainValue)
                 for name, state in states.value.items()
-            }
+            },
         )
 
     def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
@@ -226,7 +232,7 @@ class ModelPartitioning:
     def _measure(self, task: DeploymentTask, call: CurrentCall, session: Session) -> Profile | None:
         """Return the costs of the model: those that rank 0 knows, or measured by all ranks."""
         configuration = self.options.configuration
-        optimizer = None if self.optimizer is None else self.optimizer.optimizer
+        optimizer = self.optimizers[0].optimizer if self.optimizers else None
         needed, known, circumstances = None, None, ""  # `circumstances`: the key of cached costs
         if session.rank == 0:
             needed = measure_request(task, configuration)

@@ -19,7 +19,7 @@ LEVELS = {
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
     **dict.fromkeys(["train", "profile"], 3),
     **dict.fromkeys(["pyrannc", "hf"], 4),
-    "cli": 5,
+    **dict.fromkeys(["cli", "lightning"], 5),
     **dict.fromkeys(["__main__", "run_varuna", "launcher"], 6),
 }
 """Every package and top-level file, from the bottom up; a file imports only from lower levels."""

@@ -192,3 +192,14 @@ def test_a_plain_model_trains_under_torchrun_as_one_process_would(tmp_path: Path
         optimizer.step()
         optimizer.zero_grad()
     assert float(output.split()[-1]) == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["lightning_autoencoder", "fabric_classifier"])
+def test_lightning_trains_as_one_process_would(tmp_path: Path, name: str) -> None:
+    """TRA-5: with Lightning's own launcher, over two stages."""
+    plain = run([sys.executable, script(name)], tmp_path, HOME=str(tmp_path))
+    found = run(
+        [sys.executable, script(name), "--devices", "2", "--stages", "2"], tmp_path, HOME=str(tmp_path)
+    )
+    assert losses(found) == pytest.approx(losses(plain), rel=1e-4) and len(losses(found)) >= 8

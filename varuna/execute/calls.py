@@ -36,6 +36,10 @@ CALLS = (
     "DataLoader",
     "save_pretrained",
     "save_adapter",
+    "strategy.barrier",
+    "strategy.broadcast",
+    "strategy.reduce",
+    "next_epoch",
     CHANGED,
 )
 FIRST_CODE = -1000.0

@@ -2,8 +2,9 @@
 
 `clip_grad_norm_` and `get_total_norm` of torch.nn.utils see only this rank's tensors. `ModelNorm` registers
 the parameters of a wrapped model. If a call is given one of them, all ranks exchange their norms in one small
-message. Other calls run as before. `clip_grads_with_norm_` needs no change. `clip_grad_value_` works on each
-element, but refuses a rank without gradients.
+message. Models that share an optimizer are clipped together: each exchanges its norms. Other calls run as
+before. `clip_grads_with_norm_` needs no change. `clip_grad_value_` works on each element, but refuses a rank
+without gradients.
 
 torch is patched inside these functions, so that references that a script has imported before work, too.
 tests/train/test_clipping.py fails when a torch release changes what the patch relies on.
@@ -32,6 +33,7 @@ class ModelNorm:
         self._session = session
         self._reducer = reducer
         self._own = frozenset(parameters)
+        self._family = [weakref.ref(self)]  # this model and those that share an optimizer with it
         self.add(self._own)
         _live.add(self)
         if session.num_ranks > 1:
@@ -41,6 +43,21 @@ class ModelNorm:
         """Register more tensors by which a call is recognized: those that other ranks hold, placeholders."""
         for parameter in parameters:
             _models[parameter] = weakref.ref(self)
+
+    def join(self, other: "ModelNorm") -> None:
+        """Clip the parameters of both models together. All ranks join the same models in the same order."""
+        family = list(dict.fromkeys([*other._family, *self._family]))
+        for member in self._members(family):
+            member._family = family
+
+    @staticmethod
+    def _members(family: "Iterable[weakref.ref[ModelNorm]]") -> "list[ModelNorm]":
+        return [member for reference in family if (member := reference()) is not None]
+
+    @property
+    def divided_family(self) -> "list[ModelNorm]":
+        """Models of the family that one rank does not hold, in an order that is the same on all ranks."""
+        return [member for member in self._members(self._family) if member.spans_ranks]
 
     @property
     def spans_ranks(self) -> bool:
@@ -60,29 +77,41 @@ class ModelNorm:
     def total(self, tensors: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of these tensors on all ranks. All ranks call this.
 
-        Each tied parameter counts once, each stage on one replica. Tensors that are of no wrapped model are
+        Each tied parameter counts once, each stage on one replica. Tensors that are of no divided model are
         on every rank, and count as in one process.
         """
-        owners = {id(parameter.grad): parameter for parameter in self._own}
-        own, foreign = list[Tensor](), list[Tensor]()
+        divided = self.divided_family
+        owners = {
+            id(tensor): (member, parameter)
+            for member in divided
+            for parameter in member._own
+            for tensor in (parameter, parameter.grad)
+        }
+        own: dict[ModelNorm, list[Tensor]] = {member: [] for member in divided}
+        foreign = list[Tensor]()
         for tensor in tensors:
-            owner = tensor if tensor in self._own else owners.get(id(tensor))
-            if owner is None:
-                foreign += [] if tensor in _models else [tensor]
-            elif self._reducer.counts(owner):
-                own.append(tensor)
+            member, owner = owners.get(id(tensor), (None, None))
+            if member is None or owner is None:
+                registered = _models.get(tensor)
+                foreign += [] if registered is not None and registered() in divided else [tensor]
+            elif member._reducer.counts(owner):
+                own[member].append(tensor)
+        parts = [norm for member in divided for norm in member._gather(own[member], norm_type, foreach)]
+        if foreign:
+            parts.append(float(_plain_norm(foreign, norm_type, False, foreach)))
+        norms = torch.tensor(parts, dtype=torch.float64)
+        total = norms.sum() if norm_type == 0 or not parts else torch.linalg.vector_norm(norms, norm_type)
+        return total.to(tensors[0]) if tensors else total.to(torch.get_default_dtype())
+
+    def _gather(self, own: Sequence[Tensor], norm_type: float, foreach: bool | None) -> list[float]:
+        """Return the norms of all ranks that have tensors of this model."""
         numbers = [0.0, 0.0]
         if own:
             norm = _plain_norm(own, norm_type, False, foreach)
             numbers = [1.0, *HostCopy(norm.double()).numbers(self._session.waiter)]
         with self._session.call("clip_grad_norm_", announce=False):
             gathered = self._session.gather_numbers(numbers)
-        parts = [norm for is_present, norm in gathered if is_present]
-        if foreign:
-            parts.append(float(_plain_norm(foreign, norm_type, False, foreach)))
-        norms = torch.tensor(parts, dtype=torch.float64)
-        total = norms.sum() if norm_type == 0 or not parts else torch.linalg.vector_norm(norms, norm_type)
-        return total.to(tensors[0]) if tensors else total.to(torch.get_default_dtype())
+        return [norm for is_present, norm in gathered if is_present]
 
 
 _models: Any = WeakTensorKeyDictionary()  # a weak reference to the model of each registered parameter
@@ -161,5 +190,5 @@ def _find_model(tensors: Sequence[Tensor]) -> ModelNorm | None:
         found = _models.get(tensor)
         model = None if found is None else found()
         if model is not None:
-            return model if model.spans_ranks else None
+            return next(iter(model.divided_family), None)
     return next((model for model in divided if model.holds_gradient(tensors)), None)

@@ -1,0 +1,113 @@
+"""Fabric with the strategy "varuna" trains as one process does on the whole batch."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import varuna.lightning
+from tests.lightning.modules import AutoEncoder, data
+from tests.pool import Pool
+from varuna import CutPoint
+
+STAGES = {"partition_num": 2, "pipeline_num": 2}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), CutPoint(), nn.Linear(16, 2)).double()
+
+
+def loop(folder: str, *, wrapped: bool = True, **options: Any) -> dict[str, Any]:
+    """The loop of Fabric's documentation, with accumulation, clipping, a scheduler and a checkpoint."""
+    world = dist.get_world_size() if wrapped else 1
+    strategy: Any = varuna.lightning.VarunaFabricStrategy(measure=False, **options) if wrapped else "auto"
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(data(), batch_size=12 // world))
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        accumulates = number % 2 == 0
+        with fabric.no_backward_sync(model, enabled=accumulates):
+            loss = F.cross_entropy(model(x), y)
+            fabric.backward(loss)
+        losses.append(float(fabric.all_reduce(loss.detach())))
+        if not accumulates:
+            fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        scores = fabric.all_gather(model(torch.ones(2, 12).double())).reshape(-1, 2, 2)[0]
+    file = Path(folder) / ("wrapped.ckpt" if wrapped else "plain.ckpt")
+    fabric.save(file, {"model": model, "optimizer": optimizer, "step": 4})
+    rest = fabric.load(file, {"model": model, "optimizer": optimizer})
+    assert rest == {"step": 4}
+    return {"losses": losses, "scores": scores, "state": model.state_dict(), "file": torch.load(file)}
+
+
+def steps_of_lightning_modules(wrapped: bool = True, **options: Any) -> list[float]:
+    """Fabric calls training_step of a LightningModule, whose optimizer is made after setup."""
+    world = dist.get_world_size() if wrapped else 1
+    strategy: Any = varuna.lightning.VarunaFabricStrategy(measure=False, **options) if wrapped else "auto"
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(2)
+    model = fabric.setup_module(Quiet().double())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for number, batch in enumerate(fabric.setup_dataloaders(DataLoader(data(), batch_size=12 // world))):
+        loss = model.training_step(batch, number)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(fabric.all_reduce(loss.detach())))
+    return losses
+
+
+class Quiet(AutoEncoder):
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, STAGES), (3, {})])
+def test_the_loop_of_the_documentation(
+    pool: Pool, tmp_path: Path, world: int, options: dict[str, Any]
+) -> None:
+    """TRA-5: and a checkpoint that one process loads."""
+    expected = loop(str(tmp_path), wrapped=False)
+    for found in pool.run(loop, world, str(tmp_path), **options):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_lightning_module_trains_with_fabric(pool: Pool) -> None:
+    """TRA-5"""
+    expected = steps_of_lightning_modules(wrapped=False)
+    for found in pool.run(steps_of_lightning_modules, 2, **STAGES):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def names() -> list[str]:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    return [registry["varuna"]["strategy"].__name__ for registry in (StrategyRegistry, STRATEGY_REGISTRY)]
+
+
+def test_the_name_is_registered_and_other_names_are_refused() -> None:
+    """TRA-5: the strategies of one process are found by name."""
+    assert names() == ["VarunaStrategy", "VarunaFabricStrategy"]
+    assert type(L.Trainer(strategy="varuna", accelerator="cpu", devices=1).strategy).__name__ == names()[0]
+    with pytest.raises(AttributeError, match="no attribute 'VarunaStrateg'"):
+        varuna.lightning.VarunaStrateg  # noqa: B018

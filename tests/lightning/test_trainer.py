@@ -1,0 +1,87 @@
+"""Lightning's Trainer with the strategy "varuna" trains as one process does on the whole batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.modules import Saving, count_labels, fit, refused
+from tests.pool import Pool
+
+STAGES = {"partition_num": 2, "pipeline_num": 2}
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-9) -> None:
+    for part in ("losses", "validations", "rates"):
+        torch.testing.assert_close(found[part], expected[part], rtol=rtol, atol=rtol)
+    assert found["state"].keys() == expected["state"].keys()
+    torch.testing.assert_close(found["state"], expected["state"], rtol=rtol, atol=rtol)
+    torch.testing.assert_close(found["optimizers"], expected["optimizers"], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts", "given"),
+    [
+        ("AutoEncoder", [(2, STAGES), (3, {})], {"shuffle": True, "gradient_clip_val": 0.05}),
+        ("AutoEncoder", [(4, STAGES)], {"accumulate_grad_batches": 2, "batch": 8, "steps": 3}),
+        ("Classifier", [(2, {"partition_num": 2, "pipeline_num": 1})], {"gradient_clip_val": 0.1}),
+        ("LooseParameter", [(2, {}), (2, STAGES)], {}),
+        ("Adversaries", [(2, STAGES), (2, {})], {}),
+    ],
+)
+def test_examples_train_as_in_one_process(
+    pool: Pool, tmp_path: Path, kind: str, layouts: list[tuple[int, Any]], given: dict[str, Any]
+) -> None:
+    """TRA-5: losses, validation, learning rates, weights and optimizer state, and the model after fit."""
+    expected = fit(kind, str(tmp_path), wrapped=False, **given)
+    for world, options in layouts:
+        for found in pool.run(fit, world, kind, str(tmp_path), options=options, **given):
+            compare(found, expected)
+
+
+def test_a_checkpoint_goes_on_at_another_layout_and_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    """TRA-5: a checkpoint by a callback during training, and one by save_checkpoint after it."""
+    first, second = str(tmp_path / "step3.ckpt"), str(tmp_path / "after.ckpt")
+    pool.run(fit, 2, "AutoEncoder", str(tmp_path), options=STAGES, steps=4, callbacks=[Saving(first)])
+    expected = fit("AutoEncoder", str(tmp_path), wrapped=False, steps=6, resume=first)
+    for found in pool.run(fit, 3, "AutoEncoder", str(tmp_path), steps=6, resume=first, save=second):
+        compare(found, expected)
+    (found, *_) = pool.run(fit, 2, "AutoEncoder", str(tmp_path), options=STAGES, steps=9, resume=second)
+    compare(found, fit("AutoEncoder", str(tmp_path), wrapped=False, steps=9, resume=second))
+
+
+def test_mixed_precision_trains_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    """TRA-5: bf16-mixed, over stages."""
+    given = {"precision": "bf16-mixed", "double": False}
+    expected = fit("AutoEncoder", str(tmp_path), wrapped=False, **given)
+    (found, *_) = pool.run(fit, 2, "AutoEncoder", str(tmp_path), options=STAGES, **given)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("MaskedLoss", {}, "because of ignore_index or class weights"),
+        ("Bypassing", {"options": STAGES}, "self.layers(...) is called, but self(...), which contains it"),
+        ("Weights", {}, "the gradient of 'layers.0.weight' differs between ranks"),
+        ("EndsEarly", {"own_data": True}, "rank 1 in next_epoch()"),
+        ("AutoEncoder", {"sync_batchnorm": True}, "sync_batchnorm=True is not supported"),
+        ("AutoEncoder", {"options": {"modules": "encoderr"}}, "modules names 'encoderr', which AutoEncoder"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(
+    pool: Pool, tmp_path: Path, kind: str, given: dict[str, Any], said: str
+) -> None:
+    """TRA-5: with the name of the culprit; nothing hangs."""
+    given = {"options": {"timeout_seconds": 20}, **given}
+    found = pool.run(refused, 2, kind, str(tmp_path), **given)
+    assert any(said in error for error in found) and "trained" not in found, found
+
+
+def test_a_loss_weight_makes_a_masked_loss_that_of_the_whole_batch(pool: Pool, tmp_path: Path) -> None:
+    """TRA-5"""
+    expected = fit("MaskedLoss", str(tmp_path), wrapped=False)
+    options = {"partition_num": 2, "pipeline_num": 1, "loss_weight": count_labels}
+    for found in pool.run(fit, 2, "MaskedLoss", str(tmp_path), options=options):
+        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-9)

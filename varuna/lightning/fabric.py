@@ -1,0 +1,108 @@
+"""The strategy of Lightning Fabric: modules that `fabric.setup` is given are partitioned over all ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.process import delay_grad_allreduce
+from varuna.lightning.losses import refuse_counted_labels
+from varuna.lightning.parts import ModelParts, start_equal
+from varuna.lightning.ranks import environment_class, started_process
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricBase
+else:
+    FabricBase = object
+
+
+class FabricBehaviour(FabricBase):
+    """Pipeline and data parallel training with Fabric; the base class is Fabric's DDPStrategy."""
+
+    environment_base: Any
+
+    def __init__(
+        self,
+        modules: str | Sequence[str] | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        start_method: Any = "popen",
+        **options: Any,
+    ) -> None:
+        process = started_process()
+        if cluster_environment is None and process is not None:
+            cluster_environment = environment_class(self.environment_base)(process)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+        )
+        self._modules = [modules] if isinstance(modules, str) else modules
+        self._options = options
+        self._parts: list[ModelParts] = []
+        self._backward_sync_control = DelayedReduction()  # type: ignore[assignment]
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        return self._set_up(module, [])
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
+        return self._set_up(module, optimizers), optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for parts in self._parts:
+            parts.add_optimizer(optimizer)
+        return optimizer
+
+    def _set_up(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+        start_equal(module)
+        self._parts.append(ModelParts(module, optimizers, self.root_device, self._options, self._modules))
+        return module
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self.world_size > 1 and "loss_weight" not in self._options:
+            refuse_counted_labels(tensor)
+        with ExitStack() as stack:
+            for parts in self._parts:
+                stack.enter_context(parts.backward(tensor))
+            super().backward(tensor, module, *args, **kwargs)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return module.state_dict()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._announced("strategy.barrier"):
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._announced("strategy.broadcast"):
+            return super().broadcast(obj, src)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self._announced("strategy.reduce"):
+            return super().all_reduce(tensor, group, reduce_op)
+
+    def _announced(self, call: str) -> AbstractContextManager[None]:
+        return self._parts[0].announce(call) if self._parts else nullcontext()
+
+
+class DelayedReduction:
+    """`fabric.no_backward_sync`: add up gradients without reducing them."""
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        delay_grad_allreduce(enabled)
+        try:
+            yield
+        finally:
+            delay_grad_allreduce(False)

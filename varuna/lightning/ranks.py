@@ -1,0 +1,69 @@
+"""Rank of this process for Lightning, by the variables of `varuna run`, torchrun, mpirun or srun."""
+
+import os
+from typing import Any
+
+from pyrannc.process import ProcessRank, find_rank
+
+
+def started_process() -> ProcessRank | None:
+    """Return the rank of this process; None if no launcher started it."""
+    process = find_rank(os.environ)
+    return process if process.world > 1 and process.local_rank >= 0 else None
+
+
+def environment_class(base: Any) -> Any:
+    """Return a ClusterEnvironment of Lightning for processes that a launcher started.
+
+    `base` is the class of the Lightning package that asks.
+    """
+    return type("VarunaEnvironment", (StartedProcesses, base), {"__module__": __name__})
+
+
+class StartedProcesses:
+    """Rank and address of processes that a launcher started; Lightning cannot change them."""
+
+    creates_processes_externally = True
+
+    def __init__(self, process: ProcessRank) -> None:
+        super().__init__()
+        self._process = process
+
+    @property
+    def main_address(self) -> str:
+        return self._process.address
+
+    @property
+    def main_port(self) -> int:
+        return self._process.port
+
+    @staticmethod
+    def detect() -> bool:
+        return started_process() is not None
+
+    def world_size(self) -> int:
+        return self._process.world
+
+    def set_world_size(self, size: int) -> None:
+        """The launcher has set it."""
+
+    def global_rank(self) -> int:
+        return self._process.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has set it."""
+
+    def local_rank(self) -> int:
+        return self._process.local_rank
+
+    def node_rank(self) -> int:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._process.world))
+        return self._process.rank // local
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        if num_devices * num_nodes != self._process.world:
+            raise ValueError(
+                f"devices={num_devices} and num_nodes={num_nodes} of Lightning are "
+                f"{num_devices * num_nodes} processes, but the launcher started {self._process.world} (pass "
+                "the number of processes of each machine as devices=, and of machines as num_nodes=)"
+            )
