@@ -182,3 +182,24 @@ def test_the_model_inside_holds_the_parameters_that_train(pool: Pool) -> None:
     first, second = (result["held"] for result, _ in found)
     assert "last.linear.weight" in second and "last.linear.weight" not in first
     check_state(found[0][1], expected)
+
+
+def test_the_sample_has_the_names_of_all_versions() -> None:
+    """V4: `dummy_inputs` and `get_batch_fn`, by position or by name, with or without a device."""
+
+    def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
+        return {"x": torch.randn(size, 6, device=device)}
+
+    sizes: Any = {"batch_size": 4, "chunk_size": 2, "device": "cpu"}
+    named: Any = {"model": Net(), "stage_to_rank_map": "0;", **sizes}
+    for wrapped in (
+        Varuna(Net(), "0;", get_batch, 4, 2, device="cpu"),
+        Varuna(Net(), "0;", get_batch_fn=get_batch, **sizes),
+        Varuna(**named, get_batch_fn=lambda size: get_batch(size)),
+        Varuna(**named, dummy_inputs=get_batch(2)),
+    ):
+        wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        assert wrapped.step(get_batch(4))[0] > 0
+        wrapped.close()
+    with pytest.raises(TypeError, match="both sample inputs and get_batch_fn"):
+        Varuna(Net(), "0;", get_batch, 4, 2, get_batch_fn=get_batch)  # type: ignore[call-arg]

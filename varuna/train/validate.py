@@ -1,12 +1,13 @@
 """The arguments of `Varuna`, checks of them and of the model, and the division into stages."""
 
+import functools
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import get_args
+from typing import ParamSpec, get_args
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,23 @@ def check_evaluated(num_samples: int, batch_size: int | None) -> None:
             f"evaluate was given {num_samples} samples and batch_size={batch_size}, but it evaluates all of "
             "them (pass only the samples that you mean, and leave batch_size out)"
         )
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def takes_get_batch_fn(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Accept `get_batch_fn=`, the name of `dummy_inputs=` in some versions of the original."""
+
+    @functools.wraps(init)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        if "get_batch_fn" in kwargs:
+            if len(args) > 3 or "dummy_inputs" in kwargs:  # the first one is the new object
+                raise TypeError("Varuna was given both sample inputs and get_batch_fn= (pass one of them)")
+            kwargs["dummy_inputs"] = kwargs.pop("get_batch_fn")
+        init(*args, **kwargs)
+
+    return wrapped
 
 
 def call_for_sample(get_batch: Callable[..., Mapping[str, object]]) -> Mapping[str, object]:

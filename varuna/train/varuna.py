@@ -47,6 +47,7 @@ from varuna.train.validate import (
     check_optimizer,
     check_share,
     join_job,
+    takes_get_batch_fn,
 )
 from varuna.types import (
     ChannelName,
@@ -114,6 +115,7 @@ class Varuna(nn.Module):
     average_loss: float | None = None  # of the last step
     _overflow = False
 
+    @takes_get_batch_fn
     def __init__(
         self,
         model: nn.Module,
