@@ -18,7 +18,7 @@ from pyrannc.configuration import folder_of, read_configuration, take_arguments
 from pyrannc.logs import configure_logging
 from pyrannc.members import PartMembers
 from pyrannc.optimizers import PartitionedOptimizer, partition_optimizer
-from pyrannc.outputs import Reduction
+from varuna.execute.step.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight

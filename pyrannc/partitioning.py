@@ -17,7 +17,7 @@ from pyrannc.configuration import Configuration
 from pyrannc.layouts import DeploymentTask
 from pyrannc.model_costs import keep_costs, measure_request, read_known_costs
 from pyrannc.optimizers import PartitionedOptimizer
-from pyrannc.outputs import Reduction
+from varuna.execute.step.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel, check_same_forward
 from pyrannc.pipeline import Pipeline
 from pyrannc.process import switches

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import AgreedCall, TensorInput
-from pyrannc.outputs import ModelOutput, Reduction, classify_output
+from varuna.execute.step.outputs import ModelOutput, Reduction, classify_output
 from varuna.capture import Captured
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.model.lengths import Sizes

@@ -112,14 +112,7 @@ class DataLoader:
                 f"a batch of the data has {batch.size} samples, but the job's batch_size is {most} (give "
                 "both the same size)"
             )
-        shares = spread_evenly(batch.size, parts=model.data_depth)
-        first, size = sum(shares[: model.rank_within_stage]), shares[model.rank_within_stage]
-        return {
-            name: value.narrow(batch.dims[name], first, size)
-            if isinstance(value, Tensor) and name in batch.dims
-            else value
-            for name, value in inputs.items()
-        }
+        return own_share(model, inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was trained."""
@@ -130,3 +123,16 @@ class DataLoader:
         self._position = self._before = ReaderPosition(**state_dict)
         self._read_at = -1
         self._resumes = True
+
+
+def own_share(model: Varuna, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this replica's share of the inputs of a whole batch."""
+    batch = model._programs.batch(inputs)
+    shares = spread_evenly(batch.size, parts=model.data_depth)
+    first, size = sum(shares[: model.rank_within_stage]), shares[model.rank_within_stage]
+    return {
+        name: value.narrow(batch.dims[name], first, size)
+        if isinstance(value, Tensor) and name in batch.dims
+        else value
+        for name, value in inputs.items()
+    }

@@ -54,7 +54,7 @@ def wrap(
         _check_optimizer(optimizer, names)
     stage_map, given = environment.stage_to_rank_map, environment.chunk_size
     if stage_map is None:
-        stage_map = _choose_map(model, stages, device)
+        stage_map = choose_map(model, stages, device)
     elif stages is not None and stages != len(parse_stage_map(stage_map)):
         raise ValueError(
             f"stages={stages}, but the launcher has chosen the map {stage_map!r} (set --nstages there)"
@@ -62,7 +62,7 @@ def wrap(
     size = given or microbatch_size or default_microbatch_size(stage_map, batch_size)
     wrapped = Varuna(model, stage_map, sample, batch_size, size, device=device, **options)
     if isinstance(optimizer, torch.optim.Optimizer):
-        _hand_over(optimizer, names, wrapped)
+        hand_over(optimizer, names, wrapped)
     else:
         optimizer = optimizer(wrapped.parameters())
     wrapped.set_optimizer(optimizer)
@@ -76,7 +76,8 @@ def default_microbatch_size(stage_map: str, batch_size: int) -> int:
     return share if len(rows) == 1 else max(1, share // (MICROBATCHES_PER_STAGE * len(rows)))
 
 
-def _choose_map(model: nn.Module, stages: int | None, device: int | str | torch.device) -> str:
+def choose_map(model: nn.Module, stages: int | None, device: int | str | torch.device) -> str:
+    """Return the map of a job whose launcher has chosen none."""
     world = _join()
     if stages is None:
         stages = _fewest_stages(model, world, device)
@@ -142,9 +143,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, st
         )
 
 
-def _hand_over(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], wrapped: Varuna) -> None:
-    """Replace the model's parameters by those of this stage, in the groups that they were in."""
+def hand_over(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], wrapped: Varuna) -> None:
+    """Replace the model's parameters by those of this stage, in the groups that they were in, with state."""
     held = dict(wrapped.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
-        found = (held.get(names[parameter]) for parameter in group["params"])
-        group["params"] = [parameter for parameter in found if parameter is not None]
+        pairs = [(parameter, held.get(names[parameter])) for parameter in group["params"]]
+        group["params"] = [own for _, own in pairs if own is not None]
+        for parameter, own in pairs:
+            if own is not parameter and parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                if own is not None:
+                    optimizer.state[own] = state

@@ -73,7 +73,7 @@ class CallConvention:
 
         with (
             model.register_forward_hook(lambda _module, _args, output: find_loss(output, self._loss)),
-            patch.object(model, "forward", _declaring(forward, inputs)),
+            patch.object(model, "forward", declaring(forward, inputs)),
         ):
             yield
 
@@ -135,7 +135,7 @@ class StructuredCall(CallConvention):
             )
             return self._output_tensors(original(*bound.args, **bound.kwargs), set(map(id, leaves.values())))
 
-        with patch.object(model, "forward", _declaring(forward, inputs)):
+        with patch.object(model, "forward", declaring(forward, inputs)):
             yield
 
     def structure(self) -> OutputStructure:
@@ -177,7 +177,7 @@ def _cannot_call(model: nn.Module, arguments: str, error: TypeError) -> str:
     )
 
 
-def _declaring(forward: Any, names: Iterable[str]) -> Any:
+def declaring(forward: Any, names: Iterable[str]) -> Any:
     """Set the signature of a function: torch.export matches its example with the declared arguments.
 
     Arguments that a model takes by `**kwargs` thus become inputs like any other.

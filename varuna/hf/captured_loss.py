@@ -1,0 +1,59 @@
+"""The loss of a Trainer as the forward of its model: what `compute_loss` does is captured and cut into stages."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+ALL_OUTPUTS = "varuna_all_outputs"
+"""An input that asks for the outputs of the model itself."""
+NUM_BATCHES = "varuna_num_batches"
+"""An input: the number of accumulated batches that the loss is divided by."""
+NUM_ITEMS = "num_items_in_batch"
+
+ComputeLoss = Callable[[Any, dict[str, Any], Any], Tensor]
+"""Called with the model, its inputs and the number of items, as `Trainer.compute_loss`."""
+
+
+class ModelProxy:
+    """Stands for a model: calls run `run`; attributes and the class are the model's."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        self.__dict__.update(_model=model, _run=run)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self.__dict__["_run"](*args, **inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self.__dict__["_model"])
+
+
+@contextmanager
+def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[None]:
+    """Within the block, the model's forward computes the loss. Copies made in the block keep it."""
+    original = type(model)
+    patched = vars(model).pop("forward", None)  # bound to this model: a copy would call the original
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        if inputs.pop(ALL_OUTPUTS, False):
+            return original.forward(self, **inputs)
+        num_items, num_batches = inputs.pop(NUM_ITEMS, None), inputs.pop(NUM_BATCHES, None)
+        # Not the model itself: its hooks and patches belong to the call that is running.
+        plain = ModelProxy(self, partial(original.forward, self))
+        loss = compute_loss(plain, inputs, num_items)
+        return loss if num_batches is None else loss / num_batches
+
+    members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    model.__class__ = type(original.__name__, (original,), members)
+    try:
+        yield
+    finally:
+        model.__class__ = original
+        if patched is not None:
+            vars(model)["forward"] = patched

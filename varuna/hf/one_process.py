@@ -1,0 +1,88 @@
+"""Lets transformers and accelerate run as in one process, on every rank: Varuna alone distributes the work."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "CCL_WORLD_SIZE",
+)
+"""Variables from which accelerate concludes that it has to distribute the work itself."""
+
+
+def own_rank() -> int:
+    """Return this process's rank in the job."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def set_one_process(args: Any) -> None:
+    """Change the class of TrainingArguments: they describe one process, whose rank is this one's."""
+    if not getattr(args, "varuna_one_process", False):
+        args.__class__ = _one_process_class(type(args))
+
+
+def restored(kind: type, values: dict[str, Any]) -> Any:
+    """Return TrainingArguments of their original class, from a pickle."""
+    args = kind.__new__(kind)
+    args.__dict__.update(values)
+    return args
+
+
+@cache
+def _one_process_class(kind: type) -> type:
+    from transformers.training_args import ParallelMode
+
+    def is_given(name: str) -> property:
+        """Hide the value of a field from transformers. `given` returns it."""
+        return property(lambda _self: False, lambda self, value: self.__dict__.__setitem__(name, value))
+
+    members = {
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, _protocol: (restored, (kind, dict(self.__dict__))),
+        "varuna_one_process": True,
+        "world_size": property(lambda _self: 1),
+        "n_gpu": property(lambda _self: 1),
+        "parallel_mode": property(lambda _self: ParallelMode.NOT_PARALLEL),
+        "process_index": property(lambda _self: own_rank()),
+        "local_process_index": property(
+            lambda _self: int(os.environ.get("LOCAL_RANK", "0")) if dist.is_initialized() else 0
+        ),
+        "mixed_precision": property(
+            lambda _self: "no", lambda self, value: self.__dict__.__setitem__("mixed_precision", value)
+        ),
+        "gradient_checkpointing": is_given("gradient_checkpointing"),
+        "torch_compile": is_given("torch_compile"),
+        "average_tokens_across_devices": is_given("average_tokens_across_devices"),
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def given(args: Any, name: str) -> Any:
+    """Return the value that the script gave to a field that is hidden from transformers."""
+    return args.__dict__.get(name)
+
+
+@contextmanager
+def alone(*, cpu: bool) -> Iterator[None]:
+    """Make accelerate's state that of one process. The process group of the job stays."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        PartialState(cpu=cpu)
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -1,0 +1,225 @@
+"""The model of a Trainer as a pipeline: wraps it, runs its updates, and returns its losses and outputs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna.capture.model.tied_weights import named_tensors
+from varuna.environment import VarunaEnvironment
+from varuna.execute.comm.collective import Collective
+from varuna.hf.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
+from varuna.train.loader import own_share
+from varuna.train.outputs import whole_outputs
+from varuna.train.validate import start_process_group
+from varuna.train.varuna import Varuna
+from varuna.train.wrap import choose_map, default_microbatch_size, hand_over
+from varuna.types import PrecisionName, parse_stage_map
+
+SAMPLE_SIZE = 2
+"""Samples of the first batch with which the model is captured."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How to wrap the model: what the script has given to the trainer, and what its arguments say."""
+
+    stages: int | None
+    microbatch_size: int | None
+    batch_size: int  # samples of an update
+    device_batch_size: int  # samples of one batch of the Trainer
+    precision: PrecisionName
+    recompute: bool | None
+    compile: bool
+    seed: int
+    device: torch.device
+    options: Mapping[str, Any]  # of `Varuna`
+
+
+@dataclass
+class TrainerPipeline:
+    """A wrapped model, from the first batch on. Every rank has the same batches."""
+
+    settings: PipelineSettings
+    model: Varuna | None = None
+    source: nn.Module | None = None  # the script's model
+    grad_norm: float | None = None  # of the last update, if its step has clipped
+    overflow: bool = False  # the last update must be skipped
+    _joined: Collective | None = field(default=None, repr=False)
+
+    @property
+    def collective(self) -> Any:
+        """The ranks of the job: the session of the wrapped model, or a group of its own before."""
+        if self.model is not None:
+            return self.model._session
+        if self._joined is None:
+            self._joined = _all_ranks()
+        return self._joined
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether the losses of two batches add up to the loss of both: they can be one step."""
+        loss = self.wrapped._programs.sampled.captured.loss
+        return bool(loss.sums[0]) and not loss.edits
+
+    @property
+    def wrapped(self) -> Varuna:
+        assert self.model is not None, "the model is wrapped with the first batch"
+        return self.model
+
+    def wrap(self, model: nn.Module, inputs: Mapping[str, Any], compute_loss: ComputeLoss) -> None:
+        """Wrap the script's model. All ranks call this with the same inputs."""
+        settings, environment = self.settings, VarunaEnvironment.read(os.environ)
+        check_launcher(settings, environment)
+        stage_map = environment.stage_to_rank_map or choose_map(model, settings.stages, settings.device)
+        size = environment.chunk_size or settings.microbatch_size
+        if size is None:
+            size = default_microbatch_size(stage_map, settings.batch_size)
+            size = min(size, settings.device_batch_size)
+        model.train()
+        options = {"recompute": settings.recompute, **settings.options}
+        with loss_in_forward(model, compute_loss):
+            self.model = Varuna(
+                model,
+                stage_map,
+                sample_of(inputs),
+                settings.batch_size,
+                size,
+                device=settings.device,
+                precision=settings.precision,
+                compile=settings.compile,
+                seed=settings.seed,
+                **options,
+            )
+        self.source = model
+
+    def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Give the optimizer and the script's model this stage's parameters; free those of other stages."""
+        wrapped, model = self.wrapped, self.source
+        assert model is not None
+        if optimizer is not None and wrapped.optimizer is not optimizer:
+            names: dict[Tensor, str] = {value: name for name, value in model.named_parameters()}
+            hand_over(optimizer, names, wrapped)
+            wrapped.set_optimizer(optimizer, init_loss_scale=2.0**16, min_loss_scale=None)
+        source, state = wrapped._programs.sampled.source, wrapped._state
+        segments = wrapped._programs.sampled.captured.graph.segments
+        used = {name for segment in segments for name in segment.parameters}
+        for name, shell in named_tensors(source.meta_model).items():
+            canonical = source.canonical.get(name, name)
+            if not isinstance(shell, nn.Parameter) or canonical not in used:
+                continue
+            owner, leaf = source.place(name)
+            held = state.tensor(canonical) if canonical in state.canonical else shell
+            assert isinstance(held, nn.Parameter)
+            owner._parameters[leaf] = held
+
+    def step(self, inputs: Mapping[str, Any], *, iteration: int, max_norm: float | None) -> float:
+        """Run forward and backward of one batch; `.grad` gets the gradient of the whole batch."""
+        wrapped = self.wrapped
+        wrapped.iteration = iteration
+        loss, overflow = wrapped.step(own_share(wrapped, inputs), max_norm)
+        self.overflow |= overflow
+        self.grad_norm = wrapped.grad_norm if max_norm is not None else None
+        return loss
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the accumulated gradient of the whole model, and return its norm."""
+        if self.grad_norm is not None:  # the only step of this update has done it
+            return self.grad_norm
+        wrapped = self.wrapped
+        with wrapped._session.call("clip_grad_norm"), wrapped._report_errors("clip_grad_norm"):
+            return wrapped._trainer.reducer.clip(max_norm)
+
+    def evaluate(self, inputs: Mapping[str, Any]) -> float:
+        return self.wrapped.evaluate(own_share(self.wrapped, inputs))
+
+    def outputs(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the model's own outputs for all samples, on every rank."""
+        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True})
+
+    def patient(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.model is None else self.model._session.patient(15.0)
+
+    def close(self) -> None:
+        if self.model is not None:
+            self.model.close()
+            self.model = self.source = None
+
+
+def sample_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first samples of a batch, with which the model is captured."""
+    sizes = [value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    largest = max(sizes, default=0)
+    return {
+        name: value[:SAMPLE_SIZE]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == largest > 1
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def join_batches(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Concatenate batches of equal shapes. Others stay batches of their own."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for number, batch in enumerate(batches):
+        sizes = {v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()}
+        key: Any = number
+        if len(sizes) == 1:
+            key = tuple(
+                (name, value.dtype, value.shape[1:], value.device)
+                if isinstance(value, Tensor)
+                else (name, repr(value))
+                for name, value in sorted(batch.items())
+            )
+        groups.setdefault(key, []).append(batch)
+    return [_joined(group) for group in groups.values()]
+
+
+def _joined(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = batches[0]
+    if len(batches) == 1:
+        return dict(first)
+    return {
+        name: torch.cat([batch[name] for batch in batches])
+        if isinstance(value, Tensor) and value.dim()
+        else value
+        for name, value in first.items()
+    }
+
+
+def check_launcher(settings: PipelineSettings, environment: VarunaEnvironment) -> None:
+    """Refuse a launcher whose batch or number of stages differs from the script's."""
+    given = environment.batch_size
+    if given is not None and given != settings.batch_size:
+        raise ValueError(
+            f"the launcher's batch size is {given}, but the TrainingArguments give {settings.batch_size}: "
+            "per_device_train_batch_size × gradient_accumulation_steps is the batch of the whole job, in every "
+            f"layout (start with --batch-size {settings.batch_size}, or change the arguments)"
+        )
+    stage_map = environment.stage_to_rank_map
+    if stage_map and settings.stages is not None and settings.stages != len(parse_stage_map(stage_map)):
+        raise ValueError(
+            f"stages={settings.stages}, but the launcher has chosen the map {stage_map!r} (set --nstages there)"
+        )
+
+
+def _all_ranks() -> Collective:
+    """Return all ranks of the job; initialize torch.distributed if a launcher has started several."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        start_process_group()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Collective(0, [0])
+    return Collective(dist.get_rank(), range(dist.get_world_size()), dist.new_group(backend="gloo"))
+
+
+def loss_inputs(inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
+    """Return a batch with the number of items that its loss is divided by, as an input."""
+    found = dict(inputs.items())
+    if num_items is not None:
+        found[NUM_ITEMS] = torch.as_tensor(num_items).cpu()
+    return found

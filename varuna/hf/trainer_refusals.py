@@ -1,0 +1,89 @@
+"""Features of transformers' Trainer that do not work over pipeline stages: each is refused by name."""
+
+import os
+from typing import Any
+
+LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_layerwise", "q_apollo")
+"""Parts of names of optimizers that need the whole model, or that step inside backward."""
+
+REFUSED_FIELDS = {
+    "deepspeed": "Varuna distributes the model itself: remove it, and pass shard_optimizer=True to save memory",
+    "fsdp": "Varuna distributes the model itself: remove it, and use stages=",
+    "parallelism_config": "tensor, context and sequence parallelism are not supported: remove it, and use stages=",
+    "neftune_noise_alpha": "its noise would change with the layout: set it to None",
+    "use_liger_kernel": "it replaces parts of the model by kernels that cannot be cut: set it to False",
+    "auto_find_batch_size": "a rank cannot change the batch on its own: set per_device_train_batch_size",
+    "fp16_full_eval": "evaluations run in the precision of the training: set it to False, or train with fp16",
+    "bf16_full_eval": "evaluations run in the precision of the training: set it to False, or train with bf16",
+    "enable_jit_checkpoint": "`varuna run` saves when machines leave: set it to False",
+    "save_on_each_node": "all ranks write to one folder that all of them see: set it to False",
+    "torch_empty_cache_steps": "the memory of a stage is kept between steps: set it to None",
+    "activation_offloading": "use gradient_checkpointing=True, which recomputes activations",
+    "padding_free": "a batch of one long row cannot be divided into micro-batches: set it to False",
+}
+"""Fields of TrainingArguments (and trl's SFTConfig) that must have no value, and the way out."""
+
+
+class UnsupportedFeature(ValueError):
+    """A feature of Trainer that VarunaTrainer does not have."""
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise UnsupportedFeature for an argument that cannot be honoured."""
+    for name, way_out in REFUSED_FIELDS.items():
+        if getattr(args, name, None):
+            raise UnsupportedFeature(
+                f"{name}={getattr(args, name)!r} does not work with VarunaTrainer ({way_out})"
+            )
+    if debug := [str(getattr(option, "value", option)) for option in getattr(args, "debug", None) or ()]:
+        raise UnsupportedFeature(
+            f"debug={debug} does not work with VarunaTrainer (remove it; on_nan= of varuna_options names the "
+            "stage and micro-batch of a loss that is not finite)"
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if any(part in optim for part in LAYERWISE_OPTIMIZERS):
+        raise UnsupportedFeature(
+            f"optim={optim!r} needs the whole model on one rank (use adamw_torch, adafactor or another optimizer "
+            "of parameters, and shard_optimizer=True in varuna_options to save memory)"
+        )
+    backend = getattr(args, "torch_compile_backend", None)
+    if backend not in (None, "inductor"):
+        raise UnsupportedFeature(
+            f"torch_compile_backend={backend!r} is not supported (use inductor: torch_compile=True)"
+        )
+    if mode := getattr(args, "torch_compile_mode", None):
+        raise UnsupportedFeature(
+            f"torch_compile_mode={mode!r} is not supported (use torch_compile=True alone; cuda_graphs=True in "
+            "varuna_options records CUDA graphs)"
+        )
+    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(variable, "false").lower() in ("1", "true"):
+            raise UnsupportedFeature(
+                f"{variable} is set by `accelerate launch` (start the script with `varuna run` or torchrun)"
+            )
+
+
+def refuse_model(model: Any) -> None:
+    """Raise UnsupportedFeature for a model that transformers has distributed itself."""
+    places = getattr(model, "hf_device_map", None) or {}
+    if len(set(places.values())) > 1:
+        raise UnsupportedFeature(
+            "the model was loaded with device_map over several devices (load it without device_map; each rank "
+            "holds one stage)"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False) or getattr(model, "_tp_size", None):
+        raise UnsupportedFeature(
+            "the model was loaded with a DistributedConfig or tp_plan (load it without; each rank holds one stage)"
+        )
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Raise UnsupportedFeature for a trainer whose steps are not those of Trainer or SFTTrainer."""
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    if kinds and kinds[0].__name__ != "SFTTrainer":
+        raise UnsupportedFeature(
+            f"{kinds[0].__name__} of trl calls the model in ways that cannot be cut into stages (SFTTrainer "
+            "works; for others, use pyrannc.RaNNCModule or trl's own parallelism)"
+        )
+    if getattr(trainer.args, "loss_type", "nll") != "nll":
+        raise UnsupportedFeature(f"loss_type={trainer.args.loss_type!r} is not supported (use 'nll')")
