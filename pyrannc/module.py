@@ -18,7 +18,6 @@ from pyrannc.configuration import folder_of, read_configuration, take_arguments
 from pyrannc.logs import configure_logging
 from pyrannc.members import PartMembers
 from pyrannc.optimizers import PartitionedOptimizer, partition_optimizer
-from varuna.execute.step.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
@@ -30,6 +29,7 @@ from varuna.errors import WorkerError, check_name
 from varuna.execute.comm.address import own_address
 from varuna.execute.comm.session import Session, open_session
 from varuna.execute.device.facts import find_device
+from varuna.execute.step.outputs import Reduction
 from varuna.execute.step.scatter import WeightFunction
 from varuna.plan.plan_file import write_plan
 from varuna.train.programs import agree_on_changes

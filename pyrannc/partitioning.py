@@ -17,7 +17,6 @@ from pyrannc.configuration import Configuration
 from pyrannc.layouts import DeploymentTask
 from pyrannc.model_costs import keep_costs, measure_request, read_known_costs
 from pyrannc.optimizers import PartitionedOptimizer
-from varuna.execute.step.outputs import Reduction
 from pyrannc.partitioned import PartitionedModel, check_same_forward
 from pyrannc.pipeline import Pipeline
 from pyrannc.process import switches
@@ -30,6 +29,7 @@ from varuna.capture.run.verify import CHECKED_SAMPLES
 from varuna.execute.comm.address import machine_identity, own_address
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
+from varuna.execute.step.outputs import Reduction
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.execute.update.shard import shard_optimizer

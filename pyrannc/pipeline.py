@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrannc.calls import AgreedCall, TensorInput
-from varuna.execute.step.outputs import ModelOutput, Reduction, classify_output
 from varuna.capture import Captured
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.model.lengths import Sizes
@@ -25,6 +24,7 @@ from varuna.errors import CaptureError, list_some
 from varuna.execute.comm.session import Session
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
 from varuna.execute.step.exchange import SampleTransfer, redistribute
+from varuna.execute.step.outputs import ModelOutput, Reduction, classify_output
 from varuna.execute.step.scatter import (
     MicroBatch,
     WeightFunction,

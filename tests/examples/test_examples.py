@@ -203,3 +203,18 @@ def test_lightning_trains_as_one_process_would(tmp_path: Path, name: str) -> Non
         [sys.executable, script(name), "--devices", "2", "--stages", "2"], tmp_path, HOME=str(tmp_path)
     )
     assert losses(found) == pytest.approx(losses(plain), rel=1e-4) and len(losses(found)) >= 8
+
+
+@pytest.mark.timeout(300)
+def test_trainer(tmp_path: Path) -> None:
+    """TRA-1: the Trainer example prints the losses of one process, and saves a model for from_pretrained."""
+    import transformers
+
+    alone = losses(run([sys.executable, script("trainer"), "--steps", "3"], tmp_path))
+    command = [*TORCHRUN, "2", script("trainer"), "--steps", "3", "--stages", "2", "--output", "two"]
+    assert losses(run(command, tmp_path)) == pytest.approx(alone, **TOLERANCE)
+    assert len(alone) == 3
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "two" / "final")
+    assert saved.config.num_hidden_layers == 4
+    sft = [*TORCHRUN, "2", script("trainer"), "--steps", "2", "--stages", "2", "--sft", "--output", "sft"]
+    assert len(losses(run(sft, tmp_path))) == 2

@@ -40,6 +40,7 @@ CALLS = (
     "strategy.broadcast",
     "strategy.reduce",
     "next_epoch",
+    "predict",
     CHANGED,
 )
 FIRST_CODE = -1000.0

@@ -1,4 +1,4 @@
-"""The loss of a Trainer as the forward of its model: what `compute_loss` does is captured and cut into stages."""
+"""The loss of a Trainer as the forward of its model, so that `compute_loss` is captured with it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ class ModelProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.__dict__["_model"])
 

@@ -1,4 +1,4 @@
-"""Lets transformers and accelerate run as in one process, on every rank: Varuna alone distributes the work."""
+"""Lets transformers and accelerate run on every rank as in one process: Varuna distributes the work."""
 
 import os
 from collections.abc import Iterator
@@ -29,10 +29,11 @@ def own_rank() -> int:
 def set_one_process(args: Any) -> None:
     """Change the class of TrainingArguments: they describe one process, whose rank is this one's."""
     if not getattr(args, "varuna_one_process", False):
-        args.__class__ = _one_process_class(type(args))
+        kind: Any = type(args)
+        args.__class__ = _one_process_class(kind)
 
 
-def restored(kind: type, values: dict[str, Any]) -> Any:
+def restored(kind: Any, values: dict[str, Any]) -> Any:
     """Return TrainingArguments of their original class, from a pickle."""
     args = kind.__new__(kind)
     args.__dict__.update(values)

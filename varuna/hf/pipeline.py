@@ -27,7 +27,7 @@ SAMPLE_SIZE = 2
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How to wrap the model: what the script has given to the trainer, and what its arguments say."""
+    """Options for wrapping the model, from the arguments of the trainer."""
 
     stages: int | None
     microbatch_size: int | None
@@ -198,13 +198,14 @@ def check_launcher(settings: PipelineSettings, environment: VarunaEnvironment) -
     if given is not None and given != settings.batch_size:
         raise ValueError(
             f"the launcher's batch size is {given}, but the TrainingArguments give {settings.batch_size}: "
-            "per_device_train_batch_size × gradient_accumulation_steps is the batch of the whole job, in every "
-            f"layout (start with --batch-size {settings.batch_size}, or change the arguments)"
+            "per_device_train_batch_size × gradient_accumulation_steps is the batch of the whole job, in "
+            f"every layout (start with --batch-size {settings.batch_size}, or change the arguments)"
         )
     stage_map = environment.stage_to_rank_map
     if stage_map and settings.stages is not None and settings.stages != len(parse_stage_map(stage_map)):
         raise ValueError(
-            f"stages={settings.stages}, but the launcher has chosen the map {stage_map!r} (set --nstages there)"
+            f"stages={settings.stages}, but the launcher has chosen the map {stage_map!r} (set --nstages "
+            "there)"
         )
 
 

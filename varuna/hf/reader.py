@@ -1,11 +1,13 @@
 """Batches of a Trainer: the first rank reads the data, and every rank gets the same whole batches."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 
 from varuna.errors import WorkerError
+from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
 
 
@@ -40,7 +42,9 @@ def read_batches(collective: Any, read: Callable[[], BatchMessage]) -> BatchMess
         except Exception as raised:
             error = raised
             message.error = f"{type(raised).__name__}: {raised}"
-    received: BatchMessage = collective.broadcast(message, first, BatchMessage)
+    call = collective.call("DataLoader") if isinstance(collective, Session) else nullcontext()
+    with call:  # a rank that makes another call is named
+        received: BatchMessage = collective.broadcast(message, first, BatchMessage)
     if error is not None:
         raise error
     if received.error is not None:

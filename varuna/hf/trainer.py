@@ -1,10 +1,11 @@
-"""`VarunaTrainer`: transformers' Trainer over pipeline stages and replicas, with the results of one process."""
+"""`VarunaTrainer`: transformers' Trainer over stages and replicas, with the results of one process."""
 
 import math
 import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.values import PlainValue
 from varuna.hf import trainer_files
 from varuna.hf.captured_loss import NUM_BATCHES, ModelProxy
-from varuna.hf.one_process import alone, given, own_rank, set_one_process
+from varuna.hf.one_process import alone, given, set_one_process
 from varuna.hf.pipeline import (
     PipelineSettings,
     TrainerPipeline,
@@ -25,10 +26,11 @@ from varuna.hf.pipeline import (
     loss_inputs,
 )
 from varuna.hf.reader import BatchMessage, SharedReader, plain_batch, read_batches
+from varuna.hf.trainer_checkpoints import TrainerCheckpoints
 from varuna.hf.trainer_refusals import UnsupportedFeature, refuse_arguments, refuse_model, refuse_trainer
 
 
-class StageOptimizer(AcceleratedOptimizer):
+class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The optimizer of this stage; skips an update whose gradients overflowed in fp16."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pipeline: TrainerPipeline) -> None:
@@ -41,7 +43,7 @@ class StageOptimizer(AcceleratedOptimizer):
             self.optimizer.step()
 
 
-class VarunaTrainer(transformers.Trainer):
+class VarunaTrainer(TrainerCheckpoints):
     """transformers' Trainer for a model that is cut into pipeline stages and replicated over all processes.
 
     Change the import, and start the script with `varuna run` or torchrun:
@@ -65,7 +67,6 @@ class VarunaTrainer(transformers.Trainer):
         self._pipeline: TrainerPipeline | None = None
         self._update: list[dict[str, Any]] = []  # batches of the current update
         self._num_steps = 0  # of the current update
-        self._resume_folder: str | None = None
         args = named.get("args", positional[1] if len(positional) > 1 else None)
         if args is not None:
             refuse_arguments(args)
@@ -147,13 +148,6 @@ class VarunaTrainer(transformers.Trainer):
         found: str | None = collective.broadcast(value, collective.ranks[0], str | None)
         return found
 
-    def _save_and_exit(self, _signal: int, _frame: Any) -> None:
-        """Save a checkpoint folder and end this process. All ranks call it between two steps."""
-        self._save_checkpoint(self.model, None)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        self.pipeline.close()
-        raise SystemExit(0)
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -220,19 +214,25 @@ class VarunaTrainer(transformers.Trainer):
         if type(self).compute_loss.__module__.startswith("trl."):
             # The same loss without its fused head, which keeps the model from being cut.
             inputs["use_cache"] = False
-            compute: Any = super(_trl_base(type(self)), self).compute_loss
+            compute: Any = partial(_plain_compute_loss(type(self)), self)
         else:
             compute = self.compute_loss
         loss = compute(model, inputs, num_items_in_batch=num_items)
         assert isinstance(loss, Tensor)
         return loss
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         """Run a batch through all stages; the batches of an update together, if their losses add up."""
         if not model.training:
             model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        if "_total_train_tokens" in self.__dict__:  # of SFTTrainer, whose compute_loss counts them
+            mine: Any = self
+            mine._total_train_tokens += int(inputs["attention_mask"].sum())
+            mine._metrics["train"]["num_tokens"] = [mine._total_train_tokens]
         self._update.append(self._inputs(inputs, num_items_in_batch))
         pipeline, count = self.pipeline, self.current_gradient_accumulation_steps
         is_last = self._num_steps + len(self._update) == count
@@ -266,7 +266,7 @@ class VarunaTrainer(transformers.Trainer):
         def collective() -> Any:
             return self.pipeline.collective
 
-        reader = SharedReader(dataloader, collective, self.accelerator.gradient_state)
+        reader: Any = SharedReader(dataloader, collective, self.accelerator.gradient_state)
         return super().evaluation_loop(reader, *args, **options)
 
     def prediction_step(
@@ -304,82 +304,15 @@ class VarunaTrainer(transformers.Trainer):
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         if self.label_names and not all(inputs.get(name) is not None for name in self.label_names):
             raise UnsupportedFeature(
-                f"predict was called before train or evaluate, with a batch without {self.label_names}: the model "
-                "is cut along its loss (call evaluate() once before, or give the test set labels)"
+                f"predict was called before train or evaluate, with a batch without {self.label_names}: the "
+                "model is cut along its loss (call evaluate() once before, or give the test set labels)"
             )
         self._wrap(inputs, self._get_num_items_in_batch([inputs], self.args.device))
         self.pipeline.adopt(None)
 
-    # ------------------------------------------------------------ checkpoints
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as a Hugging Face folder: each stage writes its own files. All ranks call this."""
-        folder = output_dir or self.args.output_dir
-        if self.pipeline.model is None:
-            if self.args.should_save:
-                self._save(folder)
-        else:
-            trainer_files.save_model(self.pipeline, self.model, folder)
-            if self.args.should_save:
-                self._save_companions(folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_companions(self, folder: str) -> None:
-        """Save the tokenizer and the arguments beside the model, as Trainer does."""
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        torch.save(self.args, os.path.join(folder, "training_args.bin"))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        trainer_files.save_training_state(self.pipeline, output_dir, self.state.global_step)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # the rank that reads the data
-            super()._save_rng_state(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a folder of transformers' Trainer; those of Varuna's store come later."""
-        if trainer_files.has_store(resume_from_checkpoint):
-            return
-        if self.pipeline.model is not None:
-            trainer_files.load_weights(self.pipeline, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if not trainer_files.has_store(checkpoint):
-            if self.pipeline.model is None:  # optimizer.pt of transformers' Trainer has the whole model's
-                super()._load_optimizer_and_scheduler(checkpoint)
-            elif os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
-                raise UnsupportedFeature(
-                    f"{checkpoint} has the optimizer state of one process, and the model is wrapped already (make "
-                    "a new trainer to resume from it)"
-                )
-            return
-        scheduler = os.path.join(checkpoint, "scheduler.pt")
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        self._resume_folder = checkpoint
-
-    def _load_best_model(self) -> None:
-        assert self.state.best_model_checkpoint is not None
-        trainer_files.load_weights(self.pipeline, self.state.best_model_checkpoint)
-
-    def gather_model(self, rank: int = 0) -> nn.Module | None:
-        """Return the whole trained model on the CPU of `rank`; None on other ranks. All ranks call this."""
-        if self.pipeline.model is None:
-            return self.model if own_rank() == rank else None
-        found = self.pipeline.model.gather_model(rank)
-        if found is not None:
-            found.__class__ = type(self.model)
-        return found
-
-
-def _trl_base(kind: type) -> type:
-    """Return the class of trl whose compute_loss is left out."""
-    return next(one for one in kind.__mro__ if "compute_loss" in vars(one) and one.__module__.startswith("trl."))
+def _plain_compute_loss(kind: type) -> Any:
+    """Return the compute_loss that trl's class has replaced."""
+    kinds = iter(kind.__mro__)
+    next(one for one in kinds if "compute_loss" in vars(one) and one.__module__.startswith("trl."))
+    return next(vars(one)["compute_loss"] for one in kinds if "compute_loss" in vars(one))

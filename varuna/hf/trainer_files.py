@@ -1,8 +1,8 @@
 """Checkpoint folders of VarunaTrainer: Hugging Face files, trainer_state.json, and a store of Varuna.
 
-    checkpoint-N/model.safetensors, config.json, ...   as transformers writes them, by all stages
-    checkpoint-N/trainer_state.json, scheduler.pt      as transformers writes them
-    checkpoint-N/varuna/varuna_ckpt_N                  weights and optimizer state, for any layout
+checkpoint-N/model.safetensors, config.json, ...   as transformers writes them, by all stages
+checkpoint-N/trainer_state.json, scheduler.pt      as transformers writes them
+checkpoint-N/varuna/varuna_ckpt_N                  weights and optimizer state, for any layout
 """
 
 import os

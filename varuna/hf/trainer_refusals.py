@@ -7,9 +7,9 @@ LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_laye
 """Parts of names of optimizers that need the whole model, or that step inside backward."""
 
 REFUSED_FIELDS = {
-    "deepspeed": "Varuna distributes the model itself: remove it, and pass shard_optimizer=True to save memory",
+    "deepspeed": "Varuna distributes the model itself: remove it; shard_optimizer=True saves memory",
     "fsdp": "Varuna distributes the model itself: remove it, and use stages=",
-    "parallelism_config": "tensor, context and sequence parallelism are not supported: remove it, and use stages=",
+    "parallelism_config": "there is no tensor, context or sequence parallelism: use stages=",
     "neftune_noise_alpha": "its noise would change with the layout: set it to None",
     "use_liger_kernel": "it replaces parts of the model by kernels that cannot be cut: set it to False",
     "auto_find_batch_size": "a rank cannot change the batch on its own: set per_device_train_batch_size",
@@ -43,8 +43,8 @@ def refuse_arguments(args: Any) -> None:
     optim = str(getattr(args.optim, "value", args.optim))
     if any(part in optim for part in LAYERWISE_OPTIMIZERS):
         raise UnsupportedFeature(
-            f"optim={optim!r} needs the whole model on one rank (use adamw_torch, adafactor or another optimizer "
-            "of parameters, and shard_optimizer=True in varuna_options to save memory)"
+            f"optim={optim!r} needs the whole model on one rank (use adamw_torch, adafactor or another "
+            "optimizer of parameters, and shard_optimizer=True in varuna_options to save memory)"
         )
     backend = getattr(args, "torch_compile_backend", None)
     if backend not in (None, "inductor"):
@@ -53,8 +53,8 @@ def refuse_arguments(args: Any) -> None:
         )
     if mode := getattr(args, "torch_compile_mode", None):
         raise UnsupportedFeature(
-            f"torch_compile_mode={mode!r} is not supported (use torch_compile=True alone; cuda_graphs=True in "
-            "varuna_options records CUDA graphs)"
+            f"torch_compile_mode={mode!r} is not supported (use torch_compile=True alone; cuda_graphs=True "
+            "in varuna_options records CUDA graphs)"
         )
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(variable, "false").lower() in ("1", "true"):
@@ -68,12 +68,13 @@ def refuse_model(model: Any) -> None:
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise UnsupportedFeature(
-            "the model was loaded with device_map over several devices (load it without device_map; each rank "
-            "holds one stage)"
+            "the model was loaded with device_map over several devices (load it without device_map; each "
+            "rank holds one stage)"
         )
     if getattr(model, "is_distributed_loading_by_transformers", False) or getattr(model, "_tp_size", None):
         raise UnsupportedFeature(
-            "the model was loaded with a DistributedConfig or tp_plan (load it without; each rank holds one stage)"
+            "the model was loaded with a DistributedConfig or tp_plan (load it without; each rank holds one "
+            "stage)"
         )
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from varuna.capture import Captured, SpanProgram
 from varuna.capture.model.batch import Batch
 from varuna.capture.model.call_convention import CallConvention, StructuredCall, declaring
+from varuna.capture.model.lengths import sizes_of
 from varuna.errors import CaptureError, list_some
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
 from varuna.execute.step.outputs import ModelOutput, classify_output
@@ -67,7 +68,7 @@ def whole_outputs(model: Varuna, inputs: Mapping[str, Any]) -> Any:
             num_totals=captured.num_totals if program.totals is not None else 0,
         )
         trainer.engine.where = f"stage {session.stage}, sending the outputs"
-        outputs = _outputs(captured)
+        outputs = _outputs(captured, inputs, batch)
         mine: list[Tensor] = []
         if division.own[0] < division.own[1] and session.stage == model.plan.depth - 1:
             microbatches = [job.microbatch for job in flight.jobs if job.microbatch.size]
@@ -97,14 +98,15 @@ def _captured(model: Varuna, inputs: Mapping[str, Any], batch: Batch) -> Capture
 
 
 def _program(model: Varuna, inputs: Mapping[str, Any], batch: Batch) -> SpanProgram:
-    own = model.plan.stages[model.stage]
-    return _captured(model, inputs, batch).carve(own.first, own.stop).to(model.device)
+    own, captured = model.plan.stages[model.stage], _captured(model, inputs, batch)
+    program = captured.carve(own.first, own.stop).to(model.device)
+    return captured.at_sizes(program, own.first, own.stop, sizes_of(inputs, batch))
 
 
-def _outputs(captured: Captured) -> list[ModelOutput]:
+def _outputs(captured: Captured, inputs: Mapping[str, Any], batch: Batch) -> list[ModelOutput]:
     return [
         classify_output(spec, "sum" if is_sum else "mean")
-        for spec, is_sum in zip(captured.results, captured.loss.sums, strict=True)
+        for spec, is_sum in zip(captured.results_at(sizes_of(inputs, batch)), captured.loss.sums, strict=True)
     ]
 
 

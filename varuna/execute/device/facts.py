@@ -63,6 +63,8 @@ def find_device(device: int | str | torch.device, local_rank: int, rank: int) ->
         local_rank = local_rank if local_rank >= 0 else int(os.environ.get("LOCAL_RANK", -1))
         return choose_gpu(device, local_rank, rank, count=torch.cuda.device_count())
     found = torch.device(device)
+    if found.type == "cpu":
+        return torch.device("cpu")  # tensors on "cpu:0" say that they are on "cpu"
     if found.type != "cuda":
         return found
     if not torch.cuda.is_available():

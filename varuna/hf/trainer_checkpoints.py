@@ -1,0 +1,102 @@
+"""Saving and loading of VarunaTrainer: replaces the methods of transformers' Trainer that touch files."""
+
+import os
+import signal
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from varuna.hf import trainer_files
+from varuna.hf.one_process import own_rank
+from varuna.hf.pipeline import TrainerPipeline
+from varuna.hf.trainer_refusals import UnsupportedFeature
+
+
+class TrainerCheckpoints(transformers.Trainer):
+    """A Trainer whose model is a pipeline, as far as its files are concerned."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _resume_folder: str | None = None  # to load when the model is wrapped
+
+    @property
+    def pipeline(self) -> TrainerPipeline:
+        raise NotImplementedError
+
+    def _save_and_exit(self, _signal: int, _frame: Any) -> None:
+        """Save a checkpoint folder and end this process. All ranks call it between two steps."""
+        self._save_checkpoint(self.model, None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        self.pipeline.close()
+        raise SystemExit(0)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a Hugging Face folder: each stage writes its own files. All ranks call this."""
+        folder = output_dir or self.args.output_dir
+        if self.pipeline.model is None:
+            if self.args.should_save:
+                self._save(folder)
+        else:
+            trainer_files.save_model(self.pipeline, self.model, folder)
+            if self.args.should_save:
+                self._save_companions(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_companions(self, folder: str) -> None:
+        """Save the tokenizer and the arguments beside the model, as Trainer does."""
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer_files.save_training_state(self.pipeline, output_dir, self.state.global_step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # the rank that reads the data
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a folder of transformers' Trainer; those of Varuna's store come later."""
+        if trainer_files.has_store(resume_from_checkpoint):
+            return
+        if self.pipeline.model is not None:
+            trainer_files.load_weights(self.pipeline, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not trainer_files.has_store(checkpoint):
+            if self.pipeline.model is None:  # optimizer.pt of transformers' Trainer has the whole model's
+                super()._load_optimizer_and_scheduler(checkpoint)
+            elif os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
+                raise UnsupportedFeature(
+                    f"{checkpoint} has the optimizer state of one process, and the model is wrapped already "
+                    "(make a new trainer to resume from it)"
+                )
+            return
+        scheduler = os.path.join(checkpoint, "scheduler.pt")
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        self._resume_folder = checkpoint
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        trainer_files.load_weights(self.pipeline, self.state.best_model_checkpoint)
+
+    def gather_model(self, rank: int = 0) -> nn.Module | None:
+        """Return the whole trained model on the CPU of `rank`; None on other ranks. All ranks call this."""
+        if self.pipeline.model is None:
+            return self.model if own_rank() == rank else None
+        found = self.pipeline.model.gather_model(rank)
+        if found is not None:
+            found.__class__ = type(self.model)
+        return found
