@@ -25,6 +25,7 @@ from benchmarks.partition import partition_rows
 from benchmarks.planning_rows import planning, planning_memory
 from benchmarks.report import Row
 from benchmarks.strangers import strangers
+from benchmarks.trainers import Kind, seconds_per_update
 from tests.pool import Pool
 from varuna.types import ScheduleName
 
@@ -220,6 +221,47 @@ def loading(lab: Lab) -> list[Row]:
         )
         for stage, found in enumerate(loading_peaks(lab.run, quick=lab.quick))
     ]
+
+
+def trainer(lab: Lab) -> list[Row]:
+    """VarunaTrainer in one process, and over four workers; each worker has one core."""
+    layers, width, updates = (2, 64, 2) if lab.quick else (8, 256, 12)
+
+    def measured(kind: Kind, world: int, stages: int = 1) -> list[float]:
+        everyone = lab.run(seconds_per_update, world, kind, updates, layers, width, stages)
+        return [1000 * max(times) for times in zip(*everyone, strict=True)]
+
+    model = f"Llama, {layers} layers, {width} wide"
+    alone = measured("transformers", 1)
+    rows = [_of_updates(f"one process, {model}", "transformers.Trainer", measured("varuna", 1), alone, 1.02)]
+    workers = 2 if lab.quick else 4
+    stages = measured("varuna", workers, workers)
+    rows.append(
+        _of_updates(f"{workers} stages, {model}", "one stage at a time (device_map)", stages, alone, 0.4)
+    )
+    replicas = measured("varuna", workers)
+    rows.append(
+        _of_updates(
+            f"{workers} replicas, {model}", "Trainer with DDP", replicas, measured("ddp", workers), None
+        )
+    )
+    rows.append(
+        _of_updates(f"{workers} stages, {model}", "torch's FSDP2", stages, measured("fsdp2", workers), None)
+    )
+    return rows
+
+
+def _of_updates(case: str, against: str, ours: list[float], other: list[float], target: float | None) -> Row:
+    return Row(
+        benchmark="trainer",
+        case=case,
+        against=against,
+        unit="ms",
+        ours=spread(ours),
+        other=spread(other),
+        ratio=spread([spread(ours).median / spread(other).median]),
+        target=target,
+    )
 
 
 def overhead(lab: Lab) -> list[Row]:
@@ -445,6 +487,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "makespan": makespan,
     "memory": memory,
     "loading": loading,
+    "trainer": trainer,
     "overhead": overhead,
     "schedules": schedules,
     "checkpoints": checkpoints,
