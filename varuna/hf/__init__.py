@@ -8,7 +8,7 @@ from varuna.hf.save import save_pretrained
 from varuna.hf.weights import HfWeights, hf_weights
 
 if TYPE_CHECKING:
-    from varuna.hf.trainer import VarunaTrainer
+    from varuna.hf.trainer.trainer import VarunaTrainer
 
 __all__ = [
     "HfWeights",
@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
     """Import the trainer when it is first used: it imports transformers."""
     if name != "VarunaTrainer":
         raise AttributeError(f"module 'varuna.hf' has no attribute {name!r}")
-    from varuna.hf.trainer import VarunaTrainer
+    from varuna.hf.trainer.trainer import VarunaTrainer
 
     return VarunaTrainer

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.values import PlainValue
-from varuna.hf import trainer_files
-from varuna.hf.captured_loss import NUM_BATCHES, ModelProxy
-from varuna.hf.one_process import alone, given, set_one_process
-from varuna.hf.pipeline import (
+from varuna.hf.trainer import files
+from varuna.hf.trainer.captured_loss import NUM_BATCHES, ModelProxy
+from varuna.hf.trainer.checkpoints import TrainerCheckpoints
+from varuna.hf.trainer.one_process import alone, given, set_one_process
+from varuna.hf.trainer.pipeline import (
     PipelineSettings,
     TrainerPipeline,
     join_batches,
     loss_inputs,
 )
-from varuna.hf.reader import BatchMessage, SharedReader, plain_batch, read_batches
-from varuna.hf.trainer_checkpoints import TrainerCheckpoints
-from varuna.hf.trainer_refusals import UnsupportedFeature, refuse_arguments, refuse_model, refuse_trainer
+from varuna.hf.trainer.reader import BatchMessage, SharedReader, plain_batch, read_batches
+from varuna.hf.trainer.refusals import UnsupportedFeature, refuse_arguments, refuse_model, refuse_trainer
 
 
 class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -137,7 +137,7 @@ class VarunaTrainer(TrainerCheckpoints):
         refuse_model(self.model)
         generation = VarunaEnvironment.read(os.environ).generation
         if not resume_from_checkpoint and generation is not None and generation > 1:
-            resume_from_checkpoint = self._agree(trainer_files.newest_folder(self.args.output_dir))
+            resume_from_checkpoint = self._agree(files.newest_folder(self.args.output_dir))
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._save_and_exit)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -195,7 +195,7 @@ class VarunaTrainer(TrainerCheckpoints):
     def _use_optimizer(self) -> None:
         self.pipeline.adopt(self.optimizer.optimizer)
         if self._resume_folder is not None:
-            trainer_files.load_training_state(self.pipeline, self._resume_folder)
+            files.load_training_state(self.pipeline, self._resume_folder)
             self._resume_folder = None
 
     def _inputs(self, inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class VarunaTrainer(TrainerCheckpoints):
         plain = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
         if "fused_lm_head" not in inputs:
             return self.pipeline.outputs(plain)
-        from varuna.hf.fused_head import fused_outputs
+        from varuna.hf.trainer.fused_head import fused_outputs
 
         labels = plain.pop("labels")
         return fused_outputs(self.pipeline.outputs(plain).logits, labels.cpu())

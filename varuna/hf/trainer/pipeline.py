@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.collective import Collective
-from varuna.hf.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
+from varuna.hf.trainer.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
 from varuna.train.loader import own_share
 from varuna.train.outputs import whole_outputs
 from varuna.train.validate import start_process_group

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from varuna.checkpoint.store.store import open_store
-from varuna.hf.pipeline import TrainerPipeline
-from varuna.hf.save import save_pretrained, wrapped_parts
+from varuna.hf.adapters import save_adapter
+from varuna.hf.save import save_pretrained
+from varuna.hf.trainer.pipeline import TrainerPipeline
 from varuna.hf.weights import hf_weights
+from varuna.hf.wrapped import wrapped_parts
 from varuna.train.saving.checkpoints import newest_checkpoint
 
 STORE = "varuna"
@@ -59,7 +61,10 @@ def stored_step(folder: str) -> int | None:
 @torch.no_grad()
 def load_weights(pipeline: TrainerPipeline, folder: str) -> None:
     """Load this stage's weights from the Hugging Face files of a folder. All ranks call this."""
-    _, state, source = wrapped_parts(pipeline.wrapped)
+    if hasattr(pipeline.source, "peft_config"):  # its files have the adapters only, by other names
+        load_training_state(pipeline, folder)
+        return
+    _, state, source = wrapped_parts(pipeline.wrapped, "load_weights")
     with pipeline.wrapped._report_errors("loading weights"):
         weights = hf_weights(folder)
         weights.bind(source.meta_model, source.ties)
@@ -73,10 +78,7 @@ def save_model(pipeline: TrainerPipeline, model: Any, folder: str) -> None:
     """Save the wrapped model as a Hugging Face folder. All ranks call this."""
     os.makedirs(folder, exist_ok=True)
     if hasattr(model, "peft_config"):
-        whole = pipeline.wrapped.gather_model()
-        if whole is not None:
-            whole.__class__ = type(model)
-            whole.save_pretrained(folder)  # type: ignore[operator]
+        save_adapter(pipeline.wrapped, folder, overwrite=True)
         return
     save_pretrained(pipeline.wrapped, folder, overwrite=True)
     is_first = pipeline.collective.rank == pipeline.collective.ranks[0]

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import nn
 
-from varuna.hf import trainer_files
-from varuna.hf.one_process import own_rank
-from varuna.hf.pipeline import TrainerPipeline
-from varuna.hf.trainer_refusals import UnsupportedFeature
+from varuna.hf.trainer import files
+from varuna.hf.trainer.one_process import own_rank
+from varuna.hf.trainer.pipeline import TrainerPipeline
+from varuna.hf.trainer.refusals import UnsupportedFeature
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -41,7 +41,7 @@ class TrainerCheckpoints(transformers.Trainer):
             if self.args.should_save:
                 self._save(folder)
         else:
-            trainer_files.save_model(self.pipeline, self.model, folder)
+            files.save_model(self.pipeline, self.model, folder)
             if self.args.should_save:
                 self._save_companions(folder)
         if self.args.push_to_hub and not _internal_call:
@@ -55,7 +55,7 @@ class TrainerCheckpoints(transformers.Trainer):
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        trainer_files.save_training_state(self.pipeline, output_dir, self.state.global_step)
+        files.save_training_state(self.pipeline, output_dir, self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
@@ -65,17 +65,17 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a folder of transformers' Trainer; those of Varuna's store come later."""
-        if trainer_files.has_store(resume_from_checkpoint):
+        if files.has_store(resume_from_checkpoint):
             return
         if self.pipeline.model is not None:
-            trainer_files.load_weights(self.pipeline, resume_from_checkpoint)
+            files.load_weights(self.pipeline, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not trainer_files.has_store(checkpoint):
+        if not files.has_store(checkpoint):
             if self.pipeline.model is None:  # optimizer.pt of transformers' Trainer has the whole model's
                 super()._load_optimizer_and_scheduler(checkpoint)
             elif os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
@@ -90,7 +90,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
-        trainer_files.load_weights(self.pipeline, self.state.best_model_checkpoint)
+        files.load_weights(self.pipeline, self.state.best_model_checkpoint)
 
     def gather_model(self, rank: int = 0) -> nn.Module | None:
         """Return the whole trained model on the CPU of `rank`; None on other ranks. All ranks call this."""

@@ -1,0 +1,1 @@
+"""transformers' Trainer over a pipeline. Importing this package does not import transformers."""
