@@ -121,6 +121,13 @@ class Source:
         self._watch_attributes(traced.attributes)
         partition = None if traced.num_cuts else self._partition
         self.num_traces += 1
+        varying = sorted({f"{name}[{dim}]" for name, dim in traced.guards.symbols})
+        log.info(
+            "capture %d of the model (%s): sizes that may vary: %s",
+            self.num_traces,
+            "training" if training else "evaluation",
+            list_some(varying) if varying else "the batch size alone",
+        )
         momentum = _momentum(self.meta_model)
 
         def build(flat: FlatGraph, masks: tuple[Meaning | None, ...] | None) -> Captured:
