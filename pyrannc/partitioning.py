@@ -37,7 +37,7 @@ from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.train.assemble import assemble
-from varuna.train.validate import check_once, refuse_coupled_losses
+from varuna.train.validate import check_once, refuse_coupled_losses, refuse_divided_direction
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
@@ -189,6 +189,8 @@ class ModelPartitioning:
 
     def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session
+        shards = self.options.shard_optimizer and session.width > 1
+        refuse_divided_direction(optimizer.optimizer, depth=session.depth, shards=shards)
         held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
         optimizer.partition(self.model, held, partitioned.gather_named)
         if not self.options.shard_optimizer:

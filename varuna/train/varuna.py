@@ -47,6 +47,7 @@ from varuna.train.validate import (
     check_optimizer,
     check_share,
     join_job,
+    refuse_divided_direction,
     takes_get_batch_fn,
 )
 from varuna.types import (
@@ -249,6 +250,8 @@ class Varuna(nn.Module):
         """Register an optimizer of this model's parameters. The loss scales are used only in fp16."""
         with self._report_errors("set_optimizer"):
             check_optimizer(optimizer, [*self.parameters(), self._placeholder])
+            shards = self._options.shard_optimizer and self._session.width > 1
+            refuse_divided_direction(optimizer, depth=self._session.depth, shards=shards)
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )
