@@ -1,6 +1,8 @@
 """VarunaTrainer trains as transformers' Trainer does in one process, at every layout."""
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,37 @@ def test_metrics_early_stopping_and_the_best_model(pool: Pool, tmp_path: Path) -
     saved = kind.from_pretrained(tmp_path / "mine" / "final").state_dict()
     for name, value in wanted.items():
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Preemption(transformers.TrainerCallback):
+    """The manager's signal, within the third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_options: Any) -> None:
+        if state.global_step == 3 and "VARUNA_GENERATION" not in os.environ:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_restarted_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRA-1: a signal saves a checkpoint folder and ends the process; the next generation continues there."""
+
+    def train(folder: Path, *callbacks: Any) -> Any:
+        args = arguments(folder, max_steps=6)
+        trainer = VarunaTrainer(
+            language_model(), args, train_dataset=sentences(44), callbacks=list(callbacks), stages=1
+        )
+        trainer.train()
+        return trainer.state.log_history
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        whole = train(tmp_path / "whole")
+        with pytest.raises(SystemExit):
+            train(tmp_path / "parts", Preemption())
+        assert [path.name for path in (tmp_path / "parts").iterdir()] == ["checkpoint-4"]
+        monkeypatch.setenv("VARUNA_GENERATION", "2")
+        assert_same_logs(train(tmp_path / "parts", Preemption())[:6], whole[:6])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def train_sft(kind: str, folder: str, stages: int | None = None) -> Any:

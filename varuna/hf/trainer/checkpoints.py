@@ -29,6 +29,8 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _save_and_exit(self, _signal: int, _frame: Any) -> None:
         """Save a checkpoint folder and end this process. All ranks call it between two steps."""
+        if not self.is_in_train:
+            return
         self._save_checkpoint(self.model, None)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self.pipeline.close()
