@@ -1,10 +1,14 @@
 """Batches that one rank reads for all: shares, epochs, positions in checkpoints, and bad data."""
 
+import io
+import json
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
@@ -165,3 +169,98 @@ def read(item: Any) -> str:
 def test_bad_data_ends_all_ranks_with_the_cause(pool: Pool, item: Any, said: str) -> None:
     """TRA-4: an error of the reader is the error of every rank; nothing hangs."""
     assert all(said in found for found in pool.run(read, 2, item))
+
+
+def rows() -> Iterator[dict[str, list[float]]]:
+    for seed in range(37):  # the last batch has 5
+        yield {"x": torch.randn(4, generator=torch.Generator().manual_seed(seed)).tolist()}
+
+
+def as_inputs(x: Tensor) -> dict[str, Tensor]:
+    x = x.double()
+    return {"x": x, "scale": torch.linspace(1, 2, 4).double(), "y": x.sum(1, keepdim=True)}
+
+
+class Streamed:
+    """A stream of the library datasets, which restores its own position."""
+
+    def __init__(self) -> None:
+        self.data = datasets.IterableDataset.from_generator(rows).batch(8).with_format("torch")
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self.data:
+            yield as_inputs(batch["x"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.load_state_dict(state)
+
+
+class Shards:
+    """Samples in tar files, as WebDataset keeps them: one after another, in batches over the files' ends."""
+
+    def __init__(self, folder: str) -> None:
+        self.files = sorted(Path(folder).glob("*.tar"))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        waiting: list[list[float]] = []
+        for file in self.files:
+            with tarfile.open(file) as shard:
+                for member in shard:
+                    content = shard.extractfile(member)
+                    assert content is not None
+                    waiting.append(json.loads(content.read())["x"])
+                    if len(waiting) == 8:
+                        yield as_inputs(torch.tensor(waiting))
+                        waiting = []
+        if waiting:
+            yield as_inputs(torch.tensor(waiting))
+
+
+def write_shards(folder: Path) -> None:
+    for first in range(0, 37, 15):
+        with tarfile.open(folder / f"{first:03}.tar", "w") as shard:
+            for number, row in list(enumerate(rows()))[first : first + 15]:
+                content = json.dumps(row).encode()
+                member = tarfile.TarInfo(f"{number:06}.json")
+                member.size = len(content)
+                shard.addfile(member, io.BytesIO(content))
+
+
+def train_on(folder: str, shards: bool, depth: int, width: int, steps: int) -> list[float]:
+    model, optimizer, loader = make(depth, width, Shards(folder) if shards else Streamed())
+    store = f"{folder}/store"
+    if Path(store).exists():
+        model.load_checkpoint(store, None)
+    losses = []
+    for inputs in loader:
+        losses.append(model.step(inputs)[0])
+        optimizer.step()
+        model.zero_grad()
+        if model.iteration == steps:
+            break
+    model.checkpoint(store)
+    model.close()
+    return losses
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_streams_of_datasets_and_tar_shards_continue_where_they_were(
+    pool: Pool, tmp_path: Path, shards: bool
+) -> None:
+    """TRA-4: every sample once, over a restart at another layout."""
+    write_shards(tmp_path)
+    torch.manual_seed(1)
+    model, expected = Net().double(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for inputs in Shards(str(tmp_path)):
+        loss = model(**inputs)
+        loss.backward()
+        expected.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    (first, *_) = pool.run(train_on, 2, str(tmp_path), shards, 2, 1, 2)
+    (second, *_) = pool.run(train_on, 3, str(tmp_path), shards, 1, 3, 99)
+    assert first + second == pytest.approx(expected, rel=1e-10)
