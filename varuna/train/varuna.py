@@ -330,7 +330,8 @@ class Varuna(nn.Module):
             )
             self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
             self._reporter.report_if_due()
-        self.grad_norm, self.average_loss, self._overflow = totals.norm, totals.loss, totals.overflow
+        # Not by __setattr__, which looks for the names in the model first.
+        vars(self).update(grad_norm=totals.norm, average_loss=totals.loss, _overflow=totals.overflow)
         if self._progress.watched:
             self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
         if with_norm:
