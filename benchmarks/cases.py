@@ -14,6 +14,7 @@ import msgspec
 from benchmarks import checkpoints as ck
 from benchmarks import rannc as rn
 from benchmarks.accuracy import GLIMPSE, TRIALS, Compared, compare_in, cores_awake
+from benchmarks.adapters import checkpoint_bytes, lora_turns
 from benchmarks.jitter import Jitter
 from benchmarks.loading import loading_peaks
 from benchmarks.makespan import steps_and_makespans
@@ -264,6 +265,32 @@ def _of_updates(case: str, against: str, ours: list[float], other: list[float], 
     )
 
 
+def adapters(lab: Lab) -> list[Row]:
+    """LoRA: the time of a step, and the bytes of a checkpoint."""
+    width = 64 if lab.quick else 256
+    turns = Turns(lab.run(lora_turns, 1, lab.settings, width))
+    rows = [turns.row("adapters", f"a step with LoRA, Llama, width {width}", "peft alone", target=1.02)]
+    lora, full = (lab.run(checkpoint_bytes, 1, width, lora)[0] for lora in (True, False))
+    cases = [
+        ("LoRA", "the adapters with Adam's state", lora.saved, lora.trained, 1.2),
+        ("LoRA", "a checkpoint of full training", lora.saved, full.saved, None),
+    ]
+    for case, against, ours, other, target in cases:
+        rows.append(
+            Row(
+                benchmark="adapters",
+                case=f"bytes of a checkpoint, {case}, Llama, width {width}",
+                against=against,
+                unit="MB",
+                ours=spread([ours / 1e6]),
+                other=spread([other / 1e6]),
+                ratio=spread([ours / other]),
+                target=target,
+            )
+        )
+    return rows
+
+
 def overhead(lab: Lab) -> list[Row]:
     """CPU time for each micro-batch and stage; growth is the ratio to the layout before."""
     rows = []
@@ -488,6 +515,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "memory": memory,
     "loading": loading,
     "trainer": trainer,
+    "adapters": adapters,
     "overhead": overhead,
     "schedules": schedules,
     "checkpoints": checkpoints,

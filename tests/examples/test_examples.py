@@ -129,6 +129,18 @@ def test_the_cnn_runs_under_torchrun_as_a_pipeline(tmp_path: Path) -> None:
     assert losses(output) == pytest.approx(losses("\n".join(plain)), **TOLERANCE)
 
 
+@pytest.mark.timeout(300)
+def test_lora_trains_saves_and_exports(tmp_path: Path) -> None:
+    """TRA-2: two stages with the losses of peft in one process; then one process continues."""
+    expected = list(module("lora").train_plainly(batch_size=6, steps=3))
+    flags = ["--stages", "2", "--store", "store"]
+    output = run([*TORCHRUN, "2", script("lora"), "--steps", "2", *flags, "--out", "adapter"], tmp_path)
+    assert losses(output)[:2] == pytest.approx(expected[:2], **TOLERANCE) and "merged" in output
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    again = run([sys.executable, script("lora"), "--steps", "3", "--store", "store"], tmp_path)
+    assert losses(again) == pytest.approx(expected[2:], **TOLERANCE)
+
+
 def plain_hugging_face(name: str) -> list[float]:
     return list(module("huggingface").train_plainly(name, batch_size=6, steps=2))
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.hf.models import make_batch, make_model
 from tests.pool import Pool
 from varuna import wrap
 from varuna.errors import CaptureError, CheckpointError
+from varuna.execute.comm.link import PeerLink
 from varuna.hf import save_adapter, save_pretrained
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
@@ -157,7 +159,12 @@ def train_last_layer(depth: int, face: str) -> dict[str, Any]:
     else:
         wrapped = wrap_adapted(model, "gpt2", depth, 1, method="last")
         wrapped.set_optimizer(make_optimizer([p for p in wrapped.parameters() if p.requires_grad]))
-    losses = train_steps(wrapped, "gpt2", depth, 1, range(3))
+    with patch.object(PeerLink, "send", autospec=True, side_effect=PeerLink.send) as send:
+        losses = train_steps(wrapped, "gpt2", depth, 1, range(3))
+    upstream = [call.args[1] for call in send.call_args_list if call.args[0].peer < wrapped.rank]
+    assert bool(upstream) is (wrapped.stage > 0)
+    assert not any(upstream)  # no gradients return to stages that do not train
+    assert any(p.numel() for p in wrapped.parameters() if p.requires_grad) is (wrapped.stage == depth - 1)
     norm = float(torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0))  # zeroed: no rank hangs
     state, shares = wrapped.full_state_dict(), [p for p in wrapped.parameters() if p.requires_grad]
     wrapped.close()

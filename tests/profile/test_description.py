@@ -12,6 +12,7 @@ from varuna.capture import Source
 from varuna.measure.draft import ProfileSubject
 from varuna.measure.optimizer import WeightShape
 from varuna.profile.description import ProfileBatches, _cut_cost, describe, trained_shapes
+from varuna.profile.runnable import SegmentFactory
 from varuna.types import CutCost, Dim, TensorSpec, TieCost
 
 WIDTH, CLASSES = 8, 5
@@ -144,3 +145,26 @@ def test_a_batch_of_the_wrong_size_is_refused_when_it_comes() -> None:
     assert limited.of(4)[1].size == 4
     with pytest.raises(ValueError, match=r"get_batch\(8\) must return 8 samples, but returned 4 in 'ids'"):
         limited.of(8)
+
+
+def test_frozen_segments_at_the_start_get_no_gradients() -> None:
+    """TRA-2: only cuts behind a trained parameter return gradients; only these segments have a backward."""
+    model = Tied()
+    model.words.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    source = Source(model)
+    batches = ProfileBatches(get_batch, source)
+    captured = source.capture(batches.sample, training=True)
+    subject = describe(source, captured, sample_bytes=batches.sample_bytes, device=CPU, devices_per_machine=4)
+    assert [cut.returned.size(1) for cut in subject.cuts] == [0, 0, 4 * WIDTH]
+    assert subject.segments == (0, 1, 2, 3)
+    assert [kind.gradient_bytes for kind in subject.kinds] == [0, 0, 4 * (WIDTH * WIDTH + WIDTH), 0]
+    factory = SegmentFactory(source, subject.segments, device=CPU)
+    segments = [factory.make(kind, captured, batches.sample) for kind in range(4)]
+    values: list[list[Tensor]] = [[]]
+    for segment in segments:
+        values.append(segment.forward(values[-1]))
+    assert [segment.wanted for segment in segments] == [[False], [False], [True], [True]]
+    given = [[torch.ones_like(made[0])] for made in values[1:]]
+    returned = [segment.backward(gradients) for segment, gradients in zip(segments, given, strict=True)]
+    assert [len(gradients) for gradients in returned] == [0, 0, 0, 1]

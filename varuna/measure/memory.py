@@ -142,7 +142,7 @@ def count_bytes(
         segment.backward_inputs([gradient.clone() for gradient in gradients])
         between = meter.now() - before - left - held_again
         segment.backward_weights()
-    return SegmentBytes(held - counted_elsewhere, max(in_forward, in_backward, 0), max(between, 0))
+    return SegmentBytes(max(held - counted_elsewhere, 0), max(in_forward, in_backward, 0), max(between, 0))
 
 
 def _count_forward(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from varuna.capture import Captured, Source
-from varuna.capture.cuts.segment_kinds import find_kinds
+from varuna.capture.cuts.segment_kinds import find_kinds, is_trained, trains_before
 from varuna.capture.model.batch import Batch
 from varuna.execute.device.facts import device_memory_bytes, device_name
 from varuna.measure.draft import ProfileSubject, SegmentKind
@@ -81,7 +81,11 @@ def describe(
         kinds=tuple(_describe_kind(source, captured, kinds.index(kind)) for kind in range(max(kinds) + 1)),
         segments=tuple(kinds),
         cuts=tuple(
-            _cut_cost(captured.carve(index, index + 1).sent, index)
+            _cut_cost(
+                captured.carve(index, index + 1).sent,
+                index,
+                returns=trains_before(source, captured, index + 1),
+            )
             for index in range(captured.num_segments - 1)
         ),
         ties=_tie_costs(source, captured),
@@ -94,7 +98,7 @@ def _describe_kind(source: Source, captured: Captured, segment: int) -> SegmentK
     program = captured.carve(segment, segment + 1)
     graph = captured.graph.segments[segment]
     names = {*graph.parameters, *graph.buffers, *program.state}
-    trained = [name for name in program.state if _is_trained(source, name)]
+    trained = [name for name in program.state if is_trained(source, name)]
     return SegmentKind(
         parameter_bytes=sum(_num_bytes(source, name) for name in names),
         gradient_bytes=sum(_num_bytes(source, name) for name in trained),
@@ -102,18 +106,13 @@ def _describe_kind(source: Source, captured: Captured, segment: int) -> SegmentK
     )
 
 
-def _is_trained(source: Source, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    parameter = source.meta_model.get_submodule(path)._parameters.get(leaf)
-    return parameter is not None and parameter.requires_grad
-
-
 def _num_bytes(source: Source, name: str) -> int:
     return math.prod(source.shape(name)) * source.dtype(name).itemsize
 
 
-def _cut_cost(sent: Sequence[TensorSpec], cut: int) -> CutCost:
-    with_gradient = [spec for spec in sent if spec.needs_grad]
+def _cut_cost(sent: Sequence[TensorSpec], cut: int, *, returns: bool = True) -> CutCost:
+    """`returns`: something before the cut trains, so that gradients come back."""
+    with_gradient = [spec for spec in sent if spec.needs_grad and returns]
     return CutCost(sent=_bytes_by_batch(sent, cut), returned=_bytes_by_batch(with_gradient, cut))
 
 
@@ -142,7 +141,7 @@ def _tie_costs(source: Source, captured: Captured) -> tuple[TieCost, ...]:
     return tuple(
         TieCost(tuple(segments), _num_bytes(source, name), math.prod(source.shape(name)))
         for name, segments in users.items()
-        if len(segments) > 1 and _is_trained(source, name)
+        if len(segments) > 1 and is_trained(source, name)
     )
 
 
@@ -152,6 +151,6 @@ def trained_shapes(source: Source, captured: Captured) -> list[WeightShape]:
         name: None
         for segment in range(captured.num_segments)
         for name in captured.carve(segment, segment + 1).state
-        if _is_trained(source, name)
+        if is_trained(source, name)
     }
     return [WeightShape(source.shape(name), source.dtype(name)) for name in names]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.capture import Captured, Source, stage_state
-from varuna.capture.cuts.segment_kinds import entry, relayed
+from varuna.capture.cuts.segment_kinds import entry, relayed, trains_before
 from varuna.capture.graph.fused_loss import with_fused_loss
 from varuna.execute.comm.session import single_rank_session
 from varuna.execute.step.engine import Engine
@@ -34,12 +34,17 @@ class StageSegment:
         inputs: Mapping[str, object],
         relayed: Sequence[bool],
         num_results: int = 1,  # of a last segment, which sends nothing
+        *,
+        wants_gradients: bool = True,  # a segment before it trains
+        trains: bool = True,  # this one does, or one before it
     ) -> None:
         self._stage = stage
         self._program = program
         self._inputs = inputs
         self.relayed = relayed
-        self.wanted = [spec.needs_grad for spec in program.sent] or [True] * num_results
+        self._wants_gradients = wants_gradients
+        wanted = [spec.needs_grad for spec in program.sent] or [True] * num_results
+        self.wanted = [is_wanted and trains for is_wanted in wanted]
         self.enter: Callable[[], object] | None = None
         self._next = self._oldest = 0  # micro-batch numbers
         stage.clear()
@@ -47,7 +52,13 @@ class StageSegment:
     def forward(self, given: Sequence[Tensor], *, keep_graph: bool = True) -> list[Tensor]:
         number, self._next = self._next, self._next + 1
         return self._stage.forward(
-            number, self._program, list(given), self._inputs, WORK, keep_graph=keep_graph
+            number,
+            self._program,
+            list(given),
+            self._inputs,
+            WORK,
+            keep_graph=keep_graph,
+            wants_gradients=self._wants_gradients,
         )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -110,7 +121,15 @@ class SegmentFactory:
         stage = self._stages[kind]
         local_inputs = move_inputs(inputs, self._device)
         runnable = with_fused_loss(program.to(self._device))
-        segment = StageSegment(stage, runnable, local_inputs, relayed(captured, first), len(captured.results))
+        segment = StageSegment(
+            stage,
+            runnable,
+            local_inputs,
+            relayed(captured, first),
+            len(captured.results),
+            wants_gradients=trains_before(self._source, captured, first),
+            trains=trains_before(self._source, captured, first + 1),
+        )
         recomputed = entry(program, first)
         if recomputed is not None:
             entry_program = recomputed.to(self._device)

@@ -31,6 +31,19 @@ def find_kinds(source: Source, captured: Captured) -> list[int]:
     ]
 
 
+def is_trained(source: Source, name: str) -> bool:
+    """Return whether a tensor of the model is a parameter that is not frozen."""
+    path, _, leaf = name.rpartition(".")
+    parameter = source.meta_model.get_submodule(path)._parameters.get(leaf)
+    return parameter is not None and parameter.requires_grad
+
+
+def trains_before(source: Source, captured: Captured, segment: int) -> bool:
+    """Return whether a segment before this one has a trained parameter, and so wants gradients."""
+    before = captured.graph.segments[:segment]
+    return any(is_trained(source, name) for other in before for name in other.parameters)
+
+
 def relayed(captured: Captured, segment: int) -> tuple[bool, ...]:
     """Return for each tensor that a segment receives whether it also crosses the cut before."""
     before = captured.carve(segment - 1, segment).received if segment else ()
@@ -75,6 +88,7 @@ def _text(source: Source, captured: Captured, index: int) -> str:
         f"relayed {relayed(captured, index)}",
         f"sent {[(s.dtype, str(s.dims), s.needs_grad) for s in program.sent]}",
         f"inputs {program.inputs}",
+        f"returns {bool(program.received) and trains_before(source, captured, index)}",
     ]
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 

@@ -20,6 +20,7 @@ from varuna.execute.comm.frames import (
     BY_LANE,
     BYE,
     DATA,
+    FROZEN,
     HEADER,
     IN_SLOT,
     MAGIC,
@@ -205,29 +206,31 @@ class FrameSocket:
         descriptor = bytes(self._scratch[self._start : self._start + num_described])
         self._start += num_described
         if kind == DATA:
-            return self._begin_payload(num_tensors, descriptor, num_bytes)
+            return self._begin_payload(num_tensors, descriptor, num_bytes, frozen=number == FROZEN)
         if kind == BYE:
             self.ended = True
             return False
         if kind == IN_SLOT:
             (slot,) = struct.unpack_from("<I", descriptor)
-            self._deliver(IncomingFrame([], slot, metas=parse_descriptor(descriptor[4:], num_tensors)))
+            metas = parse_descriptor(descriptor[4:], num_tensors)
+            self._deliver(IncomingFrame([], slot, metas=metas, frozen=number == FROZEN))
         elif kind == BY_LANE:
-            frame = IncomingFrame([], by_lane=True, metas=parse_descriptor(descriptor, num_tensors))
+            metas = parse_descriptor(descriptor, num_tensors)
+            frame = IncomingFrame([], by_lane=True, metas=metas, frozen=number == FROZEN)
             self._announced.append(frame)
             self._deliver(frame)
         else:
             self._control.append(ControlFrame(kind, number, descriptor))
         return True
 
-    def _begin_payload(self, num_tensors: int, descriptor: bytes, num_bytes: int) -> bool:
+    def _begin_payload(self, num_tensors: int, descriptor: bytes, num_bytes: int, *, frozen: bool) -> bool:
         """Allocate the tensors of a frame and copy what is in the scratch. Return True if it is complete."""
         metas = parse_descriptor(descriptor, num_tensors)
         if sum(meta.num_bytes for meta in metas) != num_bytes:
             raise InvalidFrame(f"the tensors do not have the {num_bytes} bytes of the header")
         pinned = self.device.type == "cuda"
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, pin_memory=pinned) for meta in metas]
-        frame = IncomingFrame(tensors)
+        frame = IncomingFrame(tensors, frozen=frozen)
         self._missing = [memory_of(tensor) for tensor in tensors if tensor.numel()]
         self.bulky = self.bulky or num_bytes >= BULK_BYTES
         while self._missing and self._start < self._stop:

@@ -2,7 +2,7 @@
 
 A frame describes its content, so a mismatch is an error and never wrong data:
 
-    header      magic, kind, number of tensors, descriptor bytes, payload bytes, number
+    header      magic, kind, number of tensors, descriptor bytes, payload bytes, number (FROZEN: see there)
     descriptor  for each tensor: dtype code, number of dimensions, sizes
     payload     the elements of each tensor, one after the other; empty if they travel by slot or lane
 """
@@ -23,6 +23,9 @@ MAX_DESCRIPTOR_BYTES = 16 << 20
 HEADER = struct.Struct("<4sB3xIIQq")
 MAGIC = b"VRN1"
 DATA, BYE, REQUEST_SLOT, OFFER_SLOT, ACCEPT_SLOT, IN_SLOT, RETURN_SLOTS, BY_LANE = range(8)
+
+FROZEN = 1
+"""Number in the header of tensors that depend on no trained weight: their sender wants no gradients."""
 
 # A dtype's code is its index here: append new ones at the end.
 # fmt: off
@@ -59,6 +62,7 @@ class IncomingFrame(NamedTuple):
     slot: int = -1  # number of the slot that holds the tensors, if one does
     by_lane: bool = False
     metas: tuple[TensorMeta, ...] = ()  # of tensors in a slot or on a lane
+    frozen: bool = False  # the sender wants no gradients
 
 
 class ControlFrame(NamedTuple):

@@ -25,6 +25,7 @@ from varuna.execute.comm.frames import (
     BY_LANE,
     BYE,
     DATA,
+    FROZEN,
     HEADER,
     IN_SLOT,
     MAGIC,
@@ -63,6 +64,7 @@ class PeerLink(FrameSocket):
     ) -> None:
         super().__init__(link, peer, name, device=device, on_backlog=on_backlog)
         self.sent = 0
+        self.took_frozen = False  # the last message taken: its sender wants no gradients
         self._delay = delay
         can_share = device.type == "cuda" and link.family == socket.AF_UNIX
         self._slots_in = SlotReceiver(device) if can_share else None
@@ -90,25 +92,30 @@ class PeerLink(FrameSocket):
         over = "a Unix socket" if self.socket.family == socket.AF_UNIX else "TCP"
         return f"pinned host memory over {over}" if self.device.type == "cuda" else over
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Queue a message and return. The tensors must not change until it has arrived."""
+    def send(self, tensors: Sequence[Tensor], *, frozen: bool = False) -> None:
+        """Queue a message and return. The tensors must not change until it has arrived.
+
+        `frozen`: they depend on no trained weight, so the peer returns no gradients.
+        """
+        mark = FROZEN if frozen else 0
         if self.over:
             raise self.error()
         self.process_control()
         if self._lane_out is not None and tensors:
             ready = [to_contiguous(tensor.detach()) for tensor in tensors]
-            self._send_header(BY_LANE, describe(ready), len(ready), release_seconds=self._release_time())
+            due = self._release_time()
+            self._send_header(BY_LANE, describe(ready), len(ready), number=mark, release_seconds=due)
             self._lane_out.put(ready)
             return
-        if tensors and self._send_in_slot(tensors):
+        if tensors and self._send_in_slot(tensors, mark):
             return
         ready = [to_host(tensor) for tensor in tensors]
         descriptor = describe(ready)
         payload = [memory_of(tensor) for tensor in ready if tensor.numel()]
-        header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), sum(map(len, payload)), 0)
+        header = HEADER.pack(MAGIC, DATA, len(ready), len(descriptor), sum(map(len, payload)), mark)
         self._enqueue(OutgoingFrame([memoryview(header + descriptor), *payload], ready, self._release_time()))
 
-    def _send_in_slot(self, tensors: Sequence[Tensor]) -> bool:
+    def _send_in_slot(self, tensors: Sequence[Tensor], mark: int) -> bool:
         """Send in a slot if one is free and return True; else request one for the next time."""
         slots = self._slots_out
         if slots is None or slots.unreachable or any(tensor.device != self.device for tensor in tensors):
@@ -121,7 +128,8 @@ class PeerLink(FrameSocket):
             self._send_header(REQUEST_SLOT, device_uuid(self.device).encode(), number=message_bytes(sizes))
             return False
         descriptor = struct.pack("<I", slot) + describe(tensors)
-        self._send_header(IN_SLOT, descriptor, len(tensors), release_seconds=self._release_time())
+        due = self._release_time()
+        self._send_header(IN_SLOT, descriptor, len(tensors), number=mark, release_seconds=due)
         return True
 
     def _release_time(self) -> float:
@@ -180,6 +188,7 @@ class PeerLink(FrameSocket):
                 raise self.error()
             raise LookupError(f"no message from {self.name} has arrived (wait until `ready` is above 0)")
         message = self._inbox.popleft()
+        self.took_frozen = message.frozen
         if self._slots_in is not None:
             self._num_filled -= 1
         self.process_control()  # the acceptance of a slot comes before the first message in it

@@ -25,6 +25,7 @@ class StageLinks:
         self._sends_gradients = sends_gradients
         self._slices: Sequence[Sequence[PeerSlice]] = ()
         self._specs: Sequence[Sequence[TensorSpec]] = ()
+        self.took_frozen = False  # the last message taken: its senders want no gradients
         self._sent = self._taken = 0
         self._missing: Counter[int] = Counter()  # messages of this step that are not taken yet, by replica
 
@@ -55,7 +56,7 @@ class StageLinks:
         """True if a peer has ended that should send more."""
         return any(link.over and self._missing[replica] > link.ready for replica, link in self._links.items())
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], *, frozen: bool = False) -> None:
         slices, specs = self._slices[self._sent], self._crossing(self._sent, self._sends_gradients)
         self._sent += 1
         for piece in slices:
@@ -63,7 +64,7 @@ class StageLinks:
             if len(slices) > 1:
                 pairs, is_first = zip(tensors, specs, strict=False), piece is slices[0]
                 parts = [self._cut(tensor, spec, piece, is_first=is_first) for tensor, spec in pairs]
-            self._links[piece.peer].send(parts)
+            self._links[piece.peer].send(parts, frozen=frozen)
 
     def take(self) -> list[Tensor]:
         if not self.ready:
@@ -74,6 +75,7 @@ class StageLinks:
         for piece in slices:
             messages.append(self._links[piece.peer].take())
             self._missing[piece.peer] -= 1
+        self.took_frozen = any(self._links[piece.peer].took_frozen for piece in slices)
         if len(messages) < 2:
             return messages[0] if messages else []
         parts = zip(*messages, strict=True)

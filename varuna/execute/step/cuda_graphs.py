@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class KnownForm:
     results: Sequence[Tensor]  # on the meta device
     flowing: Sequence[Tensor | None]  # gradients of the results, on the meta device; None: not needed
     trained: tuple[Tensor, ...]  # the weights that got a gradient
+    wants: bool  # the previous stage wants gradients
 
 
 class Recording:
@@ -103,7 +105,8 @@ class Recording:
     ) -> None:
         self._run = run
         own = {name: v.clone() if isinstance(v, Tensor) else v for name, v in inputs.items()}
-        self._held = HeldMicroBatch(known.program, [t.detach().clone() for t in received], own, work)
+        received = [t.detach().clone() for t in received]
+        self._held = HeldMicroBatch(known.program, received, own, work, wants=known.wants)
         self._flowing = [t if t is None else torch.empty_like(t, device=device) for t in known.flowing]
         self._results = [torch.empty_like(like, device=device) for like in known.results]
         self._outgoing = [torch.empty_like(leaf) for leaf in leaves_of(self._held)]
@@ -176,19 +179,25 @@ class GraphedStage(Stage):
         work: Work,
         *,
         keep_graph: bool = True,
+        wants_gradients: bool = True,
     ) -> list[Tensor]:
-        if isinstance(program, IdleProgram):
-            return super().forward(microbatch, program, received, inputs, work, keep_graph=keep_graph)
+        run = partial(super().forward, microbatch, program, received, inputs, work)
+        options = {"keep_graph": keep_graph, "wants_gradients": wants_gradients}
+        trains = self._trains(program, received, inputs, wants_gradients)
+        if isinstance(program, IdleProgram) or not trains:
+            return run(**options)
         obstacle = self._obstacle(program, keep_graph)
         if obstacle:
             self._log_once(obstacle)
-        form = None if obstacle else self._form(program, received, inputs)
+        form = None if obstacle else self._form(program, received, inputs, wants_gradients)
         recording = None if form is None else self._recording(form, received, inputs, work)
         if recording is not None and form is not None:
-            self.held[microbatch] = ReplayedMicroBatch(program, [], {}, work, form=form, recording=recording)
+            self.held[microbatch] = ReplayedMicroBatch(
+                program, [], {}, work, wants=wants_gradients, form=form, recording=recording
+            )
             self.most_held = max(self.most_held, len(self.held))
             return recording.forward(received, inputs)
-        outputs = super().forward(microbatch, program, received, inputs, work, keep_graph=keep_graph)
+        outputs = run(**options)
         if form is not None and form not in self._known:
             self._observe_outputs(microbatch, form, outputs)
         return outputs
@@ -241,12 +250,12 @@ class GraphedStage(Stage):
             log.warning("micro-batches run without CUDA graphs: %s", obstacle)
 
     def _form(
-        self, program: StageProgram, received: Sequence[Tensor], inputs: Mapping[str, object]
+        self, program: StageProgram, received: Sequence[Tensor], inputs: Mapping[str, object], wants: bool
     ) -> MicroBatchForm | None:
         """Return the form of a micro-batch; None if it cannot be recorded."""
         try:
             described = tuple((name, _describe(value)) for name, value in inputs.items())
-            form = (id(program), tuple(map(_describe, received)), described)
+            form = (id(program), tuple(map(_describe, received)), described, wants)
             return None if form in self._known and self._known[form] is None else form
         except TypeError:  # an input that is not hashable
             return None
@@ -342,7 +351,7 @@ class GraphedStage(Stage):
             for hook in hooks:
                 hook.remove()
         has_gradient = any(like is not None for like in held.flowing)
-        known = KnownForm(held.program, held.results, held.flowing, tuple(trained))
+        known = KnownForm(held.program, held.results, held.flowing, tuple(trained), held.wants)
         self._known[held.form] = known if has_gradient else None
 
 

@@ -148,9 +148,15 @@ class Engine:
             outputs = self.stage.evaluate(job.program, received, inputs, job.work)
         else:
             outputs = self.stage.forward(
-                number, job.program, received, inputs, job.work, keep_graph=keep == "graph"
+                number,
+                job.program,
+                received,
+                inputs,
+                job.work,
+                keep_graph=keep == "graph",
+                wants_gradients=self.upstream is not None and not self.upstream.took_frozen,
             )
-        self._send(self.downstream, outputs)
+        self._send(self.downstream, outputs, frozen=keep != "nothing" and not self.stage.held[number].trains)
         return outputs
 
     def _run_backward(self, step: TrainingStep, op: Op, number: int) -> None:
@@ -170,8 +176,7 @@ class Engine:
             if self.downstream is None:
                 incoming = [self._seed(step, number)]
             else:
-                needed = [spec for spec in step.jobs[number].program.sent if spec.needs_grad]
-                incoming = self._take(self.downstream, needed)
+                incoming = self._take(self.downstream, self._returned(number, step.jobs[number]))
             step.gradients += 1
             run = self.stage.backward if op == "B" else self.stage.backward_inputs
             self._send(self.upstream, run(number, incoming))
@@ -228,7 +233,7 @@ class Engine:
         """Run all backwards of the held forwards. Recompute first if only inputs were kept."""
         last = max((n for n, job in enumerate(jobs) if job.microbatch.size), default=-1)
         for number, job in enumerate(jobs):
-            if not self.stage.held[number].edges:
+            if self.stage.held[number].trains and not self.stage.held[number].edges:
                 started = self._start("R", number)
                 self.stage.recompute(number)
                 self.recorder.add("R", number, started, time.perf_counter())
@@ -236,17 +241,22 @@ class Engine:
             if self.downstream is None:
                 incoming = gradients[number]
             else:
-                incoming = self._take(self.downstream, [spec for spec in job.program.sent if spec.needs_grad])
+                incoming = self._take(self.downstream, self._returned(number, job))
             stop = before_last() if number == last else None
             self._send(self.upstream, self.stage.backward(number, incoming, again=again))
             if stop is not None:
                 stop()
             self.recorder.add("B", number, started, time.perf_counter())
 
-    def _send(self, target: AdjacentStage | None, tensors: Sequence[Tensor]) -> None:
+    def _returned(self, number: int, job: MicroBatchJob) -> list[TensorSpec]:
+        """Return the sent tensors of which the next stage returns gradients."""
+        trains = self.stage.held[number].trains
+        return [spec for spec in job.program.sent if spec.needs_grad] if trains else []
+
+    def _send(self, target: AdjacentStage | None, tensors: Sequence[Tensor], *, frozen: bool = False) -> None:
         try:
             if target is not None:
-                target.send(tensors)
+                target.send(tensors, frozen=frozen)
         except PeerLost as error:
             assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
             self.waiter.raise_cause(error)

@@ -84,6 +84,8 @@ class HeldMicroBatch:
     edges: list[GradientEdge | None] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # values before the forward, if it recomputes
     pending: Sequence[Fork] | None = None  # work for `backward_weights`
+    wants: bool = True  # the previous stage wants gradients of what was received
+    trains: bool = True  # it does, or this stage has something to train: else there is no backward
 
 
 class Stage:
@@ -94,6 +96,7 @@ class Stage:
         self.held: dict[int, HeldMicroBatch] = {}
         self.most_held = 0
         self._tensors_of: dict[int, list[Tensor]] = {}  # by program; tensors do not change within a step
+        self._trained: dict[int, bool] = {}  # by program: it has a weight that trains
 
     def forward(
         self,
@@ -104,10 +107,18 @@ class Stage:
         work: Work,
         *,
         keep_graph: bool = True,
+        wants_gradients: bool = True,
     ) -> list[Tensor]:
-        """Return the detached outputs: what is sent, or the loss. `keep_graph=False`: recompute later."""
-        held = HeldMicroBatch(program, received, inputs, work)
-        if keep_graph:
+        """Return the detached outputs: what is sent, or the loss. `keep_graph=False`: recompute later.
+
+        `wants_gradients`: the previous stage wants those of what was received.
+        """
+        held = HeldMicroBatch(program, received, inputs, work, wants=wants_gradients)
+        held.trains = self._trains(program, received, inputs, wants_gradients)
+        if not held.trains:
+            outputs = self.evaluate(program, received, inputs, work)
+            held.received = []  # nothing depends on them any more
+        elif keep_graph:
             outputs = self._run_with_graph(held)
         else:
             held.buffers = {name: self.state.tensor(name).clone() for name in program.mutated}
@@ -126,7 +137,8 @@ class Stage:
         return outputs
 
     def recompute(self, microbatch: int) -> None:
-        self._run_with_graph(self.held[microbatch])
+        if self.held[microbatch].trains:
+            self._run_with_graph(self.held[microbatch])
 
     def take_held(self) -> dict[int, HeldMicroBatch]:
         """Return all held micro-batches and hold none, so that the caller can run their backwards later."""
@@ -141,6 +153,8 @@ class Stage:
         `again`: the same forward will have another backward.
         """
         held = self.held[microbatch] if again else self.held.pop(microbatch)
+        if not held.trains:
+            return []
         roots, flowing = pair_gradients(held.edges, gradients)
         if roots:
             torch.autograd.backward(roots, flowing, retain_graph=again)
@@ -153,6 +167,9 @@ class Stage:
     def backward_inputs(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Run the first part of the backward. The micro-batch stays held until `backward_weights`."""
         held = self.held[microbatch]
+        if not held.trains:
+            held.pending = ()
+            return []
         leaves = leaves_of(held)
         roots, flowing = pair_gradients(held.edges, gradients)
         found: list[Tensor | None] = [None] * len(leaves)
@@ -174,6 +191,22 @@ class Stage:
         self.held.clear()
         self.most_held = 0
         self._tensors_of.clear()
+        self._trained.clear()
+
+    def _trains(
+        self,
+        program: StageProgram,
+        received: Sequence[Tensor],
+        inputs: Mapping[str, object],
+        wants_gradients: bool,
+    ) -> bool:
+        """Return whether a micro-batch has a backward: for received tensors, inputs or weights."""
+        if wants_gradients and received:
+            return True
+        found = self._trained.get(id(program))
+        if found is None:
+            found = self._trained[id(program)] = any(t.requires_grad for t in self._tensors(program))
+        return found or any(isinstance(value, Tensor) and value.requires_grad for value in inputs.values())
 
     def _tensors(self, program: StageProgram) -> list[Tensor]:
         found = self._tensors_of.get(id(program))
@@ -183,7 +216,7 @@ class Stage:
 
     def _run_with_graph(self, held: HeldMicroBatch) -> list[Tensor]:
         for spec, tensor in zip(held.program.received, held.received, strict=True):
-            if spec.needs_grad:
+            if spec.needs_grad and held.wants:
                 tensor.requires_grad_(True)
         with torch.enable_grad():
             state = self._tensors(held.program)
@@ -207,6 +240,8 @@ def outputs_with_gradient(program: StageProgram, outputs: Sequence[Tensor]) -> l
 
 def leaves_of(held: HeldMicroBatch) -> list[Tensor]:
     """Return the received tensors that need a gradient."""
+    if not held.wants:
+        return []
     return [t for spec, t in zip(held.program.received, held.received, strict=True) if spec.needs_grad]
 
 
