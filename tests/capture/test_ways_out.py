@@ -15,7 +15,7 @@ from tests.capture.comparison import assert_same
 from tests.capture.models import batch_of
 from tests.capture.test_branches import Guarded, Only
 from tests.capture.test_refusals import Layers, refusal
-from varuna.capture import opaque
+from varuna.capture import CutPoint, opaque
 
 
 class Packs(nn.Module):
@@ -166,6 +166,21 @@ class Clamps(nn.Module):
         return F.linear(x, weight, self.inner.bias)
 
 
+class Cuts(nn.Module):
+    """Uses CutPoints wrongly, or as the refusals say."""
+
+    def __init__(self, manner: str) -> None:
+        super().__init__()
+        self.inner, self.one, self.manner = nn.Linear(6, 6), CutPoint(), manner
+        self.other = CutPoint() if manner == "separate" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.manner == "unused":
+            return self.inner(x)
+        h = self.one(self.inner(x) if self.manner != "nothing" else None)
+        return (self.other or self.one)(h * 2) if self.manner in ("twice", "separate") else h
+
+
 def scripted(module: nn.Module) -> nn.Module:
     return torch.jit.script(module)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -216,6 +231,30 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], nn.Module]]] = 
         lambda: Layers(Looks(scale_grad_by_freq=False)),
     ),
 }
+WAYS.update(
+    {
+        "max_norm": (
+            lambda: Layers(Looks(max_norm=1.0)),
+            "Make it without max_norm",
+            lambda: Layers(Looks()),
+        ),
+        "cut twice": (
+            lambda: Layers(Cuts("twice")),
+            "Use a separate CutPoint for each place",
+            lambda: Layers(Cuts("separate")),
+        ),
+        "cut never": (
+            lambda: Layers(Cuts("unused")),
+            "Call it where the model may be cut",
+            lambda: Layers(Cuts("right")),
+        ),
+        "cut of nothing": (
+            lambda: Layers(Cuts("nothing")),
+            "x = cutpoint(x)",
+            lambda: Layers(Cuts("right")),
+        ),
+    }
+)
 WAYS.update(
     {
         f"parameter, {manner}": (
