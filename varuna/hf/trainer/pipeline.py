@@ -96,6 +96,7 @@ class TrainerPipeline:
                 seed=settings.seed,
                 **options,
             )
+        self.model._saver.expect_no_store()  # train() resumes from the folders of the trainer
         self.source = model
 
     def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -84,6 +84,10 @@ class Saver:
             log.warning("no checkpoint in %s: %s. Training starts at step %d", url, place, iteration)
         self._use_store()
 
+    def expect_no_store(self) -> None:
+        """Do not warn that there is no store: the script saves and resumes by itself."""
+        self._has_checked_store = True
+
     def warn_without_store(self) -> None:
         """Warn once, before the first step of a managed job, that it cannot survive a failure."""
         if self._has_checked_store:
