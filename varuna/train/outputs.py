@@ -1,11 +1,13 @@
 """All outputs of a wrapped model, such as logits, for a whole batch on every rank."""
 
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,6 +19,7 @@ from varuna.errors import CaptureError, list_some
 from varuna.execute.step.division import Division, divide_batch, divide_equal_widths
 from varuna.execute.step.outputs import ModelOutput, classify_output
 from varuna.execute.step.spans import even_spans
+from varuna.execute.update.initial_values import hash_tensor
 from varuna.train.loader import own_share
 from varuna.train.varuna import Varuna
 from varuna.types import spread_evenly
@@ -41,6 +44,27 @@ class OutputsCall(StructuredCall):
 
         with patch.object(model, "forward", declaring(forward, inputs)):
             yield
+
+
+def refuse_different_inputs(model: Varuna, inputs: Mapping[str, Any]) -> None:
+    """Raise on all ranks if they have different inputs. All ranks call this."""
+    session = model._session
+    with session.call("predict"), model._report_errors("predict"):
+        model._programs.batch(inputs)  # raises if these are no inputs
+        digest = xxhash.xxh3_128()
+        for name, value in sorted(inputs.items()):
+            form = f"{value.dtype} {value.shape}" if isinstance(value, Tensor) else repr(value)
+            digest.update(f"{name} {form}".encode())
+            digest.update(hash_tensor(value) if isinstance(value, Tensor) else b"")
+        own = struct.unpack("4I", digest.digest())
+        found = session.gather_numbers([float(number) for number in own])
+        others = [rank for rank, each in zip(session.ranks, found, strict=True) if each != found[0]]
+        if others:
+            raise ValueError(
+                f"predict was called with other inputs on {list_some([f'rank {rank}' for rank in others])} "
+                f"than on rank {session.ranks[0]}: pass the same whole batch on all ranks, not each "
+                "replica's share"
+            )
 
 
 def whole_outputs(model: Varuna, inputs: Mapping[str, Any]) -> Any:

@@ -352,10 +352,23 @@ class Varuna(nn.Module):
         self._progress.alive()
         return loss
 
+    def predict(self, inputs: Mapping[str, object]) -> Any:
+        """Return the model's own outputs, such as logits, in evaluation mode, on the CPU of every rank.
+
+        All ranks pass the same inputs: a whole batch of any size. Samples keep their order.
+        """
+        from varuna.train.outputs import refuse_different_inputs, whole_outputs  # they import this module
+
+        self._reporter.pace.interrupt()
+        refuse_different_inputs(self, inputs)
+        outputs = whole_outputs(self, inputs)
+        self._progress.alive()
+        return outputs
+
     def forward(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError(
-            "a wrapped model cannot be called: use `loss, overflow = model.step(inputs)` to train and "
-            "`loss = model.evaluate(inputs)` to evaluate"
+            "a wrapped model cannot be called: use `loss, overflow = model.step(inputs)` to train, "
+            "`loss = model.evaluate(inputs)` to evaluate, and `model.predict(inputs)` for outputs"
         )
 
     def get_loss_scale(self) -> float | None:
