@@ -232,6 +232,19 @@ class Biased(nn.Module):
         return found.transpose(1, 2).flatten(2)
 
 
+def three_losses(model: Varuna, inputs: dict[str, Tensor]) -> list[float]:
+    """Train for three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_optimizer(optimizer, init_loss_scale=1)
+    losses = []
+    for _ in range(3):
+        losses.append(model.step(inputs)[0])
+        optimizer.step()
+        model.zero_grad()
+    model.close()
+    return losses
+
+
 def train_biased(depth: int, precision: str, recompute: bool, device: str = DEVICE) -> list[float]:
     """Return the losses of three steps."""
     torch.manual_seed(0)
@@ -242,15 +255,7 @@ def train_biased(depth: int, precision: str, recompute: bool, device: str = DEVI
     }
     options: dict[str, Any] = {"precision": precision, "recompute": recompute, "from_cache": False, "seed": 3}
     model = Varuna(Biased(), stage_map(depth, 1), inputs, 6, 2, device=device, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.set_optimizer(optimizer, init_loss_scale=1)
-    losses = []
-    for _ in range(3):
-        losses.append(model.step(inputs)[0])
-        optimizer.step()
-        model.zero_grad()
-    model.close()
-    return losses
+    return three_losses(model, inputs)
 
 
 class Recurrent(nn.Module):
@@ -270,15 +275,7 @@ def train_recurrent(depth: int, precision: str) -> list[float]:
     inputs = {"x": torch.randn(6, 9, 8, generator=torch.Generator().manual_seed(1))}
     options: dict[str, Any] = {"precision": precision, "from_cache": False}
     model = Varuna(Recurrent(), stage_map(depth, 1), inputs, 6, 2, device=DEVICE, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.set_optimizer(optimizer, init_loss_scale=1)
-    losses = []
-    for _ in range(3):
-        losses.append(model.step(inputs)[0])
-        optimizer.step()
-        model.zero_grad()
-    model.close()
-    return losses
+    return three_losses(model, inputs)
 
 
 class WaitsAtOnce:
