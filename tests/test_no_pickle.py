@@ -32,6 +32,10 @@ OBJECT_CALLS = {
 ALLOWED = {
     ("varuna/morph/starters/ray.py", "cloudpickle"): "Ray's own channel; Ray has to be closed to strangers",
     ("varuna/morph/starters/ray.py", "register_pickle_by_value"): "the same",
+    (
+        "varuna/hf/trainer/one_process.py",
+        "__reduce_ex__",
+    ): "training_args.bin of transformers: written, not read",
     ("varuna/measure/memory.py", "multiprocessing"): "torch's weak reference to a storage, nothing is sent",
 }
 
