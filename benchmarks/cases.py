@@ -226,7 +226,7 @@ def loading(lab: Lab) -> list[Row]:
 
 def trainer(lab: Lab) -> list[Row]:
     """VarunaTrainer in one process, and over four workers; each worker has one core."""
-    layers, width, updates = (2, 64, 2) if lab.quick else (8, 256, 12)
+    layers, width, updates = (2, 64, 2) if lab.quick else (8, 256, 6)
 
     def measured(kind: Kind, world: int, stages: int = 1) -> list[float]:
         everyone = lab.run(seconds_per_update, world, kind, updates, layers, width, stages)

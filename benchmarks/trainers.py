@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 Kind = Literal["varuna", "transformers", "ddp", "fsdp2"]
-BATCH, TOKENS, VOCABULARY = 16, 64, 512
+BATCH, TOKENS, VOCABULARY = 16, 256, 512
 
 
 def make_model(layers: int, width: int) -> Any:
