@@ -38,6 +38,7 @@ class PipelineSettings:
     compile: bool
     seed: int
     device: torch.device
+    saves: bool  # the trainer writes checkpoints, from which train() resumes
     options: Mapping[str, Any]  # of `Varuna`
 
 
@@ -96,7 +97,8 @@ class TrainerPipeline:
                 seed=settings.seed,
                 **options,
             )
-        self.model._saver.expect_no_store()  # train() resumes from the folders of the trainer
+        if settings.saves:
+            self.model._saver.expect_no_store()
         self.source = model
 
     def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:

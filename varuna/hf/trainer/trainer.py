@@ -120,6 +120,7 @@ class VarunaTrainer(TrainerCheckpoints):
             compile=bool(given(args, "torch_compile")),
             seed=args.seed,
             device=args.device,
+            saves=str(getattr(args.save_strategy, "value", args.save_strategy)) != "no",
             options=options,
         )
 
