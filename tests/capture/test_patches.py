@@ -225,3 +225,12 @@ def test_recurrent_precision() -> None:
         require(name, torch._VF.lstm is not before, "nn.LSTM calls torch._VF.lstm")
         require(name, lstm(x)[0].dtype == torch.float32, "torch._VF.lstm on the CPU unchanged")
     require(name, torch._VF.lstm == before, "torch._VF whose attributes can be replaced")
+    with FakeTensorMode():
+        on_cuda = torch.empty(2, device="cuda")
+    with (
+        patch.object(torch._VF, "lstm", lambda *_: (on_cuda, on_cuda)),
+        patches.recurrent_precision(True),
+        patch.object(torch, "is_autocast_enabled", lambda _: True),
+    ):
+        dtypes = {value.dtype for value in torch._VF.lstm()}  # type: ignore[call-arg]
+        require(name, dtypes == {torch.float16}, "results on CUDA in fp16")

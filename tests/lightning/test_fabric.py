@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -111,3 +112,16 @@ def test_the_name_is_registered_and_other_names_are_refused() -> None:
     assert type(L.Trainer(strategy="varuna", accelerator="cpu", devices=1).strategy).__name__ == names()[0]
     with pytest.raises(AttributeError, match="no attribute 'VarunaStrateg'"):
         varuna.lightning.VarunaStrateg  # noqa: B018
+
+
+def send_from_rank_1() -> Any:
+    own: Any = Path("runs") if dist.get_rank() else (1, 2)
+    with patch.object(dist, "broadcast_object_list", side_effect=AssertionError("a pickle")):
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=varuna.lightning.VarunaFabricStrategy())
+        fabric.launch()
+        return fabric.broadcast(own, src=1), fabric.broadcast([own, torch.ones(2)], src=0)[0]
+
+
+def test_broadcasts_are_not_pickles(pool: Pool) -> None:
+    """SEC-1, TRA-5"""
+    assert pool.run(send_from_rank_1, 2) == [("runs", (1, 2))] * 2

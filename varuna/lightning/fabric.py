@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyrannc.process import delay_grad_allreduce
 from varuna.lightning.losses import refuse_counted_labels
 from varuna.lightning.parts import ModelParts, start_equal
-from varuna.lightning.ranks import environment_class, started_process
+from varuna.lightning.ranks import Messages, environment_class, started_process
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricBase
@@ -50,6 +50,7 @@ class FabricBehaviour(FabricBase):
         )
         self._modules = [modules] if isinstance(modules, str) else modules
         self._options = options
+        self._messages = Messages()
         self._parts: list[ModelParts] = []
         self._backward_sync_control = DelayedReduction()  # type: ignore[assignment]
 
@@ -86,7 +87,7 @@ class FabricBehaviour(FabricBase):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._announced("strategy.broadcast"):
-            return super().broadcast(obj, src)
+            return self._messages.broadcast(obj, src)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         with self._announced("strategy.reduce"):

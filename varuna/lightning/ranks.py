@@ -1,15 +1,39 @@
-"""Rank of this process for Lightning, by the variables of `varuna run`, torchrun, mpirun or srun."""
+"""Ranks for Lightning, by the variables of `varuna run`, torchrun, mpirun or srun, and their messages."""
 
 import os
+from pathlib import PurePath
 from typing import Any
 
+import torch.distributed as dist
+
 from pyrannc.process import ProcessRank, find_rank
+from varuna.execute.comm.collective import Collective
+from varuna.execute.comm.values import PlainValue
 
 
 def started_process() -> ProcessRank | None:
     """Return the rank of this process; None if no launcher started it."""
     process = find_rank(os.environ)
     return process if process.world > 1 and process.local_rank >= 0 else None
+
+
+class Messages:
+    """Broadcasts plain values and tensors to all ranks. Lightning's own broadcast would send pickles."""
+
+    def __init__(self) -> None:
+        self._world: Any = None  # the process group for which the ranks were joined
+        self._ranks: Collective | None = None
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return value
+        if self._ranks is None or self._world is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo")
+            self._ranks = Collective(dist.get_rank(), range(dist.get_world_size()), group)
+            self._world = dist.group.WORLD
+        sent = str(value) if isinstance(value, PurePath) else value
+        own = PlainValue(sent if dist.get_rank() == source else None)
+        return self._ranks.gather(own, PlainValue)[source].value
 
 
 def environment_class(base: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from pyrannc.process import delay_grad_allreduce
 from varuna.lightning.losses import loss_factor, refuse_counted_labels
 from varuna.lightning.parts import ModelParts, start_equal
-from varuna.lightning.ranks import environment_class, started_process
+from varuna.lightning.ranks import Messages, environment_class, started_process
 from varuna.lightning.sampling import DealtSampler, can_be_dealt
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class TrainerBehaviour(TrainerBase):
         self._modules = [modules] if isinstance(modules, str) else modules
         self._loss_weight = loss_weight
         self._options = options
+        self._messages = Messages()
         self._parts: ModelParts | None = None
         self._failed = False
         self._connector: Any = None  # of the Trainer, while this strategy deals the samples
@@ -179,7 +180,7 @@ class TrainerBehaviour(TrainerBase):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._announced("strategy.broadcast"):
-            return super().broadcast(obj, src)
+            return self._messages.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         with self._announced("strategy.reduce"):
