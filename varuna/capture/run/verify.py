@@ -41,7 +41,7 @@ FP64_PARAMETERS = 50_000_000
 CHECKED_SAMPLES = (4, 3, 5, 7, 2)
 """Samples of the inputs with which the models run: activations in fp64 take four times those in bf16.
 
-The first number that no size of a random value is mistaken for.
+The check takes the first of these numbers with which sizes show where the samples of all random values are.
 """
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 """Difference of a tensor, as a share of its norm, that rounding alone explains."""
