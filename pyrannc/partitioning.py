@@ -166,7 +166,7 @@ class ModelPartitioning:
             return
         agreed = self.calls.calls[call.kind]
         # At least two: the graph is of several samples.
-        count = max(2, min(call.counts[session.rank], max(CHECKED_SAMPLES)))
+        count = max(2, min(call.counts[session.rank], CHECKED_SAMPLES))
         inputs = first_samples(call.leaves, agreed.dims, count).of(count)
         check_once(
             self.model,

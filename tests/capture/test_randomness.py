@@ -13,6 +13,7 @@ from tests.capture.comparison import assert_same, chained, eager
 from tests.capture.models import Everything, Mlp, batch_of, tokens
 from varuna.capture import CutPoint, Source, check_capture, opaque, plain_randomness
 from varuna.capture.graph.randomness import attention, draw
+from varuna.capture.model.tied_weights import named_tensors
 from varuna.types import Work
 
 
@@ -221,3 +222,43 @@ def test_the_check_is_not_misled_by_sizes(batch: int) -> None:
     inputs = {"x": torch.randn(batch, 4, 4)}
     captured = Source(model).capture(inputs, training=True)
     check_capture(model, captured, inputs)
+
+
+class Ambiguous(nn.Module):
+    """Draws in tensors whose batch is in any dimension, also beside others of its size."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.mix = nn.Linear(width, width)
+        self.recurrent = nn.LSTM(width, width, num_layers=2, dropout=0.3)  # [length, batch, width]
+        self.maps = nn.Dropout2d(0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.dropout(self.mix(x), 0.2).transpose(0, 1)  # [length, batch, width]
+        h = h + F.dropout(h, 0.2) + self.recurrent(h)[0]
+        heads = h.unsqueeze(0).repeat(self.heads, 1, 1, 1)  # [heads, length, batch, width]
+        h = h + F.dropout(heads, 0.2).sum(0) + torch.rand(h.shape[0], 1, h.shape[2])
+        h = h + torch.rand_like(h) * torch.bernoulli(torch.full_like(h, 0.5))
+        q = heads.permute(2, 0, 1, 3)  # [batch, heads, length, width]
+        h = h + F.scaled_dot_product_attention(q, q, value=q, dropout_p=0.3).sum(1).transpose(0, 1)
+        h = h + self.maps(h.transpose(0, 1).unsqueeze(2)).squeeze(2).transpose(0, 1)
+        return F.mse_loss(F.gumbel_softmax(h, dim=-1).transpose(0, 1), y)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (4, 4, 2, 4), (4, 2, 4, 8), (2, 4, 2, 2), (3, 6, 3, 6)])
+def test_sizes_that_equal_the_batch_by_chance_are_not_taken_for_it(sizes: tuple[int, int, int, int]) -> None:
+    """EXA-7: batch, length, heads and width; the check accepts the model, and micro-batches add up to it."""
+    batch, length, heads, width = sizes
+    torch.manual_seed(0)
+    model = Ambiguous(width, heads)
+    inputs = {name: torch.randn(batch, length, width) for name in ("x", "y")}
+    captured = Source(model).capture(inputs, training=True)
+    check_capture(model, captured, inputs)
+    program = captured.carve(0, captured.num_segments)
+    state = [named_tensors(model)[name] for name in program.state]
+    (whole,) = program(state, (), inputs, Work(1, 0, 0))
+    parts = [
+        program(state, (), {n: v[i : i + 1] for n, v in inputs.items()}, Work(1, 0, i))[0] for i in range(batch)
+    ]
+    torch.testing.assert_close(sum(parts) / batch, whole)

@@ -18,10 +18,13 @@ aten = torch.ops.aten
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 
 
-def bind_randomness(flat: FlatGraph, shared: frozenset[int], sizes: SizeNodes | None) -> frozenset[int]:
-    """Number every random operation and seed it by its work; return the ordinals that samples share.
+def bind_randomness(
+    flat: FlatGraph, shared: frozenset[int], sizes: SizeNodes | None
+) -> dict[int, randomness.DrawDims]:
+    """Number every random operation and seed it by its work; return where its samples are, by ordinal.
 
-    `shared` holds those ordinals from the capture with a symbolic batch, where the batch here is one sample.
+    Opaque modules are left out, and draws of the one sample where the batch is one. `shared` holds the
+    ordinals of draws that all samples share, from the capture with a symbolic batch.
     """
     random_nodes = [node for node in flat.nodes if _draws(node)]
     for node in flat.nodes:
@@ -29,15 +32,12 @@ def bind_randomness(flat: FlatGraph, shared: frozenset[int], sizes: SizeNodes | 
             node.replace_all_uses_with(node.all_input_nodes[0])
             flat.graph.erase_node(node)
     if not random_nodes:
-        return frozenset()
+        return {}
     with flat.graph.inserting_before(next(iter(flat.graph.nodes))):
         flat.work = flat.graph.placeholder("work")
     flat.work.meta = {"val": None, "segment": 0}
-    return frozenset(
-        ordinal
-        for ordinal, node in enumerate(random_nodes)
-        if _bind(flat, node, ordinal, ordinal in shared, sizes)
-    )
+    found = (_bind(flat, node, ordinal, ordinal in shared, sizes) for ordinal, node in enumerate(random_nodes))
+    return {ordinal: dims for ordinal, dims in enumerate(found) if dims is not None}
 
 
 def _draws(node: fx.Node) -> bool:
@@ -49,15 +49,17 @@ def _draws(node: fx.Node) -> bool:
     return randomness.draws(target, node.args, node.kwargs)
 
 
-def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool, sizes: SizeNodes | None) -> bool:
-    """Replace one random node by a seeded one; return whether all samples share its draw."""
+def _bind(
+    flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool, sizes: SizeNodes | None
+) -> randomness.DrawDims | None:
+    """Replace one random node by a seeded one; return where its samples are, if they are several."""
     graph, work = flat.graph, flat.work
     target: Any = node.target
     if "leaf" in node.meta:
         node.meta["leaf"].ordinal = ordinal  # an opaque module numbers its own draws
         node.meta["random"] = ordinal
         node.args = (*node.args, work, 1 if flat.batch is None else flat.batch)
-        return False
+        return None
     in_place = target._schema.name.endswith("_")
     values = pytree.tree_leaves(node.meta["val"])
     results = [_sample_dim(flat, value, sizes) for value in values]
@@ -97,7 +99,15 @@ def _bind(flat: FlatGraph, node: fx.Node, ordinal: int, shared: bool, sizes: Siz
         final.meta = dict(node.meta)
     node.replace_all_uses_with(final, delete_user_cb=lambda user: user is not final)
     graph.erase_node(node)
-    return not batched
+    if single and batched:
+        return None
+    given = zip(leaves, arguments, strict=True)
+    tensors = [dim for leaf, dim in given if isinstance(leaf, fx.Node) and isinstance(leaf.meta["val"], Tensor)]
+    return randomness.DrawDims(tuple(map(_dimension, tensors)), tuple(map(_dimension, results)))
+
+
+def _dimension(found: tuple[int, Any] | None) -> int | None:
+    return None if found is None else found[0]
 
 
 def _sample_dim(flat: FlatGraph, value: Any, sizes: SizeNodes | None) -> tuple[int, Any] | None:

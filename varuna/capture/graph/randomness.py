@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,18 @@ SHARED = -1
 
 SampleDim = tuple[int, int]
 """The dimension of a tensor along which the samples lie, and the size of each sample there."""
+
+
+class DrawDims(NamedTuple):
+    """The dimensions of the samples in the tensors of one random operation; None: it has no samples."""
+
+    arguments: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all samples share the draw."""
+        return all(dim is None for dim in (*self.arguments, *self.results))
 
 
 def seed_of(work: Work, sample: int, ordinal: int) -> int:

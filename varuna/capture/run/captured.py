@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol, Self, TypeVar
 
 import sympy
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from varuna.capture.cuts import automatic
 from varuna.capture.cuts.carver import Carver
@@ -28,7 +27,7 @@ from varuna.capture.run.program import SpanProgram
 from varuna.capture.trace.size_guards import SizeGuards
 from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError, list_some
-from varuna.types import LOSS_TOTALS, Dim, ModelGraph, Partition, PrecisionName, TensorSpec
+from varuna.types import LOSS_TOTALS, ModelGraph, Partition, PrecisionName, TensorSpec
 
 
 class ProgramWithSpecs(Protocol):
@@ -77,8 +76,7 @@ class Captured:
         drop_needless_slices(flat)
         self.masks = mask_meanings(flat, guards.traced) if masks is None else masks
         replace_masks(flat, self.masks)
-        # Ordinals of the random operations whose draw all samples share.
-        self.shared_draws = passes.bind_randomness(flat, shared_draws, nodes_of_sizes)
+        self.draws = passes.bind_randomness(flat, shared_draws, nodes_of_sizes)  # by ordinal
         passes.normalize(flat)
         flow = Flow(flat)
         checks.refuse_unsupported(flow)
@@ -128,17 +126,10 @@ class Captured:
         self._totals, self.num_totals = edits.program(), edits.num_totals
         passes.drop_dead_nodes(self._flat)
 
-    def drawn_shapes(self) -> Iterator[tuple[list[Dim], tuple[int, int] | None]]:
-        """Yield the shape of every random value, its sample dimension and the size of that for one sample."""
-        for node in self._flat.nodes:
-            if "random" not in node.meta or "leaf" in node.meta:
-                continue
-            for value in pytree.tree_leaves(node.meta["val"]):
-                sizes = [size for size in map(self._flat.dim, value.shape) if size is not None]
-                if len(sizes) == value.dim():
-                    of_samples = (i for i, size in enumerate(sizes) if size.per_sample and not size.fixed)
-                    dim = next(of_samples, None)
-                    yield sizes, None if dim is None else (dim, sizes[dim].per_sample)
+    @property
+    def shared_draws(self) -> frozenset[int]:
+        """Ordinals of the random operations whose draw all samples share."""
+        return frozenset(ordinal for ordinal, dims in self.draws.items() if dims.is_shared)
 
     def carve_tail(self) -> SpanProgram:
         """Return what follows the values of which each sample has a row, without doubt, as a function."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
@@ -49,16 +49,21 @@ class plain_randomness(TorchFunctionMode):
         self._work = Work(seed=seed, step=step, first_sample=first_sample)
         self._batch_size = batch_size
         self._ordinals = [0]
-        self._shared: frozenset[int] = frozenset()  # ordinals of draws that all samples share
-        self._is_shared = False  # of the current draw
+        self._draws: Mapping[int, randomness.DrawDims] = {}  # by ordinal; other draws go by sizes
+        self._known: randomness.DrawDims | None = None  # of the current draw
 
     @classmethod
     def of(
-        cls, work: Work, *, batch_size: int, first_ordinal: int = 0, shared: frozenset[int] = frozenset()
+        cls,
+        work: Work,
+        *,
+        batch_size: int,
+        first_ordinal: int = 0,
+        draws: Mapping[int, randomness.DrawDims] | None = None,
     ) -> plain_randomness:
-        """`shared` has the draws that all samples share, as a capture found them; sizes alone may mislead."""
+        """`draws` says where the samples are, as a capture found them; sizes alone may mislead."""
         mode = cls(seed=work.seed, step=work.step, batch_size=batch_size)
-        mode._work, mode._ordinals, mode._shared = work, [first_ordinal], shared
+        mode._work, mode._ordinals, mode._draws = work, [first_ordinal], draws or {}
         return mode
 
     def __enter__(self) -> plain_randomness:
@@ -101,7 +106,7 @@ class plain_randomness(TorchFunctionMode):
         if operation is None or own_generator or not randomness.draws(operation, args, kwargs):
             return func(*args, **kwargs)
         ordinal = self._next()
-        self._is_shared = len(self._ordinals) == 1 and ordinal in self._shared  # opaque modules count apart
+        self._known = self._draws.get(ordinal) if len(self._ordinals) == 1 else None  # not in opaque modules
         return self._draw(func, operation, list(args), dict(kwargs), ordinal)
 
     def _draw(self, func: Any, operation: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
@@ -109,7 +114,7 @@ class plain_randomness(TorchFunctionMode):
         if name in ("dropout", "dropout_"):
             bound = randomness.bound(operation, args, kwargs)
             x = bound["input" if "input" in bound else "self"]
-            dim, per_sample = self._sample_dim(x.shape) or (None, 0)
+            dim, per_sample = self._result_dims([x.shape])[0] or (None, 0)
             y = randomness.dropout(x, bound["p"], self._work, ordinal, dim, per_sample)
             return x.copy_(y) if name == "dropout_" else y
         if operation._overloadname == "data":
@@ -127,7 +132,7 @@ class plain_randomness(TorchFunctionMode):
             meta_args, meta_kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
             with torch.no_grad():
                 results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
-            result_dims = [self._sample_dim(leaf.shape) for leaf in results]
+            result_dims = self._result_dims([leaf.shape for leaf in results])
         options: dict[str, Any] = {
             "parts": argument_dims,
             "results": None if None in result_dims else result_dims,
@@ -138,8 +143,13 @@ class plain_randomness(TorchFunctionMode):
         return randomness.draw(func, args, kwargs, self._work, ordinal, **options)
 
     def _argument_dims(self, leaves: list[Any]) -> list[randomness.SampleDim | None]:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._known is not None and len(self._known.arguments) == len(tensors):
+            given = self._at(self._known.arguments, [tensor.shape for tensor in tensors])
+            known = {id(tensor): dim for tensor, dim in zip(tensors, given, strict=True)}
+            return [known[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves]
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        found = None if first is None else self._sample_dim(first.shape)
+        found = None if first is None else sample_dim_by_size(first.shape, self._batch_size)
         if first is None or found is None:
             return [None] * len(leaves)
         dim, size = found[0], first.shape[found[0]]
@@ -151,7 +161,7 @@ class plain_randomness(TorchFunctionMode):
     def _make(self, func: Any, args: list[Any], kwargs: dict[str, Any], ordinal: int) -> Any:
         """Draw a new tensor, as in torch.rand(b, 4) or torch.randint(9, (b,)), one sample at a time."""
         shape = list(func(*args, **{**kwargs, "device": "meta"}).shape)
-        found = self._sample_dim(shape)
+        found = self._result_dims([shape])[0]
         before = args[: 0 if func.__name__ in ("rand", "randn") else 2]
         while before and not isinstance(before[-1], int | float):
             before.pop()
@@ -165,8 +175,16 @@ class plain_randomness(TorchFunctionMode):
             func, args, options, self._work, ordinal, parts=parts, results=[found], num_samples=num_samples
         )
 
-    def _sample_dim(self, shape: Sequence[int]) -> randomness.SampleDim | None:
-        return None if self._is_shared else sample_dim_by_size(shape, self._batch_size)
+    def _result_dims(self, shapes: Sequence[Sequence[int]]) -> list[randomness.SampleDim | None]:
+        if self._known is not None and len(self._known.results) == len(shapes):
+            return self._at(self._known.results, shapes)
+        return [sample_dim_by_size(shape, self._batch_size) for shape in shapes]
+
+    def _at(
+        self, dims: Sequence[int | None], shapes: Sequence[Sequence[int]]
+    ) -> list[randomness.SampleDim | None]:
+        pairs = zip(dims, shapes, strict=True)
+        return [None if dim is None else (dim, shape[dim] // self._batch_size) for dim, shape in pairs]
 
 
 def sample_dim_by_size(shape: Sequence[int], batch_size: int) -> randomness.SampleDim | None:

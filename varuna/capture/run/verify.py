@@ -26,7 +26,7 @@ from varuna.capture.model.copies import working_copy
 from varuna.capture.model.tied_weights import canonical_names, named_tensors
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.one_precision import one_precision
-from varuna.capture.run.plain_randomness import plain_randomness, sample_dim_by_size
+from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram, attributes
 from varuna.capture.trace.trace import LOW_PRECISION, autocast, without_kv_cache
 from varuna.errors import CaptureError, list_some
@@ -38,11 +38,8 @@ _WORK = Work(seed=0, step=0, first_sample=0)
 
 FP64_PARAMETERS = 50_000_000
 """Largest number of parameters that are copied in fp64."""
-CHECKED_SAMPLES = (4, 3, 5, 7, 2)
-"""Samples of the inputs with which the models run: activations in fp64 take four times those in bf16.
-
-The check takes the first of these numbers with which sizes show where the samples of all random values are.
-"""
+CHECKED_SAMPLES = 4
+"""Samples of the inputs with which the models run: activations in fp64 take four times those in bf16."""
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 """Difference of a tensor, as a share of its norm, that rounding alone explains."""
 NOISE_MULTIPLE = 20.0
@@ -125,7 +122,6 @@ class _Comparison:
         self._model = working_copy(model, device, dtype)
         if not self._model.training:
             self._model.train()
-        self._num_samples = _num_samples(captured, inputs)
         self._inputs = {name: self._own_input(name, value) for name, value in inputs.items()}
         self._buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         self._cotangents: list[Tensor] = []
@@ -137,7 +133,7 @@ class _Comparison:
             return value
         dim = self._captured.batch_dims.get(name)
         if dim is not None:
-            value = value.narrow(dim, 0, min(self._num_samples, value.shape[dim]))
+            value = value.narrow(dim, 0, min(CHECKED_SAMPLES, value.shape[dim]))
         wanted = self._dtype if value.is_floating_point() and self._dtype is not None else value.dtype
         own = value.detach().to(self._device, wanted, copy=True)
         return own.requires_grad_(name in self._convention.gradients)
@@ -173,7 +169,7 @@ class _Comparison:
         self._restore_buffers()
         name, dim = next(iter(captured.batch_dims.items()))
         batch: Any = self._inputs[name]
-        draws = plain_randomness.of(_WORK, batch_size=batch.shape[dim], shared=captured.shared_draws)
+        draws = plain_randomness.of(_WORK, batch_size=batch.shape[dim], draws=captured.draws)
         with ExitStack() as stack:
             stack.enter_context(without_kv_cache(model))
             stack.enter_context(self._convention.adapted(model, self._inputs))
@@ -368,21 +364,6 @@ class _Comparison:
             f"{allowed:.3g}){more}. Check that forward depends only on its inputs and parameters, not on a "
             "Python counter, on numpy's random numbers, or on whether it is traced."
         )
-
-
-def _num_samples(captured: Captured, inputs: Mapping[str, object]) -> int:
-    """Return a number of samples for which sizes alone show the plain model the samples of random values."""
-    name, dim = next(iter(captured.batch_dims.items()))
-    batch: Any = inputs[name]
-    available: int = batch.shape[dim]
-    drawn = list(captured.drawn_shapes())
-    for count in CHECKED_SAMPLES:
-        if count <= available and all(
-            found is None or sample_dim_by_size([size.size(count) for size in sizes], count) == found
-            for sizes, found in drawn
-        ):
-            return count
-    return min(CHECKED_SAMPLES[0], available)
 
 
 def _cotangent(output: Tensor) -> Tensor:
