@@ -259,6 +259,7 @@ def test_sizes_that_equal_the_batch_by_chance_are_not_taken_for_it(sizes: tuple[
     state = [named_tensors(model)[name] for name in program.state]
     (whole,) = program(state, (), inputs, Work(1, 0, 0))
     parts = [
-        program(state, (), {n: v[i : i + 1] for n, v in inputs.items()}, Work(1, 0, i))[0] for i in range(batch)
+        program(state, (), {n: v[i : i + 1] for n, v in inputs.items()}, Work(1, 0, i))[0]
+        for i in range(batch)
     ]
     torch.testing.assert_close(sum(parts) / batch, whole)

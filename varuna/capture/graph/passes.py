@@ -36,7 +36,7 @@ def bind_randomness(
     with flat.graph.inserting_before(next(iter(flat.graph.nodes))):
         flat.work = flat.graph.placeholder("work")
     flat.work.meta = {"val": None, "segment": 0}
-    found = (_bind(flat, node, ordinal, ordinal in shared, sizes) for ordinal, node in enumerate(random_nodes))
+    found = [_bind(flat, node, i, i in shared, sizes) for i, node in enumerate(random_nodes)]
     return {ordinal: dims for ordinal, dims in enumerate(found) if dims is not None}
 
 
@@ -102,8 +102,12 @@ def _bind(
     if single and batched:
         return None
     given = zip(leaves, arguments, strict=True)
-    tensors = [dim for leaf, dim in given if isinstance(leaf, fx.Node) and isinstance(leaf.meta["val"], Tensor)]
+    tensors = [dim for leaf, dim in given if isinstance(leaf, fx.Node) and _is_tensor(leaf)]
     return randomness.DrawDims(tuple(map(_dimension, tensors)), tuple(map(_dimension, results)))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _dimension(found: tuple[int, Any] | None) -> int | None:
