@@ -466,6 +466,22 @@ def test_a_loss_that_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPat
         Varuna(model, "0;", batch, BATCH, 2, device="cpu", from_cache=False)
 
 
+def test_large_mixtures_of_experts_are_known_to_be_separable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EXA-2: counts of rows for each expert divide the rows of a micro-batch; nothing has to be compared."""
+    monkeypatch.setattr(varuna.train.validate, "CHECKED_PARAMETERS", 20)
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(max_position_embeddings=8, **sizes, **heads)
+    tokens = torch.randint(20, (4, 8))
+    batch = {"input_ids": tokens, "labels": tokens}
+    model = transformers.MixtralForCausalLM(config)
+    Varuna(model, "0;", batch, 4, 2, device="cpu", from_cache=False).close()
+    config.output_router_logits = True  # the balance of experts couples the samples
+    with pytest.raises(CaptureError, match=r"moe|mixtral.*loss_weight"):
+        coupled = transformers.MixtralForCausalLM(config)
+        Varuna(coupled, "0;", batch, 4, 2, device="cpu", from_cache=False)
+
+
 class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -66,6 +66,9 @@ _PRODUCTS = frozenset({"mul", "multiply", "outer"}) | _CONTRACTIONS
 _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 _WITH_NUMBERS = frozenset({"add", "sub", "mul", "div"})
 """Operations that take a number which depends on the batch size, such as x.size(0)."""
+_COUNTS = frozenset({"histc", "bincount"})
+_GROUP_SIZES = frozenset({"offs", "offsets"})
+"""Arguments of grouped products: how many rows of the micro-batch each expert has."""
 _FILTERS = frozenset({"index", "masked_select", "nonzero", "nonzero_numpy", "where", "argwhere"})
 
 
@@ -334,6 +337,8 @@ class _Analysis:
             return other
         if name in _SUMS:
             return replace(found, kind=Kind.SUM)
+        if name in _COUNTS and _divides_rows(node):
+            return Fact(Kind.SHARED, doubt=found.doubt)
         if name == "mean":
             return self._mean(node, operands[0], found)
         if name in _CONTRACTIONS and [fact.kind for fact in facts] == [Kind.SAMPLES] * 2:
@@ -498,6 +503,21 @@ def _has_rows(analysis: _Analysis, node: fx.Node) -> bool:
 def _is_norm(node: fx.Node) -> bool:
     """BatchNorm and its relatives, which see micro-batches, as documented."""
     return base_name(node).endswith("_norm")
+
+
+def _divides_rows(node: fx.Node) -> bool:
+    """Return whether a value only divides the rows of a micro-batch among experts, each with own weights."""
+    return bool(node.users) and all(
+        _divides_rows(user) if base_name(user) in _STRUCTURE else _is_group_size(node, user)
+        for user in node.users
+    )
+
+
+def _is_group_size(value: fx.Node, user: fx.Node) -> bool:
+    if not isinstance(user.target, torch._ops.OpOverload):
+        return False
+    names = [name for name, arg in bound(user.target, user.args, user.kwargs).items() if arg is value]
+    return bool(names) and _GROUP_SIZES.issuperset(names)
 
 
 def _is_float(node: fx.Node) -> bool:
