@@ -675,3 +675,25 @@ class MachineWorkers(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     resume_step: int | None = None
     environment: Mapping[str, str] = {}  # variables that the planner and the manager set
+
+
+class MorphOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """An order to one worker: enter the next generation in place. Ranks of the last generation are old ranks.
+
+    All new ranks and the old ranks in `leaving` meet at the store, hand tensors over, and go on.
+    """
+
+    generation: int  # the next one
+    layout: Layout  # of the next generation
+    last_layout: Layout  # of the last one
+    rank: int | None  # of this worker in the next generation; None: it hands its tensors over, then exits with 0
+    previous: tuple[int | None, ...]  # old rank of each new rank; None: a joiner, which has no state
+    leaving: tuple[int, ...] = ()  # old ranks that hand their tensors over, then exit
+    lost: tuple[int, ...] = ()  # old ranks that are gone; if there are any, the others may be in different steps
+    master_addr: str  # store of the next generation
+    master_port: int
+    environment: Mapping[str, str] = {}  # all variables of this worker that change: RANK, VARUNA_PLAN, ...
+    why: str = ""
+
+    def __repr__(self) -> str:
+        return repr_without_values(self)

@@ -136,6 +136,12 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     saving: bool = False  # a requested save is running
     failed_saves: int = 0  # requested saves that failed, so that training continues
     save_problem: str = ""  # why the last of them failed
+    hot: bool = False  # it can morph in place
+    why_not: str = ""  # why it cannot
+    waits: bool = False  # it waits for an order: a joiner is prepared, or a survivor has abandoned its step
+    generation: int = 0  # that it is in, once an order is carried out that of the order; 0: a joiner
+    morph_seconds: float = 0.0  # pause of its last morph
+    morph_bytes: int = 0  # bytes that it received in its last morph
 
 
 Heartbeat = tuple[str, int | None, tuple[WorkerProgress, ...]]

@@ -15,13 +15,14 @@ from varuna.files import open_private
 from varuna.morph.state import WorkerProgress
 
 PAGE = 8192
-_NUMBERS = struct.Struct("<qqqqqqqdddd")  # in the order of SharedProgressWriter._write
+_NUMBERS = struct.Struct("<qqqqqqqddddqqqdq")  # in the order of SharedProgressWriter._write
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 128
 MAX_TEXT = 2048
 _NOTE_AT = 2304
 MAX_NOTE = 1536
 _SAVE_PROBLEM_AT = 4096
+_WHY_NOT_AT = 5760
 
 
 class ProgressWriter:
@@ -56,6 +57,15 @@ class ProgressWriter:
     def saves_every(self, seconds: float) -> None:
         """Note the autosave interval; 0: off."""
 
+    def hot(self, yes: bool, why_not: str = "") -> None:
+        """Note whether this worker can morph in place, and why not."""
+
+    def waits(self, now: bool) -> None:
+        """Note that this worker waits for a morph order."""
+
+    def morphed(self, generation: int, *, seconds: float, num_bytes: int) -> None:
+        """Note that an order is carried out: its generation, the pause, and the received bytes."""
+
 
 class SharedProgressWriter(ProgressWriter):
     """Writes progress to the page."""
@@ -68,6 +78,10 @@ class SharedProgressWriter(ProgressWriter):
         self._in_step = self._on_demand = False
         self._saved_step = -1
         self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
+        self._hot = self._waits = False
+        environment = VarunaEnvironment.read(os.environ)
+        self._generation = 0 if environment.joins else environment.generation or 0
+        self._morph_seconds, self._morph_bytes = 0.0, 0
         self._entered = 0.0
         self._store = ""
         self.alive()  # from now on a hang is detected
@@ -121,6 +135,21 @@ class SharedProgressWriter(ProgressWriter):
         self._save_every_seconds = seconds
         self._write()
 
+    def hot(self, yes: bool, why_not: str = "") -> None:
+        self._write_text(_WHY_NOT_AT, why_not.encode()[:MAX_NOTE])
+        self._hot = yes
+        self._write()
+
+    def waits(self, now: bool) -> None:
+        self._waits = now
+        self.alive()
+
+    def morphed(self, generation: int, *, seconds: float, num_bytes: int) -> None:
+        self._generation = generation
+        self._morph_seconds, self._morph_bytes = seconds, num_bytes
+        self._waits = False
+        self.alive()
+
     def _write_text(self, place: int, data: bytes) -> None:
         self._page[place : place + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
 
@@ -139,6 +168,11 @@ class SharedProgressWriter(ProgressWriter):
             self._step_seconds,
             self._save_seconds,
             self._save_every_seconds,
+            self._hot,
+            self._waits,
+            self._generation,
+            self._morph_seconds,
+            self._morph_bytes,
         )
 
 
@@ -167,7 +201,8 @@ class ProgressReader:
 
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
-        steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers
+        steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers[:11]
+        hot, waits, generation, morph_seconds, morph_bytes = numbers[11:]
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -185,6 +220,12 @@ class ProgressReader:
             saving=bool(saving),
             failed_saves=failed,
             save_problem=self._read_text(_SAVE_PROBLEM_AT, MAX_NOTE),
+            hot=bool(hot),
+            why_not=self._read_text(_WHY_NOT_AT, MAX_NOTE),
+            waits=bool(waits),
+            generation=generation,
+            morph_seconds=morph_seconds,
+            morph_bytes=morph_bytes,
         )
 
     def _read_text(self, place: int, longest: int) -> str:

@@ -1,0 +1,95 @@
+"""Morph orders and progress pages: what an agent writes, its worker reads, and the other way round."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from varuna.environment import VarunaEnvironment
+from varuna.morph.run.order_page import OrderReader, OrderWriter, apply_environment, open_orders
+from varuna.morph.run.progress_page import ProgressReader, open_progress
+from varuna.types import Layout, MorphOrder
+
+TWO_STAGES = Layout(((0,), (1,)), batch_size=8, microbatch_size=2)
+ONE_STAGE = Layout(((0, 1),), batch_size=8, microbatch_size=2)
+
+
+def order(generation: int, **fields: object) -> MorphOrder:
+    return MorphOrder(
+        generation=generation,
+        layout=ONE_STAGE,
+        last_layout=TWO_STAGES,
+        rank=1,
+        previous=(0, None),
+        leaving=(1,),
+        master_addr="host",
+        master_port=1234,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def progress_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "rank_0.progress"
+    for name, value in VarunaEnvironment(progress_file=str(path), generation=3).write().items():
+        monkeypatch.setenv(name, value)
+    return path
+
+
+def test_a_worker_takes_each_order_once_and_the_newest_one(progress_file: Path) -> None:
+    """HOT-1"""
+    writer = OrderWriter(progress_file)
+    reader = open_orders()
+    assert not reader.is_pending
+    with pytest.raises(RuntimeError, match="no order is pending"):
+        reader.take()
+    writer.give(order(4))
+    assert reader.is_pending and reader.take() == order(4) and not reader.is_pending
+    writer.give(order(5))
+    writer.give(order(6, environment={"RANK": "1"}, why="b joins"))
+    assert reader.take() == order(6, environment={"RANK": "1"}, why="b joins") and not reader.is_pending
+    writer.close()
+    assert not list(progress_file.parent.iterdir())
+
+
+def test_a_joiner_reads_its_order_though_it_was_written_before_it_looks(progress_file: Path) -> None:
+    """HOT-5"""
+    writer = OrderWriter(progress_file)
+    writer.give(order(3))  # its own tentative generation
+    assert open_orders().take().generation == 3
+    writer.close()
+
+
+def test_a_worker_without_an_agent_has_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VARUNA_PROGRESS_FILE", raising=False)
+    reader = open_orders()
+    assert type(reader) is OrderReader and not reader.is_pending
+
+
+def test_an_order_replaces_the_variables_of_the_last_generation(progress_file: Path) -> None:
+    """HOT-1"""
+    old = VarunaEnvironment(resume_step=7, plan="{}", joins="1", generation=3, job_id="j", cache="c").write()
+    environment = {**old, "RANK": "5", "HOME": "/root"}
+    new = VarunaEnvironment(generation=4, batch_size=8).write()
+    apply_environment(order(4, environment={"RANK": "1", **new}), environment)
+    kept = VarunaEnvironment(job_id="j", cache="c").write()
+    assert environment == {**kept, **new, "RANK": "1", "HOME": "/root"}
+
+
+def test_the_progress_page_tells_whether_a_worker_morphs_in_place(progress_file: Path) -> None:
+    """HOT-1"""
+    reader = ProgressReader(progress_file, 0)
+    writer = open_progress()
+    first = reader.read()
+    assert (first.hot, first.why_not, first.waits, first.generation) == (False, "", False, 3)
+    writer.hot(False, "the script passes tensors to step()")
+    assert reader.read().why_not == "the script passes tensors to step()"
+    writer.hot(True)
+    writer.waits(True)
+    now = reader.read()
+    assert (now.hot, now.why_not, now.waits) == (True, "", True)
+    writer.morphed(4, seconds=0.25, num_bytes=2**33)
+    now = reader.read()
+    assert (now.generation, now.morph_seconds, now.morph_bytes, now.waits) == (4, 0.25, 2**33, False)
+    reader.close()
+    assert "progress" not in "".join(os.listdir(progress_file.parent))
