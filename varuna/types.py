@@ -686,10 +686,10 @@ class MorphOrder(msgspec.Struct, frozen=True, kw_only=True):
     generation: int  # the next one
     layout: Layout  # of the next generation
     last_layout: Layout  # of the last one
-    rank: int | None  # of this worker in the next generation; None: it hands its tensors over, then exits with 0
+    rank: int | None  # of this worker in the next generation; None: it hands tensors over, then exits with 0
     previous: tuple[int | None, ...]  # old rank of each new rank; None: a joiner, which has no state
     leaving: tuple[int, ...] = ()  # old ranks that hand their tensors over, then exit
-    lost: tuple[int, ...] = ()  # old ranks that are gone; if there are any, the others may be in different steps
+    lost: tuple[int, ...] = ()  # old ranks that are gone: the others may be in different steps
     master_addr: str  # store of the next generation
     master_port: int
     environment: Mapping[str, str] = {}  # all variables of this worker that change: RANK, VARUNA_PLAN, ...
