@@ -85,7 +85,7 @@ class SharedOrderReader(OrderReader):
 
     @property
     def is_pending(self) -> bool:
-        return _COUNTER.unpack_from(self._page)[0] != self._taken
+        return bool(_COUNTER.unpack_from(self._page)[0] != self._taken)
 
     def take(self) -> MorphOrder:
         if not self.is_pending:
