@@ -653,6 +653,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""  # interpreter on other machines
     cloud: str = ""  # aws, azure, gcp: watch for preemption notices
     cloud_url: str = ""  # metadata service, if not at the cloud's own address
+    prices: Mapping[str, float] = {}  # per machine-hour, by name or pattern
+    on_demand_price: float = 0.0  # per machine-hour; 0: unknown
 
     def __repr__(self) -> str:
         return repr_without_values(self)

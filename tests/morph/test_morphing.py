@@ -1,13 +1,17 @@
 """Real jobs continue after faults with the losses of an undisturbed job."""
 
+import json
 import os
 import re
 import shlex
 import signal
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.morph.hosts.lab import ROOT, Lab
-from tests.morph.jobs import TRAIN, Job, check
+from tests.morph.jobs import STEPS, TRAIN, Job, check
 
 
 def test_losses_do_not_change_when_machines_join_and_leave_and_processes_are_killed(
@@ -47,6 +51,8 @@ def test_losses_do_not_change_when_machines_join_and_leave_and_processes_are_kil
         assert "step" in job.varuna("logs", "0").stdout
         assert "not a machine of this job" in job.varuna("drain", "10.0.0.1").stderr
         check(job, reference)
+        report = check_ledger(job)
+        assert report["generations"] == 7 and report["interruptions"] == 6
 
 
 def test_a_silent_agent_is_replaced_and_a_killed_manager_is_resumed(
@@ -71,7 +77,25 @@ def test_a_silent_agent_is_replaced_and_a_killed_manager_is_resumed(
         job.wait_for("agent joined: 127.0.0.2, with generation 2")
         job.wait_for_steps(3)
         assert job.status()["generation"] == 2
+        assert job.status()["ledger"]["generations"] == 2
         check(job, reference)
+        check_ledger(job)
+
+
+def check_ledger(job: Job) -> dict[str, Any]:
+    """PRO-4: the causes of a real job add up to what was paid, and every step counts once."""
+    (folder,) = job.folder.glob("varuna_logs/*")
+    page = job.folder / "ledger.html"
+    answer = job.varuna("ledger", str(folder), "--price", "1.5", "--html", str(page), "--json")
+    report: dict[str, Any] = json.loads(answer.stdout)
+    assert report["useful_seconds"] + sum(report["lost_seconds"].values()) == pytest.approx(
+        report["paid_seconds"]
+    )
+    assert report["steps"] == STEPS and report["useful_seconds"] > 0 < report["lost_seconds"]["morphing"]
+    assert report["money"]["paid"] == pytest.approx(report["paid_seconds"] / 3600 * 1.5)
+    assert page.read_text().startswith("<!DOCTYPE html>") and "http-equiv" not in page.read_text()
+    assert "machine-seconds trained" in job.text
+    return report
 
 
 def test_losses_do_not_change_when_ssh_machines_are_cut_off_return_and_die(

@@ -13,6 +13,7 @@ from varuna.cli.options import AsJson, printable
 from varuna.codec import decode, encode
 from varuna.morph.protocol.messages import JobStatus, ManagerReply
 from varuna.morph.run.client import connect_manager, request_manager
+from varuna.observe.ledger import ledger_lines
 
 CodeDir = Annotated[str, typer.Option(help="Code folder that the job was started with.")]
 
@@ -37,6 +38,8 @@ def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
         typer.echo(f"broken checkpoint: {found.checkpoint_note}")
     if found.slow_machines:
         typer.echo(f"slow: {', '.join(found.slow_machines)}")
+    for line in ledger_lines(found.ledger) if found.ledger is not None else ():
+        typer.echo(line)
     Console(width=None if sys.stdout.isatty() else 1000).print(machine_table(found))
     typer.echo(f"logs: {found.log_dir}")
 

@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from varuna.cli.launch import ScriptOptions, launch, script_spec
+from varuna.cli.ledger import prices_of
 from varuna.cli.manage import manage
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.codec import decode, encode
@@ -96,6 +97,13 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     ] = None
     cloud_url: Annotated[
         str | None, typer.Option(help="Metadata service of the cloud. Default: the cloud's own address.")
+    ] = None
+    price: Annotated[
+        str | None,
+        typer.Option(help="Price of a machine-hour, or a file with lines MACHINE,PRICE, for the ledger."),
+    ] = None
+    on_demand_price: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of a machine-hour that is never taken away.")
     ] = None
 
 
@@ -188,8 +196,8 @@ def with_absolute_paths(options: RunOptions) -> RunOptions:
     """`--resume` may be typed in another folder."""
     paths = {"machine_list": options.machine_list or DEFAULT_MACHINE_LIST} | {
         name: path
-        for name in ("env_file", "profile_folder", "plan")
-        if (path := getattr(options, name)) is not None
+        for name in ("env_file", "profile_folder", "plan", "price")
+        if (path := getattr(options, name)) is not None and (name != "price" or Path(path).is_file())
     }
     return msgspec.structs.replace(
         options, **{name: str(Path(path).absolute()) for name, path in paths.items()}
@@ -222,6 +230,8 @@ def job_spec(options: RunOptions) -> JobSpec:
         python=options.python or sys.executable,
         cloud=options.cloud or "",
         cloud_url=options.cloud_url or "",
+        prices=prices_of(options.price),
+        on_demand_price=options.on_demand_price or 0.0,
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.state import WorkerProgress
+from varuna.observe.ledger import LedgerReport
 from varuna.types import MachineWorkers, repr_without_values
 
 LogStream = Literal["out", "err"]
@@ -159,6 +160,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     log_dir: str
     machines: tuple[MachineStatus, ...]
     problems: Mapping[str, str] = {}  # by topic: what the manager lacks or waits for
+    ledger: LedgerReport | None = None
 
 
 ToManager = (

@@ -12,6 +12,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ from varuna.morph.journal import (
     counts_changed,
     counts_record,
 )
+from varuna.morph.ledger_file import LedgerKeeper
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders, StartedAgent, Starter
@@ -45,6 +47,7 @@ from varuna.morph.run.requests import RequestHandler
 from varuna.morph.run.watchers import MachineListWatcher, SlowMachineWatcher
 from varuna.morph.run.worker_env import forced
 from varuna.morph.state import Generation, Heartbeat, JobState, JobVerdict, MachinePlan
+from varuna.observe.ledger import ledger_lines
 from varuna.types import JobSpec, MachineWorkers
 
 TICK_SECONDS = 0.25
@@ -92,6 +95,9 @@ class Manager:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.verdict: JobVerdict | None = None
         self.begun_at = clock.now()
+        self.ledger = LedgerKeeper(
+            job, continues=state.attach_until > 0, wall=time.time, monotonic=time.monotonic
+        )
         self.machine_list = MachineListWatcher(Path(job.machine_list))
         self.slow_machines = SlowMachineWatcher(Path(job.slow_file))
         self.requests = RequestHandler(
@@ -99,6 +105,7 @@ class Manager:
             log_dir=job.log_dir,
             agents=self.agents,
             slow_machines=self.slow_machines.machines,
+            ledger=self.ledger.report,
             put_event=self.events.put_nowait,
         )
         self.server = ConnectionServer(
@@ -219,6 +226,8 @@ class Manager:
     def handle_events(self, batch: Sequence[events.Event]) -> None:
         before = self.state
         self.state, found = decide_all(self.state, batch, self.clock.now())
+        self.ledger.observe(self.state)
+        self.report_problem("ledger", self.ledger.problem)
         if self.state.store != before.store:
             self.journal.write(StoreSeen(self.state.store))
         if counts_changed(before, self.state):
@@ -299,6 +308,8 @@ class Manager:
         elif isinstance(command, commands.Finish):
             self.journal.write(JobOver(command.verdict))
             self.record(command.verdict.how, command.verdict.reason)  # `varuna run` prints it
+            for line in ledger_lines(self.ledger.report()):
+                self.say(line)
             self.verdict = command.verdict
         else:
             raise AssertionError(f"unknown command {command}")

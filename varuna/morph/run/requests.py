@@ -11,6 +11,7 @@ from varuna.morph import events
 from varuna.morph.protocol import messages
 from varuna.morph.run.connections import ManagerConnection
 from varuna.morph.state import JobState
+from varuna.observe.ledger import LedgerReport
 
 LOG_SECONDS = 8.0
 """Time limit for an agent to send a page of a log."""
@@ -33,12 +34,14 @@ class RequestHandler:
         log_dir: str,
         agents: Mapping[str, ManagerConnection],
         slow_machines: Collection[str],
+        ledger: Callable[[], LedgerReport],
         put_event: Callable[[events.Event], None],
     ) -> None:
         self._job = job
         self._log_dir = log_dir
         self._agents = agents
         self._slow_machines = slow_machines
+        self._ledger = ledger
         self._put_event = put_event
         self._waiting: dict[int, LogWait] = {}
         self._num_log_requests = 0
@@ -92,6 +95,7 @@ class RequestHandler:
                 machine_status(state, name, self._agents.get(name), now=now) for name in state.members
             ),
             problems=state.problems,
+            ledger=self._ledger(),
         )
 
     def _request_log(

@@ -1,0 +1,169 @@
+"""The ledger: every paid machine-second has one cause, whatever happens to the job (PRO-4)."""
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from tests.morph.test_decide import World
+from varuna.morph import events
+from varuna.morph.accounting import Accountant
+from varuna.observe.ledger import (
+    Ledger,
+    amounts_by_cause,
+    ledger_lines,
+    paid_seconds,
+    read_prices,
+    report_ledger,
+)
+
+
+class AccountedWorld(World):
+    """A simulated job with a ledger."""
+
+    def __init__(self, *machines: str, stages: int = 1) -> None:
+        self.accountant = Accountant(Ledger(begun_at=100.0, at=100.0), devices_per_machine=1)
+        super().__init__(machines, stages=stages)
+
+    def happens(self, event: events.Event) -> None:
+        super().happens(event)
+        self.accountant.observe(self.state, self.now)
+
+    def check(self) -> dict[str, float]:
+        ledger = self.accountant.ledger
+        paid, amounts = sum(paid_seconds(ledger).values()), amounts_by_cause(ledger)
+        assert sum(amounts.values()) == pytest.approx(paid, abs=1e-6)
+        assert all(amount >= -1e-6 for amount in amounts.values()), amounts
+        assert msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger) == ledger
+        return dict(amounts)
+
+
+def test_a_job_that_trains_undisturbed_is_useful_but_for_its_start() -> None:
+    """PRO-4"""
+    world = AccountedWorld("a", "b")
+    world.passes(1)
+    world.passes(100, steps=1)
+    amounts = world.check()
+    assert sum(amounts.values()) == pytest.approx(2 * (world.now - 100))
+    assert amounts["useful"] > 0.97 * sum(amounts.values())
+    assert amounts["redoing"] == amounts["idle"] == 0
+
+
+def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
+    """PRO-4: the checkpoint is up to ten steps old, and the interrupted step is lost too."""
+    world = AccountedWorld("a", "b")
+    world.passes(1)
+    world.passes(2, steps=1)
+    before = world.check()
+    world.starts_agents = False
+    world.iteration = 17
+    world.lose_agent("b")
+    lost_at = world.now
+    world.carry_out()
+    world.iteration = 10
+    world.passes(20, steps=1)
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert paid_seconds(ledger)["b"] == pytest.approx(lost_at - 100)
+    assert paid_seconds(ledger)["a"] == pytest.approx(world.now - 100)
+    assert amounts["useful"] > before["useful"]
+    assert [one.kind for one in ledger.interruptions] == ["start", "loss"]
+    assert "b was lost" in ledger.interruptions[-1].why
+
+
+def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing() -> None:
+    """PRO-4"""
+    world = AccountedWorld("a", "b", stages=2)
+    world.passes(1)
+    world.passes(2, steps=1)
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(10, steps=1)
+    amounts = world.check()
+    assert 9 < amounts["idle"] <= 10
+    world.happens(events.NoticeReceived("b", world.now + 60, "it leaves"))
+    world.passes(10, steps=1)
+    world.check()
+    assert world.generations[-1] == ("a", "c")
+    assert world.accountant.ledger.interruptions[-1].kind == "change"
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["wait", "list", "lose", "silent", "back", "notice", "withdraw", "save fails"]),
+        st.sampled_from("abcd"),
+        st.floats(0.25, 20),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.integers(1, 2))
+def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float]], stages: int) -> None:
+    """PRO-4: the causes add up to the paid time after any sequence of events."""
+    world = AccountedWorld("a", "b", stages=stages)
+    listed = {"a", "b"}
+    for action, machine, seconds in actions:
+        if action == "list":
+            listed ^= {machine}
+            world.happens(events.MachineListRead(tuple(sorted(listed))))
+        elif action == "lose":
+            world.lose_agent(machine)
+        elif action == "silent":
+            world.go_silent(machine)
+        elif action == "back":
+            world.come_back(machine)
+        elif action == "notice":
+            world.happens(events.NoticeReceived(machine, world.now + seconds, "leaves"))
+        elif action == "withdraw":
+            world.happens(events.NoticeWithdrawn(machine))
+        elif action == "save fails":
+            world.cannot_save = not world.cannot_save
+        world.carry_out()
+        world.passes(seconds if action == "wait" else 0.5, steps=int(action == "wait"))
+        world.check()
+
+
+def test_a_restarted_manager_continues_the_ledger() -> None:
+    """PRO-4: the time without a manager is paid, and counts as what the workers did in it."""
+    world = AccountedWorld("a", "b")
+    world.passes(1)
+    world.passes(10, steps=1)
+    kept = msgspec.json.encode(world.accountant.ledger)
+    world.accountant = Accountant(msgspec.json.decode(kept, type=Ledger), devices_per_machine=1)
+    world.now += 30
+    world.iteration += 60
+    world.passes(1, steps=1)
+    amounts = world.check()
+    assert sum(amounts.values()) == pytest.approx(2 * (world.now - 100))
+    assert amounts["useful"] > 0.9 * sum(amounts.values())
+
+
+def test_money_follows_from_prices_by_name_and_pattern() -> None:
+    """PRO-4"""
+    world = AccountedWorld("a", "b")
+    world.passes(1)
+    world.passes(100, steps=1)
+    ledger = world.accountant.ledger
+    ledger.prices = read_prices("machine,price\na, 3.6\n*,1.8  # others\n", source="prices")
+    ledger.on_demand_price = 7.2
+    report = report_ledger(ledger)
+    assert report.money is not None and report.money.on_demand is not None
+    assert report.money.paid == pytest.approx((world.now - 100) * (3.6 + 1.8) / 3600)
+    assert report.money.useful + sum(report.money.lost.values()) == pytest.approx(report.money.paid)
+    assert report.money.on_demand == pytest.approx(report.useful_seconds * 7.2 / 3600)
+    assert ledger_lines(report)[1].startswith("money: 0.15, of which")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("cheap", "expected a price per machine-hour"),
+        ("-1", "expected a price per machine-hour"),
+        ("a,1\nb,x", "line 2"),
+        ("a,1\n,2", "line 2"),
+        ("a,nan", "line 1"),
+    ],
+)
+def test_prices_that_are_none_are_refused_with_their_line(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_prices(text, source="prices.csv")

@@ -1,0 +1,248 @@
+"""Books every paid machine-second of a job, from the states that `decide` returns.
+
+The manager and the simulation call `Accountant.observe` after each decision. Between two calls, each paid
+machine is in one place, so its time has one cause. Time since the last finished step is pending: it becomes
+useful when the step ends, and lost if it does not.
+
+A machine is paid from the start of its first agent to the loss or the end of its agent. After a loss, it is
+paid again when an agent connects.
+"""
+
+from varuna.morph.failures import shorten_reason
+from varuna.morph.state import JobState, Member
+from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
+
+TRAINING = ("running", "saving")
+PARTS = {"running": "starting", "saving": "saving", "ending": "ending", "gathering": "gathering"}
+"""Parts of an interruption, by phase."""
+MOST_JOINS = 1000
+"""Measured joins that are kept."""
+
+
+class Accountant:
+    def __init__(self, ledger: Ledger, *, devices_per_machine: int) -> None:
+        self.ledger = ledger
+        self._devices = devices_per_machine
+        self._starts: dict[str, float] = {}  # first agent of a machine is starting since then
+        self._known: tuple[object, ...] = ()
+        self._fractions: dict[str, float] = {}  # machines of the generation: share of devices with a rank
+        self._fractions_of = -1
+
+    def observe(self, state: JobState, now: float) -> None:
+        """Book the time since the last call, and note what `state` changes from now on."""
+        ledger = self.ledger
+        seconds = now - ledger.at
+        if seconds > 0:
+            self._book(seconds)
+            ledger.at = now
+        self._follow(state)
+        # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
+        known = (state.members, state.phase, state.generation, state.proposal, state.planning_for)
+        if len(self._known) != len(known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
+            self._known = known
+            self._divide(state)
+
+    # ------------------------------------------------------------ time
+
+    def _book(self, seconds: float) -> None:
+        ledger, shares = self.ledger, self.ledger.shares
+        ledger.pending += shares.working * seconds
+        ledger.add("idle", shares.idle * seconds)
+        ledger.add("waiting", shares.waiting * seconds)
+        if shares.between:
+            self._lose(shares.between_cause, shares.between * seconds)
+        if ledger.interruptions and (ledger.phase != "running" or not ledger.has_stepped):
+            parts = ledger.interruptions[-1].seconds
+            part = PARTS.get(ledger.phase, ledger.phase)
+            if ledger.phase == "gathering" and shares.between_cause == "waiting":
+                part = "waiting"
+            parts[part] = parts.get(part, 0.0) + seconds
+
+    def _lose(self, cause: Cause, machine_seconds: float) -> None:
+        """Book time that the last interruption has cost."""
+        self.ledger.add(cause, machine_seconds)
+        if self.ledger.interruptions:
+            self.ledger.interruptions[-1].add(cause, machine_seconds)
+
+    def _lose_pending(self, cause: Cause) -> None:
+        if self.ledger.pending:
+            self._lose(cause, self.ledger.pending)
+            self.ledger.pending = 0.0
+
+    # ------------------------------------------------------------ progress and phases
+
+    def _follow(self, state: JobState) -> None:
+        ledger, generation = self.ledger, state.generation
+        number = generation.number if generation is not None else 0
+        if not ledger.interruptions:
+            self._interrupt(state, "start")
+        if number == ledger.generation and ledger.phase in TRAINING:
+            self._follow_steps(state)
+        if number != ledger.generation or state.phase != ledger.phase:
+            self._change_phase(state, number)
+
+    def _follow_steps(self, state: JobState) -> None:
+        """Book the time of finished steps, and of automatic saves."""
+        ledger = self.ledger
+        assert state.generation is not None
+        if state.step_seconds:
+            ledger.step_seconds = ledger.periods[-1].step_seconds = state.step_seconds
+        if state.saved_step > ledger.saved_step:
+            if ledger.phase == "running":
+                self._book_save(state.save_seconds)
+            ledger.saved_step = state.saved_step
+        steps = state.iteration - ledger.iteration
+        if steps <= 0 or (not ledger.has_stepped and not state.step_seconds):
+            return  # the time of one step is not known yet
+        if not ledger.has_stepped:
+            training = min(ledger.pending, steps * state.step_seconds * ledger.shares.working)
+            self._lose("morphing", ledger.pending - training)
+            ledger.pending = training
+            ledger.has_stepped = True
+            ledger.periods[-1].first_step_at = ledger.at
+            parts = ledger.interruptions[-1].seconds
+            if ledger.shares.working and "starting" in parts:
+                parts["starting"] = max(0.0, parts["starting"] - training / ledger.shares.working)
+        redone = max(0, min(state.iteration, ledger.best_iteration) - ledger.iteration)
+        if redone:
+            repeated = ledger.pending * redone / steps
+            self._lose("redoing", repeated)
+            ledger.pending -= repeated
+        ledger.add("useful", ledger.pending)
+        ledger.pending = 0.0
+        ledger.steps += steps - redone
+        ledger.steps_redone += redone
+        ledger.samples += (steps - redone) * state.generation.layout.batch_size
+        ledger.iteration = state.iteration
+        ledger.best_iteration = max(ledger.best_iteration, state.iteration)
+
+    def _book_save(self, seconds: float) -> None:
+        """Book an automatic save. Its end is reported later, so its time may be booked as useful."""
+        ledger = self.ledger
+        ledger.saves += 1
+        ledger.save_seconds += seconds
+        cost = seconds * ledger.shares.working
+        late = min(cost, ledger.pending)
+        early = min(cost - late, ledger.amounts.get("useful", 0.0))
+        ledger.pending -= late
+        ledger.add("useful", -early)
+        ledger.add("saving", late + early)
+
+    def _change_phase(self, state: JobState, number: int) -> None:
+        ledger, before = self.ledger, self.ledger.phase
+        changed = number != ledger.generation
+        if before in TRAINING and (state.phase not in TRAINING or changed):
+            lost = state.phase == "ending" or (before == "running" and changed)
+            if before == "running" and (state.phase != "over"):
+                self._interrupt(state, "loss" if lost else "change")
+            self._lose_pending(self._cause_at_end(state, lost=lost))
+        elif before == "running" and state.phase == "saving":
+            self._interrupt(state, "change")
+        ledger.phase = state.phase
+        if changed and state.generation is not None:
+            ledger.generation = number
+            ledger.iteration = state.generation.resume_step or 0
+            ledger.has_stepped = False
+            ledger.periods.append(
+                LayoutPeriod(
+                    at=ledger.at,
+                    generation=number,
+                    layout=str(state.generation.layout),
+                    machines=len(state.generation.machines),
+                )
+            )
+
+    def _cause_at_end(self, state: JobState, *, lost: bool) -> Cause:
+        """Return the cause of the time since the last step of a generation that ends."""
+        if not self.ledger.has_stepped:
+            return "morphing"
+        if state.phase == "over" and state.verdict is not None and state.verdict.how == "finished":
+            return "useful"  # the end of the script
+        return "redoing" if lost else "saving"
+
+    def _interrupt(self, state: JobState, kind: InterruptionKind) -> None:
+        ledger = self.ledger
+        why, machines = shorten_reason(state.reason), round(ledger.shares.working)
+        ledger.interruptions.append(Interruption(at=ledger.at, why=why, kind=kind, machines=machines))
+
+    # ------------------------------------------------------------ machines
+
+    def _divide(self, state: JobState) -> None:
+        """Divide the paid machines by what happens to their time from now on."""
+        ledger = self.ledger
+        shares = Shares(between_cause=_between_cause(state))
+        fractions = self._working_fractions(state)
+        paid_since, connected, trains = ledger.paid_since, ledger.connected, state.phase in TRAINING
+        num_paid = 0
+        for name, member in state.members.items():
+            is_paid = self._is_paid(member)
+            if is_paid:
+                num_paid += 1
+                if name not in paid_since:
+                    paid_since[name] = ledger.at
+                    if not member.agent:
+                        self._starts[name] = ledger.at
+            if member.agent:
+                connected.add(name)
+                if member.warm and self._starts and name in self._starts:
+                    self._note_join(name)
+            if not is_paid:
+                continue
+            fraction = fractions.get(name, 0.0) if trains else 0.0
+            if fraction:
+                shares.working += fraction
+                shares.idle += 1.0 - fraction
+            elif not member.warm or (trains and ledger.at < member.welcome_at):
+                shares.waiting += 1.0
+            elif trains or member.leaves or member.dismissed_at is not None:
+                shares.idle += 1.0
+            else:
+                shares.between += 1.0
+        if num_paid != len(paid_since):
+            self._close_accounts(state)
+        if not ledger.num_machines or ledger.num_machines[-1][1] != num_paid:
+            ledger.num_machines.append((ledger.at, num_paid))
+        ledger.shares = shares
+
+    def _is_paid(self, member: Member) -> bool:
+        if member.agent:
+            return True
+        starts = member.starting is not None and member.start_failures == 0
+        return starts and member.name not in self.ledger.connected
+
+    def _close_accounts(self, state: JobState) -> None:
+        """Stop paying for machines that are gone."""
+        ledger = self.ledger
+        for name in list(ledger.paid_since):
+            member = state.members.get(name)
+            if member is not None and self._is_paid(member):
+                continue
+            ledger.machines[name] = ledger.machines.get(name, 0.0) + ledger.at - ledger.paid_since.pop(name)
+            self._starts.pop(name, None)
+        ledger.connected &= state.members.keys()
+
+    def _note_join(self, name: str) -> None:
+        started = self._starts.pop(name)
+        if len(self.ledger.join_seconds) < MOST_JOINS:
+            self.ledger.join_seconds.append(self.ledger.at - started)
+
+    def _working_fractions(self, state: JobState) -> dict[str, float]:
+        """Return the share of devices with a rank, of each machine of the generation."""
+        generation = state.generation
+        if generation is not None and generation.number != self._fractions_of:
+            self._fractions_of = generation.number
+            self._fractions = {
+                name: min(1.0, len(ranks) / self._devices)
+                for name, ranks in zip(generation.machines, generation.ranks, strict=True)
+            }
+        return self._fractions
+
+
+def _between_cause(state: JobState) -> Cause:
+    """Return "waiting" if the job waits for machines, "morphing" if it prepares the next generation."""
+    if state.phase != "gathering":
+        return "morphing"
+    if state.planning_for is not None or state.finding_checkpoint:
+        return "morphing"
+    proposal = state.proposal
+    return "morphing" if proposal is not None and proposal.layout is not None else "waiting"

@@ -1,0 +1,77 @@
+"""Keeps the ledger of a real job, in the file `ledger.json` of its log folder.
+
+A restarted manager reads the file and continues. The time in between counts as what the machines did last.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from varuna.codec import decode
+from varuna.files import write_atomic
+from varuna.morph.accounting import Accountant
+from varuna.morph.state import JobState
+from varuna.observe.ledger import Ledger, LedgerReport, report_ledger
+from varuna.types import JobSpec
+
+NAME = "ledger.json"
+WRITE_SECONDS = 30.0
+"""The file is written after this time, and whenever the phase changes."""
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Read the ledger of a log folder, or the file itself."""
+    path = folder / NAME if folder.is_dir() else folder
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no ledger: {path} (name the log folder of a job; `varuna run` writes the file)"
+        ) from None
+    return decode(data, Ledger, str(path))
+
+
+class LedgerKeeper:
+    def __init__(
+        self, job: JobSpec, *, continues: bool, wall: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
+        """`continues`: the job had a manager before. A clock that is set back does not disturb the ledger."""
+        self.problem = ""  # why the file is not up to date
+        self._path = Path(job.log_dir) / NAME
+        self._monotonic = monotonic
+        self._offset = wall() - monotonic()
+        ledger = self._earlier() if continues else None
+        if ledger is None:
+            ledger = Ledger(begun_at=self._now(), at=self._now())
+        self._offset = max(self._offset, ledger.at - monotonic())
+        ledger.prices, ledger.on_demand_price = dict(job.prices), job.on_demand_price
+        self._accountant = Accountant(ledger, devices_per_machine=job.devices_per_machine)
+        self._written: tuple[str, int] | None = None
+        self._write_at = 0.0
+
+    def _earlier(self) -> Ledger | None:
+        try:
+            return read_ledger(self._path)
+        except (OSError, ValueError):  # it was never written, or is damaged: a new one begins
+            return None
+
+    def _now(self) -> float:
+        return self._monotonic() + self._offset
+
+    def observe(self, state: JobState) -> None:
+        """Book the time until now. Write the file if it is time, or if the phase has changed."""
+        self._accountant.observe(state, self._now())
+        ledger = self._accountant.ledger
+        now, place = self._monotonic(), (ledger.phase, ledger.generation)
+        if place != self._written or now >= self._write_at:
+            self._write_at = now + WRITE_SECONDS
+            try:
+                write_atomic(self._path, msgspec.json.encode(ledger).decode(), fsync=False, private=True)
+                self._written, self.problem = place, ""
+            except OSError as error:  # a full disk must not end the job
+                self._written = place
+                self.problem = f"{self._path} cannot be written: {error.strerror or error}"
+
+    def report(self) -> LedgerReport:
+        return report_ledger(self._accountant.ledger)

@@ -1,0 +1,261 @@
+"""The ledger of a job: every paid machine-second belongs to exactly one cause.
+
+`varuna.morph.accounting` fills it from the manager's state, for real jobs and for simulated ones.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import msgspec
+
+from varuna.units import count
+
+Cause = Literal["useful", "saving", "redoing", "morphing", "waiting", "idle"]
+"""
+    useful    training: steps that count
+    saving    training stands still for a checkpoint
+    redoing   steps that were interrupted, and steps that are run again
+    morphing  from the end of one generation to the first step of the next
+    waiting   the machine starts, or the job waits for machines
+    idle      the layout has no use for the machine, or for some of its devices
+"""
+CAUSES: tuple[Cause, ...] = ("useful", "saving", "redoing", "morphing", "waiting", "idle")
+LOST = CAUSES[1:]
+HOUR = 3600.0
+
+
+InterruptionKind = Literal["start", "change", "loss"]
+"""start: of the job; change: after a save; loss: without one."""
+
+
+class Interruption(msgspec.Struct, kw_only=True):
+    """One interruption of the training, and its cost."""
+
+    at: float  # seconds since 1970, or since the start of a trace
+    why: str
+    kind: InterruptionKind
+    machines: int = 0  # with workers, at that time
+    lost: dict[str, float] = {}  # machine-seconds by cause
+    seconds: dict[str, float] = {}  # from the first sign to the next step, by part
+
+    def add(self, cause: Cause, machine_seconds: float) -> None:
+        self.lost[cause] = self.lost.get(cause, 0.0) + machine_seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self.lost.values())
+
+
+class LayoutPeriod(msgspec.Struct, kw_only=True):
+    """One generation: its start and its layout."""
+
+    at: float
+    generation: int
+    layout: str
+    machines: int  # with workers
+    first_step_at: float | None = None
+    step_seconds: float = 0.0  # the last one
+
+
+class Shares(msgspec.Struct):
+    """Paid machines by what happens to their time now; parts of machines count as fractions."""
+
+    working: float = 0.0
+    between: float = 0.0  # ready, but no generation runs
+    waiting: float = 0.0
+    idle: float = 0.0
+    between_cause: Cause = "waiting"
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """The account of a job so far; all times are in seconds, amounts in machine-seconds."""
+
+    begun_at: float = 0.0
+    at: float = 0.0  # all machine-seconds before this time are booked
+    amounts: dict[str, float] = {}  # booked machine-seconds by cause
+    machines: dict[str, float] = {}  # paid seconds of each machine, until it left
+    paid_since: dict[str, float] = {}  # machines that are paid now
+    interruptions: list[Interruption] = []
+    periods: list[LayoutPeriod] = []
+    num_machines: list[tuple[float, int]] = []  # paid machines over time: (since, count)
+    steps: int = 0  # that count
+    steps_redone: int = 0
+    samples: int = 0
+    saves: int = 0
+    save_seconds: float = 0.0  # of all automatic saves
+    step_seconds: float = 0.0  # the last one
+    join_seconds: list[float] = []  # from the start of an agent until its machine is ready
+    prices: dict[str, float] = {}  # per machine-hour, by name or pattern
+    on_demand_price: float = 0.0
+
+    # The open account: a restarted manager continues from here.
+    shares: Shares = msgspec.field(default_factory=Shares)
+    pending: float = 0.0  # of machines with workers, since the last finished step
+    phase: str = "gathering"
+    generation: int = 0
+    iteration: int = 0
+    best_iteration: int = 0
+    saved_step: int = -1
+    has_stepped: bool = False  # this generation has finished a step
+    connected: set[str] = set()  # machines that have, or had, an agent: not paid without one
+
+    def add(self, cause: Cause, machine_seconds: float) -> None:
+        self.amounts[cause] = self.amounts.get(cause, 0.0) + machine_seconds
+
+
+class Money(msgspec.Struct, frozen=True, kw_only=True):
+    """The bill. `on_demand` is what the same training costs on machines that are never taken away."""
+
+    paid: float
+    useful: float
+    lost: dict[str, float]
+    per_million_samples: float | None
+    on_demand: float | None  # None: no on-demand price is known
+
+
+class LedgerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of `varuna ledger --json`, and of `varuna simulate --trace --json` for each policy."""
+
+    begun_at: float
+    seconds: float
+    paid_seconds: float
+    useful_seconds: float
+    lost_seconds: dict[str, float]
+    goodput: float  # useful / paid
+    machines: int  # that were paid at some time
+    machines_now: int
+    steps: int
+    steps_redone: int
+    samples: int
+    saves: int
+    interruptions: int
+    generations: int
+    money: Money | None
+    worst: tuple[Interruption, ...] = ()  # the most expensive ones
+
+
+def amounts_by_cause(ledger: Ledger) -> dict[Cause, float]:
+    """Return all machine-seconds so far; the open account counts as training, or as the start of it."""
+    amounts = {cause: ledger.amounts.get(cause, 0.0) for cause in CAUSES}
+    amounts["useful" if ledger.has_stepped else "morphing"] += ledger.pending
+    return amounts
+
+
+def paid_seconds(ledger: Ledger) -> dict[str, float]:
+    """Return the paid seconds of each machine so far."""
+    paid = dict(ledger.machines)
+    for name, since in ledger.paid_since.items():
+        paid[name] = paid.get(name, 0.0) + ledger.at - since
+    return paid
+
+
+def price_of(machine: str, prices: Mapping[str, float]) -> float:
+    """Return the price of a machine-hour: by its name, else by the first pattern that fits."""
+    if machine in prices:
+        return prices[machine]
+    return next((price for pattern, price in prices.items() if fnmatchcase(machine, pattern)), 0.0)
+
+
+def report_ledger(ledger: Ledger, *, num_worst: int = 10) -> LedgerReport:
+    amounts, paid = amounts_by_cause(ledger), paid_seconds(ledger)
+    total = sum(paid.values())
+    worst = sorted(ledger.interruptions, key=lambda one: -one.total)[:num_worst]
+    return LedgerReport(
+        begun_at=ledger.begun_at,
+        seconds=ledger.at - ledger.begun_at,
+        paid_seconds=total,
+        useful_seconds=amounts["useful"],
+        lost_seconds={cause: amounts[cause] for cause in LOST},
+        goodput=amounts["useful"] / total if total else 0.0,
+        machines=len(paid),
+        machines_now=len(ledger.paid_since),
+        steps=ledger.steps,
+        steps_redone=ledger.steps_redone,
+        samples=ledger.samples,
+        saves=ledger.saves,
+        interruptions=sum(one.kind != "start" for one in ledger.interruptions),
+        generations=len(ledger.periods),
+        money=_money(ledger, paid, amounts) if ledger.prices else None,
+        worst=tuple(worst),
+    )
+
+
+def _money(ledger: Ledger, paid: Mapping[str, float], amounts: Mapping[Cause, float]) -> Money:
+    bill = sum(seconds * price_of(name, ledger.prices) for name, seconds in paid.items()) / HOUR
+    total = sum(paid.values())
+    mean = bill / total if total else 0.0  # per machine-second: all causes share all machines
+    useful = amounts["useful"]
+    return Money(
+        paid=bill,
+        useful=useful * mean,
+        lost={cause: amounts[cause] * mean for cause in LOST},
+        per_million_samples=bill / ledger.samples * 1e6 if ledger.samples else None,
+        on_demand=useful / HOUR * ledger.on_demand_price if ledger.on_demand_price else None,
+    )
+
+
+def ledger_lines(report: LedgerReport) -> list[str]:
+    """Return the ledger as a few lines of text."""
+    if not report.paid_seconds:
+        return ["ledger: no machine was paid yet"]
+    lost = [
+        f"{cause} {seconds / report.paid_seconds:.1%}"
+        for cause, seconds in report.lost_seconds.items()
+        if seconds >= 5e-4 * report.paid_seconds
+    ]
+    lines = [
+        f"ledger: {report.goodput:.1%} of {hours(report.paid_seconds)} trained"
+        + (f"; lost: {', '.join(lost)}" if lost else "")
+        + f"; {count(report.interruptions, 'interruption')}, {count(report.steps, 'step')}"
+        + (f", {report.steps_redone} run again" if report.steps_redone else "")
+    ]
+    if (money := report.money) is not None:
+        against = ""
+        if money.on_demand is not None:
+            against = f"; on demand, the same training costs {money.on_demand:.2f}"
+        each = money.per_million_samples
+        samples = f", {each:.2f} per million samples" if each is not None else ""
+        lines.append(
+            f"money: {money.paid:.2f}, of which {money.paid - money.useful:.2f} lost{samples}{against}"
+        )
+    return lines
+
+
+def hours(machine_seconds: float) -> str:
+    if machine_seconds < HOUR:
+        return f"{machine_seconds:.0f} machine-seconds"
+    return f"{machine_seconds / HOUR:,.1f} machine-hours"
+
+
+def read_prices(text: str, *, source: str) -> dict[str, float]:
+    """Parse a price per machine-hour ("0.92"), or lines "MACHINE,PRICE" where * stands for any letters."""
+    try:
+        return {"*": _price(text.strip())}
+    except ValueError:
+        if "," not in text:
+            raise ValueError(f"{source}: expected a price per machine-hour, found {text[:80]!r}") from None
+    prices: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        row = line.split("#")[0].strip()
+        if not row or (not prices and row.replace(" ", "").lower() == "machine,price"):
+            continue
+        name, comma, amount = (part.strip() for part in row.rpartition(","))
+        try:
+            if not comma or not name:
+                raise ValueError
+            prices[name] = _price(amount)
+        except ValueError:
+            raise ValueError(
+                f"{source}, line {number}: expected MACHINE,PRICE with a price per hour, found {line[:80]!r}"
+            ) from None
+    if not prices:
+        raise ValueError(f"{source} names no price (write lines MACHINE,PRICE)")
+    return prices
+
+
+def _price(text: str) -> float:
+    price = float(text)
+    if not 0 <= price < 1e9:
+        raise ValueError("a price is 0 or more")
+    return price
