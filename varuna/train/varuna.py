@@ -32,7 +32,9 @@ from varuna.morph.run.progress_page import open_progress
 from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
+from varuna.train.data import SampleOrder
 from varuna.train.gather import gather_model
+from varuna.train.hot.fetch import Fetch, FetchedInputs
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
@@ -275,42 +277,47 @@ class Varuna(nn.Module):
 
     @overload
     def step(
-        self, inputs: Mapping[str, object], clip_grad_max_norm: float | None = None
+        self,
+        inputs: Mapping[str, object] | Fetch,
+        clip_grad_max_norm: float | None = None,
+        *,
+        order: SampleOrder | None = None,
     ) -> tuple[float, bool]: ...
 
     @overload
     def step(
         self,
-        inputs: Mapping[str, object],
+        inputs: Mapping[str, object] | Fetch,
         clip_grad_max_norm: float | None = None,
         *,
+        order: SampleOrder | None = None,
         with_norm: Literal[True],
     ) -> tuple[float, bool, float]: ...
 
     def step(
         self,
-        inputs: Mapping[str, object],
+        inputs: Mapping[str, object] | Fetch,
         clip_grad_max_norm: float | None = None,
         *,
+        order: SampleOrder | None = None,
         with_norm: bool = False,
     ) -> tuple[float, bool] | tuple[float, bool, float]:
         """Run forward and backward of the global batch; the gradients are in `.grad`.
 
-        `inputs` is this replica's share of the batch. Returns the loss of the global batch, and whether
-        all ranks must skip the update because of an fp16 overflow. `clip_grad_max_norm` clips the gradient
-        of the whole model; `grad_norm` is its norm before clipping. `with_norm` measures the norm without
-        clipping, too, and returns it as a third value.
+        `inputs` is this replica's share of the batch, or a function that returns the inputs of the samples
+        that it is given: this replica's share of the step in `order`, or of the positions 0, 1, 2, ... that
+        the steps take one after the other. Returns the loss of the global batch, and whether all ranks must
+        skip the update because of an fp16 overflow. `clip_grad_max_norm` clips the gradient of the whole
+        model; `grad_norm` is its norm before clipping. `with_norm` measures the norm without clipping, too,
+        and returns it as a third value.
         """
         if with_norm and clip_grad_max_norm is None:
             clip_grad_max_norm = math.inf
         self._reporter.pace.enter(time.perf_counter())
+        self._run_requests()
         with self._session.call("step", announce=False), self._report_errors("step"):
-            usr1.hold()
-            if self._trainer.reducer.request_seen:
-                self._trainer.reducer.request_seen = False
-                self._saver.run_requests()
-                self._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
             self._progress.enter()
+            inputs = self._fetched(inputs, order)
             if self._optimizer is None:
                 raise RuntimeError(
                     "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
@@ -337,6 +344,50 @@ class Varuna(nn.Module):
         if with_norm:
             return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
         return totals.loss, totals.overflow
+
+    def batches(
+        self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None
+    ) -> Iterator[tuple[int, Mapping[str, object]]]:
+        """Yield (step, inputs of this rank) from the current step on, up to `steps`; endlessly without it.
+
+            for step, inputs in model.batches(fetch, order, steps=1000):
+                loss, overflow = model.step(inputs)
+
+        `fetch` and `order` are those of `step`. Train each batch once before the next one.
+        """
+        last = -1
+        while True:
+            self._run_requests()
+            if steps is not None and self.iteration >= steps:
+                return
+            if self.iteration == last:
+                raise RuntimeError(
+                    f"the batch of step {last} was not trained (call model.step(inputs) for each batch, or "
+                    "use a loop of your own with model.step(fetch))"
+                )
+            last = self.iteration
+            with self._report_errors("fetching the inputs"):
+                inputs = self._fetched(fetch, order)
+            yield last, inputs
+
+    def _fetched(
+        self, inputs: Mapping[str, object] | Fetch, order: SampleOrder | None
+    ) -> Mapping[str, object]:
+        if isinstance(inputs, FetchedInputs):
+            return inputs.at(self)
+        if callable(inputs):
+            return FetchedInputs(inputs, order, self.plan.batch_size, self)
+        return inputs
+
+    def _run_requests(self) -> None:
+        """Run the requests that all ranks have seen in the last step. All ranks call this between steps."""
+        usr1.hold()
+        if not self._trainer.reducer.request_seen:
+            return
+        with self._session.call("step", announce=False), self._report_errors("step"):
+            self._trainer.reducer.request_seen = False
+            self._saver.run_requests()
+        self._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
 
     def evaluate(self, inputs: Mapping[str, object], batch_size: int | None = None) -> float:
         """Return the loss of `inputs` (this replica's share) in evaluation mode; change nothing.

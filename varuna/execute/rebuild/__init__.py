@@ -1,0 +1,1 @@
+"""Leave one generation of a job and enter the next one in the same process."""

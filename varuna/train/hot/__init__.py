@@ -1,0 +1,1 @@
+"""Hot morphs: a wrapped model enters the next generation of its job in the same process."""
