@@ -2,13 +2,15 @@
 
     python examples/lora.py
     torchrun --nproc_per_node 2 examples/lora.py --stages 2 --out adapter
+    torchrun --nproc_per_node 2 examples/lora.py --stages 2 --four-bit
 
 The model is built from a small config. With --out, the adapters are saved as peft does, loaded into the base
-model again, and merged.
+model again, and merged. With --four-bit, bitsandbytes quantizes the base to NF4 (QLoRA).
 """
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,18 +24,26 @@ from varuna.hf import save_adapter
 TOKENS, VOCABULARY, SEED = 12, 64, 1
 
 
-def make_base() -> Any:
+def make_base(*, four_bit: bool = False) -> Any:
     import transformers as hf
 
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "num_hidden_layers": 4}
     heads = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(SEED)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads))
+    base = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads))
+    if not four_bit:
+        return base
+    nf4 = hf.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    with tempfile.TemporaryDirectory() as folder:  # stands for a downloaded model
+        base.save_pretrained(folder)
+        return hf.LlamaForCausalLM.from_pretrained(folder, quantization_config=nf4, dtype=torch.float32)
 
 
-def make_model() -> Any:
+def make_model(*, four_bit: bool = False) -> Any:
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    base = make_base()
+    base = make_base(four_bit=four_bit)
     torch.manual_seed(SEED)
     return peft.get_peft_model(base, lora).train()
 
@@ -47,9 +57,9 @@ def make_optimizer(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def train_plainly(batch_size: int, steps: int) -> Iterator[float]:
+def train_plainly(batch_size: int, steps: int, *, four_bit: bool = False) -> Iterator[float]:
     """Train in one process, with peft alone."""
-    model, data = make_model(), make_data()
+    model, data = make_model(four_bit=four_bit), make_data()
     optimizer, order = make_optimizer(model), varuna.SampleOrder(48, batch_size=batch_size, seed=SEED)
     for step in range(steps):
         with varuna.plain_randomness(seed=SEED, step=step, batch_size=batch_size):
@@ -67,9 +77,10 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=6)
     parser.add_argument("--store", help="folder of checkpoints to continue from")
     parser.add_argument("--out", help="folder for the adapters")
+    parser.add_argument("--four-bit", action="store_true", help="quantize the base to NF4")
     args = parser.parse_args()
 
-    plain, data = make_model(), make_data()
+    plain, data = make_model(four_bit=args.four_bit), make_data()
     optimizer = make_optimizer(plain)
     sample = {key: value[:2] for key, value in data.items()}
     model = varuna.wrap(

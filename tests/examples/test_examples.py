@@ -139,6 +139,9 @@ def test_lora_trains_saves_and_exports(tmp_path: Path) -> None:
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
     again = run([sys.executable, script("lora"), "--steps", "3", "--store", "store"], tmp_path)
     assert losses(again) == pytest.approx(expected[2:], **TOLERANCE)
+    four_bits = run([sys.executable, script("lora"), "--steps", "2", "--four-bit"], tmp_path)
+    expected = list(module("lora").train_plainly(batch_size=6, steps=2, four_bit=True))
+    assert losses(four_bits) == pytest.approx(expected, **TOLERANCE)
 
 
 def plain_hugging_face(name: str) -> list[float]:

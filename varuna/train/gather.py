@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from varuna.capture.model.copies import uninitialized_copy
+from varuna.capture.model.quantized import restore
 from varuna.capture.model.source import Source
 from varuna.capture.model.state import StageState
 from varuna.capture.model.tied_weights import named_tensors
@@ -47,4 +48,5 @@ def gather_model(session: Session, source: Source, state: StageState, rank: int)
             f"no stage uses {list_some(missing)}, and the model that had these values is freed or on `meta` "
             "(keep the original model, or load full_state_dict() into a model of your own)"
         )
+    restore(model)
     return model

@@ -20,6 +20,7 @@ from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.capture.model.copies import meta_copy
 from varuna.capture.model.hooks import BackwardHooks
 from varuna.capture.model.lengths import DynamicDims, sizes_of
+from varuna.capture.model.quantized import make_quantized_traceable
 from varuna.capture.model.tied_weights import canonical_names, find_ties
 from varuna.capture.run.capture_cache import CaptureCache, TracedModel
 from varuna.capture.run.captured import Captured
@@ -56,6 +57,7 @@ class Source:
         self.convention = CallConvention(loss)
         BackwardHooks(model).refuse()
         refuse_changing_adapters(model)
+        make_quantized_traceable(model)
         self.ties = find_ties(model, shared_weights)
         self.canonical = canonical_names(self.ties)
         self.meta_model = meta_copy(model)
