@@ -319,7 +319,8 @@ def _find_four_bits(path: str, module: nn.Module, weight: Any) -> Any:
             "_convert_weight_packed_for_cpu_inverse"
         ]
         weight.data, state = convert(weight.data, state)
-    tensors = {"weight_packed": weight.detach().view(-1, 1).as_subclass(Tensor), "weight_absmax": state.absmax}
+    packed = weight.detach().view(-1, 1).as_subclass(Tensor)
+    tensors = {"weight_packed": packed, "weight_absmax": state.absmax}
     if state.nested:
         tensors["weight_nested_absmax"] = state.state2.absmax
         tensors["weight_nested_code"] = state.state2.code
