@@ -33,9 +33,7 @@ def make_base(*, four_bit: bool = False) -> Any:
     base = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads))
     if not four_bit:
         return base
-    nf4 = hf.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
+    nf4 = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     with tempfile.TemporaryDirectory() as folder:  # stands for a downloaded model
         base.save_pretrained(folder)
         return hf.LlamaForCausalLM.from_pretrained(folder, quantization_config=nf4, dtype=torch.float32)
