@@ -8,10 +8,10 @@ weight and dequantizes it again in the backward, so that no activation holds it.
 """
 
 import copy
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ class FourBitFormat(QuantizedFormat):
     nested_blocksize: int | None
 
     def _state(self, tensors: Mapping[str, Tensor]) -> Any:
-        import bitsandbytes.functional as bnb
-
+        bnb = _functions()
         packed, absmax = tensors["weight_packed"], tensors["weight_absmax"]
         nested: Any = None
         if self.nested_blocksize is not None:
@@ -81,10 +80,8 @@ class FourBitFormat(QuantizedFormat):
         )
 
     def rebuilt(self, tensors: Mapping[str, Tensor]) -> Any:
-        from bitsandbytes.nn import Params4bit
-
         packed, state = tensors["weight_packed"], self._state(tensors)
-        return Params4bit(
+        return import_module("bitsandbytes.nn").Params4bit(
             packed,
             requires_grad=False,
             quant_state=state,
@@ -96,19 +93,19 @@ class FourBitFormat(QuantizedFormat):
         )
 
     def dequantized(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        import bitsandbytes.functional as bnb
-
         packed, state = tensors["weight_packed"], self._state(tensors)
         state.dtype = dtype if dtype != torch.float64 else torch.float32
-        found: Tensor = bnb.dequantize_4bit(packed, state)
+        found: Tensor = _functions().dequantize_4bit(packed, state)
         return found.to(dtype)
+
+
+def _functions() -> Any:
+    return import_module("bitsandbytes.functional")
 
 
 @cache
 def _codes(quant_type: str, device: torch.device, blocksize: int) -> Tensor:
-    import bitsandbytes.functional as bnb
-
-    found: Tensor = bnb.get_4bit_type(quant_type, device=device, blocksize=blocksize)
+    found: Tensor = _functions().get_4bit_type(quant_type, device=device, blocksize=blocksize)
     return found
 
 
@@ -168,7 +165,7 @@ class FrozenProduct(torch.autograd.Function):
         return F.linear(x, torch.ops.varuna.dequantize(bits, key, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         dtype = gradient.dtype if gradient.dtype == torch.float64 else FORMATS[ctx.key].dtype
         weight = torch.ops.varuna.dequantize(ctx.saved_tensors, ctx.key, dtype).to(gradient.dtype)
         product = gradient @ weight if ctx.needs_input_grad[0] else None
@@ -202,7 +199,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = getattr(self, "compute_dtype", None) or x.dtype
-        result = FrozenProduct.apply(x.to(dtype), repr(self._quantized), *self._bits())
+        apply: Any = FrozenProduct.apply
+        result: Tensor = apply(x.to(dtype), repr(self._quantized), *self._bits())
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)
         return result.to(x.dtype)
@@ -230,7 +228,8 @@ def _traceable_class(kind: Any) -> Any:
 
 def make_quantized_traceable(model: nn.Module) -> None:
     """Change the quantized layers of a model, in place, so that it can be traced. They compute the same."""
-    for path, module in model.named_modules():
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for path, module in layers:
         if isinstance(module, QuantizedLinear):
             FORMATS[repr(module._quantized)] = module._quantized
             continue
@@ -248,7 +247,8 @@ def make_quantized_traceable(model: nn.Module) -> None:
         bits = {name: value.detach().contiguous() for name, value in tensors.items()}
         del module._parameters["weight"]
         module.__dict__.pop("quant_state", None)
-        module.__class__ = _traceable_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = _traceable_class(kind)
         module.__dict__["_quantized"] = format
         for name, value in bits.items():
             module._parameters[name] = nn.Parameter(value.view(BITS[value.element_size()]), False)
@@ -256,12 +256,14 @@ def make_quantized_traceable(model: nn.Module) -> None:
 
 def restore(model: nn.Module) -> None:
     """Give the quantized layers of a model their own class and weight back, in place."""
-    for module in model.modules():
+    layers: list[Any] = list(model.modules())
+    for module in layers:
         if isinstance(module, QuantizedLinear):
             weight = module.weight
             for name, _ in module._quantized.dtypes:
                 del module._parameters[name]
-            module.__class__ = module._plain_class
+            plain: Any = module._plain_class
+            module.__class__ = plain
             del module.__dict__["_quantized"]
             module._parameters["weight"] = weight
             if hasattr(weight, "quant_state"):
@@ -307,7 +309,7 @@ def _refuse_rounded_inputs(path: str, weight: Any) -> None:
         )
 
 
-def _find_four_bits(path: str, module: nn.Module, weight: Any) -> Any:
+def _find_four_bits(path: str, module: nn.Module, weight: Any) -> tuple[QuantizedFormat, dict[str, Tensor]]:
     state = weight.quant_state if weight.quant_state is not None else getattr(module, "quant_state", None)
     if not isinstance(module, nn.Linear) or state is None:
         raise CaptureError(
@@ -315,10 +317,7 @@ def _find_four_bits(path: str, module: nn.Module, weight: Any) -> Any:
             "from_pretrained(..., quantization_config=), or move it to its device: model.to(device))."
         )
     if getattr(state, "packing_format_for_cpu", False):  # after an inference on the CPU
-        convert: Callable[..., Any] = sys.modules["bitsandbytes.nn.modules"].__dict__[
-            "_convert_weight_packed_for_cpu_inverse"
-        ]
-        weight.data, state = convert(weight.data, state)
+        weight.data, state = _functions()._convert_weight_packed_for_cpu_inverse(weight.data, state)
     packed = weight.detach().view(-1, 1).as_subclass(Tensor)
     tensors = {"weight_packed": packed, "weight_absmax": state.absmax}
     if state.nested:
