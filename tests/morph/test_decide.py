@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from varuna.morph import commands, events
 from varuna.morph.decide import decide, decide_all
 from varuna.morph.failures import BROKEN, SCRIPT_MISTAKE, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
-from varuna.morph.state import JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
+from varuna.morph.state import Generation, JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
 from varuna.plan.search.choose import lay_out
 
 WELL = Outcome(None)
@@ -29,8 +29,15 @@ def killed(rank: int) -> Outcome:
 class World:
     """Simulated machines, agents and workers that follow the commands; the clock is a number."""
 
-    def __init__(self, machines: Sequence[str], *, stages: int = 1) -> None:
-        self.state = JobState(settings=ManagerSettings())
+    def __init__(self, machines: Sequence[str], *, stages: int = 1, hot: bool = False) -> None:
+        self.state = JobState(settings=ManagerSettings(hot=hot))
+        self.why_not = ""  # why workers cannot morph in place
+        self.prepares = True  # joiners get prepared
+        self.morphs = True  # workers carry orders out
+        self.entered: dict[str, int] = {}  # machine: generation that its workers report
+        self.ranks: dict[str, int] = {}  # machine: rank of its worker
+        self.morphed: list[commands.Morph] = []
+        self.prepared: list[commands.Prepare] = []
         self.stages = stages
         self.now = 100.0
         self.agents: dict[str, str] = {}  # those that are connected
@@ -64,6 +71,8 @@ class World:
         for command in found:
             if isinstance(command, commands.Launch):
                 self.check_launch(command)
+            elif isinstance(command, commands.Morph):
+                self.check_morph(command)
             self.pending.append(command)
 
     def check_launch(self, launch: commands.Launch) -> None:
@@ -75,6 +84,17 @@ class World:
         assert generation.layout.num_ranks == len(generation.machines)
         assert generation.number > max((one.generation.number for one in self.launched), default=0)
         self.launched.append(launch)
+
+    def check_morph(self, morph: commands.Morph) -> None:
+        """HOT-1, HOT-3: the old ranks that stay or leave hold every stage, and none of them is lost."""
+        alive = {rank for rank in (*morph.previous, *morph.leaving) if rank is not None}
+        assert not alive & set(morph.lost)
+        assert all(alive & set(stage) for stage in morph.last.layout.stage_map)
+        assert alive | set(morph.lost) == set(range(morph.last.layout.num_ranks))
+        assert morph.generation.number > morph.last.number and morph.generation.master_port
+        for machine, agent in zip(morph.generation.machines, morph.generation.agents, strict=True):
+            assert self.state.members[machine].agent == agent != ""
+        self.morphed.append(morph)
 
     def given_up(self) -> set[str]:
         """Return the machines that the manager has given up; their workers cannot disturb the job."""
@@ -103,10 +123,14 @@ class World:
             elif isinstance(command, commands.FindCheckpoint):
                 self.happens(self.checkpoint or events.CheckpointFound(self.iteration // 10 * 10))
             elif isinstance(command, commands.Launch):
-                for machine in command.generation.machines:
-                    if machine in self.agents and machine not in self.unresponsive:
-                        self.start_workers(machine, command.generation.number)
-                        self.happens(events.StoreReady(machine, self.agents[machine], 2000))
+                self.start_all(command.generation, command.generation.machines)
+            elif isinstance(command, commands.Prepare):
+                self.prepared.append(command)
+                self.start_all(command.generation, command.joiners)
+                for machine in command.joiners:
+                    self.entered[machine] = 0
+            elif isinstance(command, commands.Morph):
+                self.morph(command)
             elif isinstance(command, commands.SaveAndEnd) and self.cannot_save:
                 self.num_tries += 1
                 self.failed_saves += 1
@@ -118,10 +142,11 @@ class World:
             elif isinstance(command, commands.KillWorkers):
                 for machine in command.machines:
                     if machine in self.agents and machine not in self.unresponsive:
-                        self.workers.pop(machine, None)
-                        self.happens(
-                            events.WorkersEnded(machine, self.agents[machine], command.generation, ())
-                        )
+                        last = self.last.get(self.agents[machine], command.generation)
+                        if last <= command.generation:
+                            self.workers.pop(machine, None)
+                        ended = min(last, command.generation)
+                        self.happens(events.WorkersEnded(machine, self.agents[machine], ended, ()))
             elif isinstance(command, commands.ReleaseMachines):
                 self.released.extend(command.machines)
             elif isinstance(command, commands.LogEvent):
@@ -134,6 +159,27 @@ class World:
         agent = self.agents[machine]
         if number > self.last.get(agent, 0):  # else the agent takes it for an outdated message
             self.workers[machine] = self.last[agent] = number
+
+    def start_all(self, generation: Generation, machines: tuple[str, ...]) -> None:
+        for machine, (rank,) in zip(generation.machines, generation.ranks, strict=True):
+            if machine in machines and machine in self.agents and machine not in self.unresponsive:
+                self.start_workers(machine, generation.number)
+                self.ranks[machine], self.entered[machine] = rank, generation.number
+                self.happens(events.StoreReady(machine, self.agents[machine], 2000))
+
+    def morph(self, morph: commands.Morph) -> None:
+        """Let the workers carry the order out, if all of them hear it."""
+        stay, number = morph.generation.machines, morph.generation.number
+        leave = [name for name in morph.last.machines if name not in stay and name in self.workers]
+        for machine, (rank,) in zip(stay, morph.generation.ranks, strict=True):
+            if machine in self.agents and machine in self.workers and machine not in self.unresponsive:
+                self.workers[machine] = self.last[self.agents[machine]] = number
+                self.ranks[machine] = rank
+                self.happens(events.StoreReady(machine, self.agents[machine], 3000))
+        if self.morphs and all(self.workers.get(name) == number for name in stay):
+            self.entered.update(dict.fromkeys(stay, number))
+            for machine in leave:
+                self.end_workers(machine, WELL)
 
     def plan(self, machines: tuple[str, ...]) -> MachinePlan:
         try:
@@ -206,7 +252,11 @@ class World:
             return ()
         return (
             WorkerProgress(
-                0,
+                self.ranks[machine],
+                hot=not self.why_not,
+                why_not=self.why_not,
+                waits=self.prepares and not self.entered[machine],
+                generation=self.entered[machine],
                 iteration=self.iteration,
                 steps=self.iteration,
                 activity=self.iteration + (ord(machine[-1]) if self.progress_differs else 0),
@@ -224,8 +274,8 @@ class World:
         return [launch.generation.machines for launch in self.launched]
 
 
-def begun(*machines: str, stages: int = 1) -> World:
-    world = World(machines, stages=stages)
+def begun(*machines: str, stages: int = 1, hot: bool = False) -> World:
+    world = World(machines, stages=stages, hot=hot)
     world.passes(1)
     world.passes(2, steps=1)
     return world
@@ -722,6 +772,140 @@ def test_a_save_that_takes_long_is_not_killed() -> None:
     assert world.generations[1:] == [("a",)] and world.num_tries == 2
 
 
+# ---------------------------------------------------------------- morphs in place
+
+
+def test_a_machine_joins_in_place_while_the_others_train() -> None:
+    """HOT-2, HOT-5: the order comes when the joiner is prepared; nothing is saved or restarted."""
+    world = begun("a", "b", hot=True)
+    world.prepares = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(5, steps=1)
+    assert world.state.phase == "running" and world.workers == {"a": 1, "b": 1, "c": 2}
+    assert [one.joiners for one in world.prepared] == [("c",)] and not world.morphed
+    world.prepares = True
+    world.passes(1, steps=1)
+    (morph,) = world.morphed
+    assert (morph.previous, morph.leaving, morph.lost) == ((0, 1, None), (), ())
+    assert world.state.phase == "running" and world.workers == {"a": 2, "b": 2, "c": 2}
+    assert len(world.launched) == 1 and not world.num_tries
+    assert any(line.startswith("morphed: 2: in place") for line in world.logged)
+
+
+def test_a_machine_leaves_in_place_and_its_agent_ends_after_the_handover() -> None:
+    """HOT-2"""
+    world = begun("a", "b", hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("b",)))
+    world.passes(3, steps=1)
+    (morph,) = world.morphed
+    assert (morph.previous, morph.leaving, morph.generation.machines) == ((1,), (0,), ("b",))
+    assert world.state.phase == "morphing" and set(world.agents) == {"a", "b"}
+    world.morphs = True
+    world.morph(morph)
+    world.passes(1, steps=1)
+    assert world.state.phase == "running" and list(world.agents) == ["b"] and not world.num_tries
+
+
+def test_workers_that_cannot_morph_in_place_restart_and_the_log_says_why() -> None:
+    """HOT-2: the ladder."""
+    world = begun("a", "b", hot=True)
+    world.why_not = "the script passes tensors to step()"
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("a",)] and not world.morphed
+    assert any("rank 0: the script passes tensors to step()" in line for line in world.logged)
+
+
+def test_a_joiner_that_fails_is_tried_again_and_nothing_happens_to_the_others() -> None:
+    """HOT-5: after three failures in a row, the machine joins by a restart."""
+    world = begun("a", "b", hot=True)
+    world.prepares = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    for count in (1, 2, 3):
+        world.passes(10, steps=1)
+        assert len(world.prepared) == count and world.workers["a"] == 1
+        world.end_workers("c", raised(2))
+        world.carry_out()
+        assert count == 3 or (world.workers == {"a": 1, "b": 1} and "c" in world.agents)
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("a", "b", "c")] and world.verdict is None
+    assert any("joiners have failed 3 times in a row" in line for line in world.logged)
+
+
+def test_a_machine_with_a_deadline_leaves_before_another_one_joins() -> None:
+    """HOT-2, HOT-5"""
+    world = begun("a", "b", hot=True)
+    world.prepares = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(3, steps=1)
+    world.happens(events.NoticeReceived("b", world.now + 20, "the cloud takes it away"))
+    world.passes(2, steps=1)
+    assert [morph.generation.machines for morph in world.morphed] == [("a",)]
+    assert "b" in world.released and len(world.prepared) == 2
+    world.prepares = True
+    world.passes(2, steps=1)
+    assert world.morphed[-1].generation.machines == ("a", "c") and len(world.launched) == 1
+
+
+def test_survivors_of_a_killed_worker_go_on_in_place_and_its_machine_joins_again() -> None:
+    """HOT-3"""
+    world = begun("a", "b", hot=True)
+    world.passes(3, steps=1)
+    world.end_workers("b", killed(1))
+    world.carry_out()
+    assert [(m.previous, m.leaving, m.lost) for m in world.morphed] == [((0,), (), (1,))]
+    world.passes(5, steps=1)
+    assert world.morphed[1].previous == (0, None) and world.workers == {"a": 3, "b": 3}
+    assert len(world.launched) == 1 and world.state.losses == 1
+
+
+def test_survivors_of_a_lost_machine_go_on_in_place() -> None:
+    """HOT-3"""
+    world = begun("a", "b", "c", hot=True)
+    world.starts_agents = False
+    world.lose_agent("a")
+    world.carry_out()
+    assert [(m.previous, m.lost) for m in world.morphed] == [((1, 2), (0,))]
+    world.passes(3, steps=1)
+    assert world.state.phase == "running" and len(world.launched) == 1
+
+
+def test_a_loss_without_another_holder_of_a_stage_restarts_from_the_store() -> None:
+    """HOT-3: with one replica, nobody has the state of the lost stage."""
+    world = begun("a", "b", stages=2, hot=True)
+    world.passes(3, steps=1)
+    world.end_workers("b", killed(1))
+    world.passes(2, steps=1)
+    assert not world.morphed and world.generations == [("a", "b")] * 2
+
+
+def test_a_loss_or_a_timeout_in_a_morph_restarts_from_the_store() -> None:
+    """HOT-3: the ladder."""
+    for loss in (True, False):
+        world = begun("a", "b", "c", hot=True)
+        world.morphs = False
+        world.happens(events.MachineListRead(("a", "b")))
+        world.passes(2, steps=1)
+        assert world.state.phase == "morphing"
+        if loss:
+            world.end_workers("b", killed(1))
+        world.passes(3 if loss else 65)
+        assert world.generations == [("a", "b", "c"), ("a", "b")] and "c" not in world.workers
+
+
+def test_a_script_that_ends_before_it_sees_the_order_finishes_the_job() -> None:
+    world = begun("a", "b", hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(5, steps=1)
+    assert world.state.phase == "morphing"
+    for machine in ("a", "b"):
+        world.end_workers(machine, WELL)
+    world.carry_out()
+    assert world.verdict is not None and world.verdict.verdict.how == "finished" and not world.workers
+
+
 # ---------------------------------------------------------------- random events
 
 NAMES = st.sampled_from("abcd")
@@ -736,6 +920,7 @@ HAPPENINGS = st.one_of(
     st.tuples(st.just("time"), st.sampled_from([0.25, 1.0, 3.0, 20.0, 100.0])),
     st.tuples(st.just("steps"), st.sampled_from([0.25, 1.0, 3.0])),
     st.tuples(st.just("stop"), st.booleans()),
+    st.tuples(st.just("switch"), st.sampled_from(["prepares", "morphs", "why_not"])),
 )
 
 
@@ -746,11 +931,14 @@ def play(world: World, what: str, how: object) -> None:
     elif what in ("time", "steps"):
         assert isinstance(how, float)
         world.passes(how, steps=what == "steps")
+    elif what == "switch":
+        turned = {"why_not": "" if world.why_not else "tensors"}
+        setattr(world, str(how), turned.get(str(how), not getattr(world, str(how), False)))
     elif what == "stop":
         world.happens(events.StopRequested("enough", save=bool(how)))
     else:
         machine = str(how)
-        rank = 0
+        rank = world.ranks.get(machine, 0)
         {
             "lose": lambda: world.lose_agent(machine),
             "silent": lambda: world.go_silent(machine),
@@ -769,6 +957,7 @@ def recover_and_end(world: World) -> None:
     """All machines recover, and the job must end."""
     for machine in list(world.unresponsive):
         world.come_back(machine)
+    world.prepares = world.morphs = True
     world.happens(events.MachineListRead(("a", "b", "e", "f")))
     world.passes(400)
     for _ in range(5):
@@ -781,12 +970,12 @@ def recover_and_end(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans())
+@given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans(), st.booleans())
 def test_after_any_events_one_generation_lives_at_a_time_and_the_job_can_end(
-    story: list[tuple[str, object]], stages: int, promptly: bool
+    story: list[tuple[str, object]], stages: int, promptly: bool, hot: bool
 ) -> None:
     """V42, V43: `World.check_launch` checks it; then all machines recover, and the job must end."""
-    world = World(["a", "b"], stages=stages)
+    world = World(["a", "b"], stages=stages, hot=hot)
     for what, how in story:
         play(world, what, how)
         if promptly:

@@ -80,7 +80,7 @@ def test_output_for_the_terminal_is_bounded_and_never_stalls(
     """REL-5: a line without an end does not hold back what follows, and a flood is cut."""
     monkeypatch.setattr(supervisor, "MAX_OUTPUT", 10)
     monkeypatch.setattr(supervisor, "MAX_BACKLOG", 100)
-    worker = supervisor.WorkerProcess(0, tmp_path, shows_progress=False)
+    worker = supervisor.WorkerProcess(0, tmp_path, key="1/0", shows_progress=False)
     worker.out.write_bytes(b"x" * 25 + b"\nend\n")
     shown = [text for _ in range(4) for _, text in worker.new_output()]
     assert "".join(shown) == "x" * 25 + "\nend\n"

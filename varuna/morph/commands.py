@@ -35,6 +35,26 @@ class Launch(Command, frozen=True):
     reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
 
 
+class Prepare(Command, frozen=True):
+    """Start the joiners of the next generation, while the current one trains."""
+
+    generation: Generation
+    joiners: tuple[str, ...]  # machines
+    why: str
+
+
+class Morph(Command, frozen=True):
+    """Order all workers into the next generation. See `varuna.types.MorphOrder`."""
+
+    generation: Generation
+    last: Generation
+    previous: tuple[int | None, ...]
+    leaving: tuple[int, ...]
+    lost: tuple[int, ...]
+    why: str
+    reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
+
+
 class SaveAndEnd(Command, frozen=True):
     """Make workers save a checkpoint and exit. Sent to agents."""
 

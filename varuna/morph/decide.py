@@ -1,5 +1,8 @@
 """`decide`: the pure function that maps a job's state and an event to the next state and commands.
 
+                   morphing                                    machines join, leave or are lost, and the
+                    ▲    │                                     workers can morph in place
+                    │    ▼
     gathering ──► running ──► saving ──► gathering ──► ...     machines join or leave as planned
         ▲            │           │
         │            ▼           ▼
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from varuna.morph import commands, events
-from varuna.morph.rules import membership, phases, workers
+from varuna.morph.rules import hot, membership, phases, workers
 from varuna.morph.rules.decision import Decision
 from varuna.morph.state import JobState, Phase
 
@@ -26,8 +29,8 @@ EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
     events.StoreEnded: workers.store_ended,
     events.NoticeReceived: membership.notice_received,
     events.NoticeWithdrawn: membership.notice_withdrawn,
-    events.WorkerFailed: workers.worker_failed,
-    events.WorkersEnded: workers.workers_ended,
+    events.WorkerFailed: hot.worker_failed,
+    events.WorkersEnded: hot.workers_ended,
     events.ProblemChanged: lambda decision, event: decision.report_problem(event.topic, event.why),
     events.Tick: workers.tick,
     events.PlanReady: phases.plan_ready,
@@ -38,6 +41,7 @@ EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
 PHASE_RULES: dict[Phase, Callable[[Decision], None]] = {
     "gathering": phases.gather,
     "running": phases.run,
+    "morphing": phases.wait_for_morph,
     "saving": phases.wait_for_save,
     "ending": phases.wait_for_end,
 }
@@ -61,6 +65,7 @@ def decide_all(
         elif isinstance(event, events.AgentJoined):
             decision.do(commands.EndAgent(event.machine, "the job is over"))
     if state.phase != "over":
+        hot.end_leavers(decision)
         membership.start_and_end_agents(decision)
         membership.note_usable_machines(decision)
         before: Phase = "over"

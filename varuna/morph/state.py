@@ -8,10 +8,11 @@ import msgspec
 from varuna.morph.failures import WorkerFailure
 from varuna.types import Layout
 
-Phase = Literal["gathering", "running", "saving", "ending", "over"]
+Phase = Literal["gathering", "running", "morphing", "saving", "ending", "over"]
 """
     gathering   no worker runs; the manager waits for machines, a plan and a checkpoint
     running     the workers of one generation start or train
+    morphing    the workers enter the next generation in place, without a checkpoint
     saving      the workers save a checkpoint and exit
     ending      the workers are killed; the manager waits until every reachable agent confirms it
     over        the job has ended
@@ -22,6 +23,11 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits and retry limits of the manager."""
 
     morphs: bool = True  # False: keep the first machines, and end the job at the first failure
+    hot: bool = False  # workers that can morph in place keep their processes and their state
+    prepare_seconds: float = 600.0  # joiners must build their model within this time
+    morph_seconds: float = 60.0  # limit of a morph in place, and at least `hang_steps` step times
+    replan_seconds: float = 10.0  # limit of a plan for the survivors of a loss
+    join_limit: int = 3  # failures of joiners in a row; after them, machines join by a restart
     settle_seconds: float = 0.75  # plan a change only after the machines stayed the same for this long
     gather_seconds: float = 30.0  # a new job waits this long for all its machines
     start_seconds: float = 60.0  # an agent must connect within this time after its start
@@ -86,6 +92,17 @@ class Generation(msgspec.Struct, frozen=True):
     def machine_of(self, rank: int) -> str | None:
         places = zip(self.machines, self.ranks, strict=True)
         return next((machine for machine, ranks in places if rank in ranks), None)
+
+
+class Preparation(msgspec.Struct, frozen=True):
+    """The next generation while its joiners build their model and the current one trains."""
+
+    generation: Generation
+    joiners: tuple[str, ...]  # machines that the current generation does not have
+    deadline: float
+    leave_by: float  # earliest deadline of a notice when it began
+    why: str
+    reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
 
 
 class MachinePlan(msgspec.Struct, frozen=True):
@@ -209,8 +226,17 @@ class JobState(msgspec.Struct, frozen=True):
     postponements: int = 0  # in a row
     retry_change_at: float = 0.0  # do not try the change before this time
     problems: Mapping[str, str] = {}  # by topic; `varuna status` shows them
+    preparation: Preparation | None = None  # only in the phase running
+    joiners: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each joiner
+    join_failures: int = 0  # in a row
+    retry_join_at: float = 0.0  # prepare no joiner before this time
+    leaving: tuple[str, ...] = ()  # machines whose workers hand their state over, or are killed, and end
+    leaving_since: float = 0.0
+    lost: Mapping[str, str] = {}  # lost machines of the generation that its survivors replace, and why
+    morphed_from: Generation | None = None  # in the phase morphing: the generation before
+    morph_lost: tuple[int, ...] = ()  # its ranks that were lost before the morph
 
     @property
     def active(self) -> bool:
         """True while workers may be alive."""
-        return self.phase in ("running", "saving", "ending")
+        return self.phase in ("running", "morphing", "saving", "ending")

@@ -11,7 +11,7 @@ import msgspec
 from varuna.morph import commands, events
 from varuna.morph.state import WorkerProgress
 from varuna.observe.ledger import LedgerReport
-from varuna.types import MachineWorkers, repr_without_values
+from varuna.types import Layout, MachineWorkers, repr_without_values
 
 LogStream = Literal["out", "err"]
 
@@ -75,6 +75,19 @@ class StartWorkers(ManagerMessage, frozen=True):
 
     generation: int
     workers: MachineWorkers
+    joins: bool = False  # they wait for a morph order, which may change everything but the generation
+
+
+class MorphWorkers(ManagerMessage, frozen=True):
+    """Order the workers of one machine into the next generation. See `varuna.types.MorphOrder`."""
+
+    generation: int
+    workers: MachineWorkers  # of the next generation; without ranks: all workers hand over, then exit
+    last_layout: Layout
+    previous: tuple[int | None, ...]
+    leaving: tuple[int, ...]
+    lost: tuple[int, ...]
+    why: str
 
 
 class Dismiss(ManagerMessage, frozen=True):
@@ -179,6 +192,7 @@ ToManager = (
 FromManager = (
     Welcome
     | StartWorkers
+    | MorphWorkers
     | commands.SaveAndEnd
     | commands.KillWorkers
     | commands.DumpStacks

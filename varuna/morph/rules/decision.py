@@ -40,7 +40,31 @@ class Decision:
         self.set(members={**self.state.members, name: member})
 
     def enter(self, phase: Phase, reason: str, **fields: Any) -> None:
+        if phase not in ("running", "morphing", "over"):
+            self.drop_preparation(reason)
         self.set(phase=phase, since=self.now, reason=reason, **fields)
+
+    def drop_preparation(self, why: str) -> None:
+        """Kill the joiners of the next generation. The current one does not notice."""
+        preparation = self.state.preparation
+        if preparation is None:
+            return
+        machines = tuple(name for name in preparation.joiners if name in self.state.members)
+        self.set(preparation=None, joiners={})
+        self.add_leaving(machines)
+        self.log("join failed", f"{', '.join(preparation.joiners)}: {why}")
+        self.do(commands.KillWorkers(preparation.generation.number, machines, why))
+
+    def add_leaving(self, machines: tuple[str, ...]) -> None:
+        """Note machines whose workers end soon, outside the generation."""
+        others = tuple(name for name in self.leavers() if name not in machines)
+        self.set(leaving=(*others, *machines), leaving_since=self.now)
+
+    def leavers(self) -> tuple[str, ...]:
+        """Return the connected machines that still have workers outside the generation."""
+        members = self.state.members
+        found = (members[name] for name in self.state.leaving if name in members)
+        return tuple(member.name for member in found if member.agent and member.workers is not None)
 
     @property
     def settings(self) -> ManagerSettings:
@@ -69,11 +93,11 @@ class Decision:
         member = self.state.members.get(machine)
         return member if member is not None and member.agent == agent else None
 
-    def launch(self, proposal: MachinePlan, resume_step: int | None) -> None:
+    def next_generation(self, proposal: MachinePlan, resume_step: int | None) -> Generation:
         assert proposal.layout is not None
-        members = dict(self.state.members)
+        members = self.state.members
         master = members[proposal.used[0]]
-        generation = Generation(
+        return Generation(
             number=self.state.next_number,
             machines=proposal.used,
             ranks=proposal.ranks,
@@ -85,20 +109,30 @@ class Decision:
             plan=proposal.plan,
             environment=proposal.environment,
         )
+
+    def launch(self, proposal: MachinePlan, resume_step: int | None) -> None:
+        generation, why = self.next_generation(proposal, resume_step), self.state.reason
+        self.set(iteration=resume_step or 0, step_seconds=0.0, join_failures=0)
+        self.begin_generation("running", generation, why)
+        self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))
+
+    def begin_generation(self, phase: Phase, generation: Generation, why: str) -> None:
+        """Replace the current generation, and forget what belongs to it."""
+        members = dict(self.state.members)
+        master = members[generation.machines[0]]
         members[master.name] = msgspec.structs.replace(master, store_port=0)
         for name, member in members.items():
-            if member.kept and name not in proposal.used:
+            if member.kept and name not in generation.machines:
                 members[name] = msgspec.structs.replace(member, kept=False)
-        for name in proposal.used:
+        for name in generation.machines:
             members[name] = msgspec.structs.replace(members[name], workers=generation.number)
-        why = self.state.reason
         self.report_problem("change postponed", "")
         self.enter(
-            "running",
+            phase,
             why,
             generation=generation,
             members=members,
-            next_number=generation.number + 1,
+            next_number=max(self.state.next_number, generation.number + 1),
             ended={},
             failures=(),
             save_requested=False,
@@ -110,11 +144,12 @@ class Decision:
             progress={},
             activity=0,
             in_step=False,
-            step_seconds=0.0,
-            iteration=resume_step or 0,
             progressed_at=self.now,
+            preparation=None,
+            joiners={},
+            leaving=tuple(name for name in self.leavers() if name not in generation.machines),
+            lost={},
         )
-        self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))
 
     def save_and_end(self, why: str) -> None:
         """Make all workers save and exit, within the save limit and the deadlines of all notices."""
@@ -149,10 +184,14 @@ class Decision:
             self.do(commands.KillWorkers(number, machines, why))
 
     def members_with_workers(self) -> list[Member]:
-        """Return the connected machines that may still have workers of the generation."""
+        """Return the connected machines that may still have workers of the generation, or leaving ones."""
         members = [self.state.members.get(name) for name in self.generation.machines]
         number = self.generation.number
-        return [member for member in members if member and member.agent and member.workers == number]
+        ours = [member for member in members if member and member.agent and member.workers == number]
+        return [
+            *ours,
+            *(self.state.members[name] for name in self.leavers() if name not in self.generation.machines),
+        ]
 
     def finish(self, verdict: JobVerdict) -> None:
         self.enter("over", verdict.reason, verdict=verdict)

@@ -4,6 +4,7 @@ import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.survivors import can_recover
 from varuna.morph.state import Member
 
 EMPTY_LIST = "it names no machine; nothing changes (`varuna stop` ends the job)"
@@ -153,7 +154,11 @@ def lose_machine(decision: Decision, member: Member, why: str) -> None:
     decision.log("machine lost", f"{member.name}: {why}{waits}")
     if was_working:
         decision.set(losses=decision.state.losses + 1)
-        if decision.state.phase != "ending":
+        if decision.state.phase == "running" and can_recover(decision, member.name):
+            first = not (decision.state.failures or decision.state.lost)
+            failed_at = decision.now if first else decision.state.failed_at
+            decision.set(lost={**decision.state.lost, member.name: why}, failed_at=failed_at)
+        elif decision.state.phase != "ending":
             decision.end_generation(f"{member.name} was lost: {why}")
 
 
@@ -239,6 +244,8 @@ def ready_machines(
     """
     last, members = decision.state.generation, decision.state.members
     current = last.number if last is not None and decision.state.active else None
+    preparation = decision.state.preparation
+    prepared = preparation.generation.number if preparation is not None else None
 
     def is_ready(member: Member | None) -> bool:
         if member is None or not (member.listed or (with_kept and member.kept)):
@@ -247,7 +254,7 @@ def ready_machines(
             return False
         if without_flapping and decision.now < member.welcome_at and not decision.is_working(member.name):
             return False
-        return member.workers is None or member.workers == current
+        return member.workers in (None, current, prepared)
 
     names = dict.fromkeys((*(last.machines if last is not None else ()), *members))
     return tuple(name for name in names if is_ready(members.get(name)))
@@ -292,6 +299,7 @@ def note_usable_machines(decision: Decision) -> None:
 def release_machines(decision: Decision) -> None:
     """Report machines that may be taken away now, before their deadline."""
     for name, member in list(decision.state.members.items()):
-        if member.agent and member.leaves and not member.released and not decision.is_working(name):
+        needed = decision.is_working(name) or name in decision.leavers()
+        if member.agent and member.leaves and not member.released and not needed:
             decision.set_member(name, released=True)
             decision.do(commands.ReleaseMachines((name,)))

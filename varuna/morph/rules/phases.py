@@ -1,8 +1,10 @@
 """Phases of a job: conditions to launch, to change the machines, to save, and to end."""
 
 from varuna.morph import commands, events
+from varuna.morph.rules import hot
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import kept_machines, lose_machine, ready_machines, why_kept
+from varuna.morph.rules.survivors import why_not_hot
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.state import JobVerdict, MachinePlan
 
@@ -52,6 +54,8 @@ def gather(decision: Decision) -> None:
     ready = _machines_to_use(decision)
     if not ready or decision.now < state.wait_until or not _enough_machines(decision, ready):
         return
+    if decision.leavers():
+        return
     proposal = state.proposal
     if proposal is None or proposal.machines != ready:
         _request_plan(decision, ready)
@@ -95,22 +99,52 @@ def _can_launch(decision: Decision, proposal: MachinePlan) -> bool:
 
 
 def run(decision: Decision) -> None:
-    if decision.state.failures:
-        crash_when_cause_is_known(decision)
+    if decision.state.failures or decision.state.lost:
+        if not hot.recover(decision):
+            _end_after_loss(decision)
     elif decision.all_ended():
-        if _saved_on_demand(decision) and decision.state.save_requested and not decision.state.verdict:
-            decision.enter("gathering", decision.state.reason)
-        elif _saved_on_demand(decision):
-            stopped = JobVerdict("stopped", 0, "all workers saved and exited after SIGUSR1")
-            decision.finish(decision.state.verdict or stopped)
-        else:
-            decision.finish(FINISHED)
+        _finish_or_gather(decision)
     elif is_hung(decision):
         end_hang(decision)
+    elif decision.state.preparation is not None:
+        hot.continue_preparation(decision, decision.state.preparation)
     elif decision.state.postponed:
         try_postponed_change(decision)
     elif decision.settings.morphs:
         consider_change(decision)
+
+
+def _end_after_loss(decision: Decision) -> None:
+    if decision.state.failures:
+        crash_when_cause_is_known(decision)
+    else:
+        losses = (f"{machine} was lost: {why}" for machine, why in decision.state.lost.items())
+        decision.end_generation("; ".join(losses))
+
+
+def _finish_or_gather(decision: Decision) -> None:
+    """Finish the job after its last worker, unless the workers ended because the manager requested it."""
+    if _saved_on_demand(decision) and decision.state.save_requested and not decision.state.verdict:
+        decision.enter("gathering", decision.state.reason)
+    elif _saved_on_demand(decision):
+        stopped = JobVerdict("stopped", 0, "all workers saved and exited after SIGUSR1")
+        decision.finish(decision.state.verdict or stopped)
+    else:
+        decision.finish(FINISHED)
+
+
+def wait_for_morph(decision: Decision) -> None:
+    """Wait until all workers have entered the generation. Restart from the store if they do not."""
+    state, last = decision.state, decision.state.morphed_from
+    staying = [name for name in decision.generation.machines if last is not None and name in last.machines]
+    if state.failures:
+        crash_when_cause_is_known(decision)
+    elif all(name in state.ended for name in staying):  # the script ended before it saw the order
+        _finish_or_gather(decision)
+    elif hot.is_complete(decision):
+        hot.end_morph(decision)
+    elif decision.now >= state.deadline:
+        decision.end_generation(f"{state.reason}; but the workers did not morph in time")
 
 
 def _saved_on_demand(decision: Decision) -> bool:
@@ -118,12 +152,15 @@ def _saved_on_demand(decision: Decision) -> bool:
 
 
 def consider_change(decision: Decision) -> None:
-    """Save and relaunch if machines joined or leave and the plan for the others differs."""
+    """Change the generation if machines joined or leave and the plan for the others differs."""
     members, machines = decision.state.members, decision.generation.machines
     urgent = any(name in members and members[name].leaves for name in machines)
     if _keeps_machines(decision) and not urgent:
         return
     usable = decision.state.usable if not urgent else _machines_to_use(decision)
+    if decision.leave_by() < float("inf") and not why_not_hot(decision, machines):  # join after it
+        staying = tuple(name for name in usable if name in machines)
+        usable = usable if staying in ((), decision.state.unplannable) else staying
     leaving = [name for name in machines if name not in usable]
     proposal = decision.state.proposal
     if not usable:
@@ -140,7 +177,7 @@ def consider_change(decision: Decision) -> None:
         gone = [name for name in machines if name not in proposal.used]
         changes = [f"{', '.join(joining)} joins"] if joining else []
         changes += [f"{', '.join(gone)} leaves"] if gone else []
-        decision.save_and_end("; ".join(changes) or f"a better plan: {proposal.layout}")
+        hot.change(decision, proposal, "; ".join(changes) or f"a better plan: {proposal.layout}")
 
 
 def _keeps_machines(decision: Decision) -> bool:

@@ -59,7 +59,7 @@ def store_ended(decision: Decision, event: events.StoreEnded) -> None:
         if event.trains:
             decision.save_and_end(reason)
         else:
-            _count_crash(decision, reason)
+            count_crash(decision, reason)
             decision.end_generation(reason)
 
 
@@ -71,16 +71,19 @@ def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
 
 def tick(decision: Decision, event: events.Tick) -> None:
     members = dict(decision.state.members)
-    latest = {**decision.state.progress}
+    latest, joiners = {**decision.state.progress}, {**decision.state.joiners}
+    preparation = decision.state.preparation
     for name, (agent, generation, found) in event.heartbeats.items():
         if decision.member_of_agent(name, agent):
             members[name] = msgspec.structs.replace(members[name], seen=decision.now)
             if decision.state.active and generation == decision.generation.number:
                 latest[name] = found
+            elif preparation is not None and generation == preparation.generation.number:
+                joiners[name] = found
     # A tick rarely has a heartbeat of every machine: progress is what all of them reported last.
     at_work = decision.state.active
     latest = {name: found for name, found in latest.items() if at_work and name not in decision.state.ended}
-    decision.set(members=members, progress=latest)
+    decision.set(members=members, progress=latest, joiners=joiners)
     if progress := [worker for found in latest.values() for worker in found]:
         activity = sum(worker.activity for worker in progress)
         if activity != decision.state.activity:
@@ -156,7 +159,7 @@ def end_hang(decision: Decision) -> None:
             decision.end_generation(f"{silence} (a step takes {state.step_seconds:.2g} s)")
         else:
             reason = f"{silence} before the first step"
-            _count_crash(decision, reason)
+            count_crash(decision, reason)
             decision.end_generation(reason)
 
 
@@ -175,7 +178,7 @@ def crash_when_cause_is_known(decision: Decision) -> None:
     if cause.broken_checkpoint and _takes_older(decision):
         decision.end_generation(reason)
         return
-    _count_crash(decision, reason)
+    count_crash(decision, reason)
     if cause.script_mistake:
         decision.set(verdict=JobVerdict("failed", 1, f"a restart would fail in the same way: {reason}"))
     elif cause.in_script and not state.best_iteration:
@@ -185,7 +188,7 @@ def crash_when_cause_is_known(decision: Decision) -> None:
     decision.end_generation(reason)
 
 
-def _count_crash(decision: Decision, reason: str) -> None:
+def count_crash(decision: Decision, reason: str) -> None:
     """Wait ever longer before the next start, and end the job after too many crashes without progress."""
     state = decision.state
     crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1

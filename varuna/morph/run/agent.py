@@ -31,6 +31,7 @@ from varuna.morph.run.cloud_poll import CloudListener
 from varuna.morph.run.forkserver import LEASE_SECONDS, PRELOADED
 from varuna.morph.run.log_pages import find_lines, read_page
 from varuna.morph.run.supervisor import Supervisor, WorkerProcess
+from varuna.morph.run.worker_env import make_orders
 from varuna.secure.framing import FramingError
 
 RECONNECT_SECONDS = 0.25
@@ -191,7 +192,7 @@ class Agent:
         self.send_output()
         if self.reported_end:
             self.report_end()
-        elif self.start is not None:
+        elif self.start is not None and not self.start.joins:
             self.check_store(self.start)
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
@@ -216,6 +217,8 @@ class Agent:
                 await self.supervisor.open(environment, options=(str(LEASE_SECONDS), *PRELOADED))
         elif isinstance(message, messages.StartWorkers):
             self.start_workers(message)
+        elif isinstance(message, messages.MorphWorkers):
+            self.morph_workers(message)
         elif isinstance(message, commands.SaveAndEnd):
             self.signal_workers(message.generation, signal.SIGUSR1)
         elif isinstance(message, commands.DumpStacks):
@@ -270,12 +273,16 @@ class Agent:
     def start_workers(self, start: messages.StartWorkers) -> None:
         if self.start is not None and start.generation <= self.start.generation:
             return  # an outdated message
-        self.supervisor.close_old_stores()
-        if start.workers.master_port == self.supervisor.store_port:
-            self.supervisor.open_store(self.address)
+        if not start.joins:  # the store of joiners is the one that their order names
+            self.supervisor.close_old_stores()
+            if start.workers.master_port == self.supervisor.store_port:
+                self.supervisor.open_store(self.address)
         self.start, self.reported_end, self.num_store_ends = start, False, 0
         ours = VarunaEnvironment(
-            generation=start.generation, machine=self.orders.machine, agent_socket=self.socket_name
+            generation=start.generation,
+            machine=self.orders.machine,
+            agent_socket=self.socket_name,
+            joins="1" if start.joins else None,
         )
         environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", **ours.write()}
         try:
@@ -288,7 +295,25 @@ class Agent:
             )
         except OSError as error:  # a full disk: the job continues without this machine
             self.end(f"no worker can be started: {error}")
-        self.check_store(start)
+        if not start.joins:
+            self.check_store(start)
+
+    def morph_workers(self, morph: messages.MorphWorkers) -> None:
+        """Order the workers into the next generation; those that stay keep their processes."""
+        if self.start is None or self.start.generation > morph.generation or self.reported_end:
+            return  # an outdated message, or its workers have ended meanwhile
+        last, workers = self.start.workers, morph.workers
+        self.supervisor.close_old_stores(used=last.master_port)
+        if workers.ranks and workers.master_port == self.supervisor.store_port:
+            self.supervisor.open_store(self.address)
+        orders = make_orders(morph, last.ranks, joins=self.start.joins)
+        try:
+            self.supervisor.morph_workers(orders, self.log_folder(morph.generation))
+        except OSError as error:  # a full disk: the job continues without this machine
+            self.end(f"no worker can morph: {error}")
+        if workers.ranks:
+            self.start = messages.StartWorkers(morph.generation, workers)
+            self.check_store(self.start)
 
     def log_folder(self, generation: int) -> Path:
         assert self.start is not None

@@ -40,15 +40,21 @@ from varuna.morph.journal import (
 from varuna.morph.ledger_file import LedgerKeeper
 from varuna.morph.machines import is_loopback
 from varuna.morph.protocol import messages
+from varuna.morph.protocol.generations import (
+    GenerationCommand,
+    describe_generation,
+    generation_messages,
+    name_unused_devices,
+)
 from varuna.morph.protocol.orders import AgentOrders, StartedAgent, Starter
 from varuna.morph.run.connections import ConnectionServer, ManagerConnection
 from varuna.morph.run.job_folder import ManagerContact
 from varuna.morph.run.requests import RequestHandler
 from varuna.morph.run.watchers import MachineListWatcher, SlowMachineWatcher
 from varuna.morph.run.worker_env import forced
-from varuna.morph.state import Generation, Heartbeat, JobState, JobVerdict, MachinePlan
+from varuna.morph.state import Heartbeat, JobState, JobVerdict, MachinePlan
 from varuna.observe.ledger import ledger_lines
-from varuna.types import JobSpec, MachineWorkers
+from varuna.types import JobSpec
 
 TICK_SECONDS = 0.25
 EXIT_SECONDS = 5.0
@@ -297,8 +303,8 @@ class Manager:
             self.spawn(self.make_plan(command.machines))
         elif isinstance(command, commands.FindCheckpoint):
             self.spawn(self.find_checkpoint(command.store))
-        elif isinstance(command, commands.Launch):
-            self.launch(command)
+        elif isinstance(command, commands.Launch | commands.Prepare | commands.Morph):
+            self.start_generation(command)
         elif isinstance(command, commands.SaveAndEnd):
             self.journal.write(SaveRequested(command.generation))
             self.log("saving", command.why)
@@ -371,23 +377,22 @@ class Manager:
             found = events.CheckpointFound(None, f"{store}: {error}")
         self.events.put_nowait(found)
 
-    def launch(self, command: commands.Launch) -> None:
+    def start_generation(self, command: GenerationCommand) -> None:
+        """Launch a generation, start its joiners, or order all workers into it."""
         generation = command.generation
-        self.journal.write(GenerationLaunched(generation))
         with suppress(OSError):  # a second record of the number, if the journal is lost
             make_private_folder(Path(self.job.log_dir) / f"generation_{generation.number}")
-        self.slow_machines.reset()
-        resumed = "" if generation.resume_step is None else f", from step {generation.resume_step}"
-        machines = ", ".join(generation.machines)
-        self.log(
-            "generation",
-            f"{generation.number}: {generation.layout} on {machines}{resumed} ({command.why})",
-        )
-        for reason in command.reasons:
-            what, _, why = reason.partition(": ")
-            self.log(what, why)
-        if generation.layout.idle:
-            self.log("idle devices", self.name_idle_devices(generation))
+        if not isinstance(command, commands.Prepare):
+            self.journal.write(GenerationLaunched(generation))
+            self.slow_machines.reset()
+            self.log("generation", describe_generation(command))
+            for reason in command.reasons:
+                what, _, why = reason.partition(": ")
+                self.log(what, why)
+            if generation.layout.idle:
+                devices = self.job.devices_per_machine
+                idle = name_unused_devices(generation, self.state.usable, devices_per_machine=devices)
+                self.log("idle devices", idle)
         rhythm = SaveRhythm(
             every_seconds=self.job.save_every_seconds,
             failures=self.state.losses,
@@ -395,29 +400,10 @@ class Manager:
             save_seconds=self.state.save_seconds,
         )
         saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
-        environment = {**generation.environment, **saves.write(), **forced(self.forces)}
+        environment = {**saves.write(), **forced(self.forces)}
         self.forces = False  # later generations must not take the store back
-        for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
-            workers = MachineWorkers(
-                job=self.job,
-                layout=generation.layout,
-                ranks=ranks,
-                master_addr=generation.master_addr,
-                master_port=generation.master_port,
-                resume_step=generation.resume_step,
-                environment=environment,
-            )
-            self.send((machine,), messages.StartWorkers(generation.number, workers))
-
-    def name_idle_devices(self, generation: Generation) -> str:
-        """Return the idle devices: "1 of host-a, all of host-b"."""
-        idle = {
-            machine: self.job.devices_per_machine - len(ranks)
-            for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
-        }
-        partly = [f"{count} of {machine}" for machine, count in idle.items() if count]
-        spares = [f"all of {name}" for name in self.state.usable if name not in generation.machines]
-        return ", ".join([*partly, *spares])
+        for machine, message in generation_messages(command, self.job, environment).items():
+            self.send((machine,), message)
 
     def log(self, what: str, why: str) -> None:
         """Write to the event log and the terminal."""

@@ -22,6 +22,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.files import make_private_folder
 from varuna.morph.failures import ErrorFile, WorkerFailure, describe_exit
 from varuna.morph.run.log_pages import last_lines
+from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.morph.run.worker_env import (
     WORKER_DEFAULTS,
@@ -31,7 +32,7 @@ from varuna.morph.run.worker_env import (
 )
 from varuna.morph.state import Outcome, WorkerProgress
 from varuna.secure.credential import JobCredential
-from varuna.types import MachineWorkers
+from varuna.types import MachineWorkers, MorphOrder
 
 MAX_UNANSWERED = 240
 """A fork server that leaves so many heartbeats unanswered hangs. An agent sends two per second."""
@@ -46,8 +47,9 @@ MAX_BACKLOG = 4 * 2**20
 class WorkerProcess:
     """One worker with its log files, error file and outcome."""
 
-    def __init__(self, rank: int, folder: Path, *, shows_progress: bool) -> None:
+    def __init__(self, rank: int, folder: Path, *, key: str, shows_progress: bool) -> None:
         self.rank = rank
+        self.key = key  # its name in the fork server; it stays when a morph changes the rank
         self.out = folder / f"rank_{rank}.out"
         self.err = folder / f"rank_{rank}.err"
         self.error_file = folder / f"rank_{rank}.error.json"
@@ -57,6 +59,7 @@ class WorkerProcess:
         self.last_progress = WorkerProgress(rank)
         progress_file = folder / f"rank_{rank}.progress"
         self._reader = ProgressReader(progress_file, rank) if shows_progress else None
+        self._orders = OrderWriter(progress_file) if shows_progress else None
         self._shown = {False: 0, True: 0}  # bytes of stdout and stderr that were returned
 
     def environment(self) -> dict[str, str]:
@@ -82,6 +85,22 @@ class WorkerProcess:
         if self._reader is not None:
             self.last_progress = self._reader.read()
             self._reader.close()
+        if self._orders is not None:
+            self._orders.close()
+
+    def give(self, order: MorphOrder, folder: Path) -> None:
+        """Order the worker into the next generation; `folder` gets links to its logs. Raise OSError."""
+        assert self._orders is not None and self._reader is not None
+        if order.rank is not None:
+            if order.rank == 0 != self.rank:  # show its output from now on
+                for is_stderr, path in ((False, self.out), (True, self.err)):
+                    self._shown[is_stderr] = path.stat().st_size if path.exists() else 0
+            for path in (self.out, self.err):
+                link = folder / f"rank_{order.rank}{path.suffix}"
+                if not link.exists():  # a joiner may have its log there
+                    link.symlink_to(os.path.relpath(path, folder))
+            self.rank = self._reader.rank = order.rank
+        self._orders.give(order)
 
     def new_output(self) -> Iterator[tuple[bool, str]]:
         """Yield new complete lines as (is stderr, text); the rest of the files once it has ended."""
@@ -122,6 +141,7 @@ class Supervisor:
         ended unexpectedly, `on_exit` the reason for an unexpected end of the fork server.
         """
         self.workers: dict[int, WorkerProcess] = {}  # by rank
+        self.leaving: list[WorkerProcess] = []  # hand their state over to the others, then exit
         self.store_port = 0  # of the store for the next generation
         self._credential = None if credential is None else msgspec.structs.asdict(credential)
         self._on_worker_end = on_worker_end
@@ -131,7 +151,6 @@ class Supervisor:
         self._on_exit = on_exit
         self._server: asyncio.subprocess.Process | None = None
         self._closing = False
-        self._generation = 0
         self._stores: dict[str, int] = {}  # port by key; the last one is for the next generation
         self._num_stores = 0
         self._ready = False  # it has imported its modules
@@ -178,7 +197,7 @@ class Supervisor:
             self._on_exit(f"the fork server exited with status {status}")
 
     def _end_live_workers(self) -> None:
-        for worker in self.live_workers:  # they died with the fork server, but not their own children
+        for worker in (*self.live_workers, *self.leaving):  # they died with it, but not their own children
             if worker.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
@@ -202,15 +221,16 @@ class Supervisor:
         elif what == "beat":
             pass
         else:
-            worker = next((w for w in self.workers.values() if self._key(w.rank) == facts["key"]), None)
+            everyone = (*self.workers.values(), *self.leaving)
+            worker = next((worker for worker in everyone if worker.key == facts["key"]), None)
             if worker is not None and what == "forked":
                 worker.pid = facts["pid"]
             elif worker is not None and what == "ended":
                 worker.end(facts["code"])
-                self._on_worker_end(worker)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._generation}/{rank}"
+                if worker in self.leaving:
+                    self.leaving.remove(worker)
+                else:
+                    self._on_worker_end(worker)
 
     def _request(self, what: str, **facts: Any) -> None:
         assert self._server is not None and self._server.stdin is not None
@@ -233,11 +253,12 @@ class Supervisor:
         key = f"store {self._num_stores}"
         self._request("store", key=key, host=host, port=port, credential=self._credential)
 
-    def close_old_stores(self) -> None:
-        """Kill all stores but the last."""
-        for key in list(self._stores)[:-1]:
-            self._request("signal", key=key, number=int(signal.SIGKILL))
-            del self._stores[key]
+    def close_old_stores(self, *, used: int = 0) -> None:
+        """Kill all stores but the last, and the one at the port `used`."""
+        for key, port in list(self._stores.items())[:-1]:
+            if port != used:
+                self._request("signal", key=key, number=int(signal.SIGKILL))
+                del self._stores[key]
 
     def start_workers(
         self,
@@ -250,15 +271,15 @@ class Supervisor:
     ) -> None:
         """Start workers that log to `folder`. Raise OSError if their files cannot be created."""
         make_private_folder(folder)
-        self._generation = generation
         self.workers = {
-            rank: WorkerProcess(rank, folder, shows_progress=shows_progress) for rank in workers.ranks
+            rank: WorkerProcess(rank, folder, key=f"{generation}/{rank}", shows_progress=shows_progress)
+            for rank in workers.ranks
         }
         for local_rank, worker in enumerate(self.workers.values()):
             variables = {**worker_environment(workers, local_rank), **worker.environment(), **environment}
             self._request(
                 "fork",
-                key=self._key(worker.rank),
+                key=worker.key,
                 environment=variables,
                 out=str(worker.out),
                 err=str(worker.err),
@@ -269,10 +290,23 @@ class Supervisor:
                 credential=self._credential,
             )
 
+    def morph_workers(self, orders: Mapping[int, MorphOrder], folder: Path) -> None:
+        """Give each live worker its order, by its present rank. Raise OSError."""
+        make_private_folder(folder)
+        live = self.live_workers
+        ends = all(orders[worker.rank].rank is None for worker in live)
+        for worker in live:
+            order = orders[worker.rank]
+            worker.give(order, folder)
+            if order.rank is None and not ends:
+                self.leaving.append(worker)
+        if not ends:  # else they stay the workers of their generation, and end with it
+            self.workers = {worker.rank: worker for worker in live if worker not in self.leaving}
+
     def signal_workers(self, number: int) -> None:
         """Send a signal to all live workers; SIGKILL reaches their own children too."""
-        for worker in self.live_workers:
-            self._request("signal", key=self._key(worker.rank), number=int(number))
+        for worker in (*self.live_workers, *self.leaving):
+            self._request("signal", key=worker.key, number=int(number))
 
     async def close(self) -> None:
         """Close the input of the fork server, which then kills all workers and exits."""

@@ -3,8 +3,9 @@
 import ast
 
 from varuna.environment import VarunaEnvironment
+from varuna.morph.protocol.messages import MorphWorkers
 from varuna.morph.run.script_flags import MAP_FLAG
-from varuna.types import Layout, MachineWorkers, format_stage_map
+from varuna.types import Layout, MachineWorkers, MorphOrder, format_stage_map
 
 WORKER_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Environment variables of workers, unless they are set already."""
@@ -99,3 +100,27 @@ def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, st
         log_dir=workers.job.log_dir,
     )
     return {**workers.environment, **torch_values, **ours.write()}
+
+
+def make_orders(morph: MorphWorkers, last_ranks: tuple[int, ...], *, joins: bool) -> dict[int, MorphOrder]:
+    """Return the order of each worker of a machine, by its present rank: that of a joiner is tentative."""
+    orders = {}
+    for local_rank, old in enumerate(last_ranks):
+        stays = local_rank < len(morph.workers.ranks)
+        rank = morph.workers.ranks[local_rank] if stays else None
+        ours = VarunaEnvironment(generation=morph.generation).write()
+        orders[old] = MorphOrder(
+            generation=morph.generation,
+            layout=morph.workers.layout,
+            last_layout=morph.last_layout,
+            rank=rank,
+            previous=morph.previous,
+            leaving=morph.leaving,
+            lost=morph.lost,
+            master_addr=morph.workers.master_addr,
+            master_port=morph.workers.master_port,
+            environment={**worker_environment(morph.workers, local_rank), **ours} if stays else {},
+            why=morph.why,
+        )
+        assert rank is None or morph.previous[rank] == (None if joins else old)
+    return orders
