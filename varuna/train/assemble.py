@@ -58,7 +58,7 @@ def assemble(
         everyone=session.group if plan.depth > 1 else None,
         counts_norm=session.replica == 0,
         waiter=session.waiter,
-        ties=_tied_parameters(plan, session, captured, state, timeout_seconds),
+        ties=[] if session.provisional else _tied_parameters(plan, session, captured, state, timeout_seconds),
         overlaps=not program.leaves,
         has_request=has_request,
         fixed_gradients=graphed.gradients if graphed is not None else frozenset(),

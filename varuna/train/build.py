@@ -10,8 +10,8 @@ from varuna.capture import Source, StageState, stage_state
 from varuna.capture.model.adapters import base_names
 from varuna.capture.model.state import ModelTensors, model_values
 from varuna.environment import VarunaEnvironment
-from varuna.execute.comm.address import machine_identity
-from varuna.execute.comm.session import Session
+from varuna.execute.comm.address import machine_identity, own_address
+from varuna.execute.comm.session import Session, open_session
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.observe.progress_bar import capture_progress
@@ -46,6 +46,19 @@ FIRST_RUN_PATIENCE = 15.0
 """Other ranks wait this many times the timeout for a step that compiles."""
 
 
+def connect(options: WrapOptions, rank: int) -> Session:
+    """Join this rank to all others."""
+    return open_session(
+        options.stage_map,
+        rank=rank,
+        device=options.device,
+        timeout_seconds=options.timeout_seconds,
+        host=own_address(),
+        link_delay=options.link_delay,
+        channel=options.channel,
+    )
+
+
 def capture(
     model: nn.Module, inputs: Mapping[str, object], options: WrapOptions, session: Session
 ) -> CapturedModel:
@@ -75,6 +88,8 @@ def capture(
             "loops over a set of strings, start all ranks with PYTHONHASHSEED=0)"
         )
     machines = [machine for _, _, machine in everyone]
+    if session.provisional:
+        machines *= sum(map(len, session.stage_map))
     return CapturedModel(source, captured, batch, everyone[0][1] % 2**63, machines)
 
 
@@ -148,6 +163,28 @@ def build_stage(
     is_first = session.rank == session.ranks[0]
     whole = model_values(sampled.source, options.initialize) if is_first and session.num_ranks > 1 else {}
     share_initial_values(session, state.by_name(), whole, log)
+    programs, trainer = build_trainer(sampled, plan, session, options, state, has_request)
+    checkpoints = Checkpoints(
+        session,
+        plan,
+        TrainingState(state, trainer, frozen_base(sampled.source, state), options.shard_optimizer),
+        ties=sampled.captured.graph.ties,
+        names=all_names(model),
+        timeout_seconds=options.timeout_seconds,
+    )
+    return state, programs, trainer, checkpoints
+
+
+def build_trainer(
+    sampled: CapturedModel,
+    plan: Plan,
+    session: Session,
+    options: WrapOptions,
+    state: StageState,
+    has_request: Callable[[], bool],
+) -> tuple[StagePrograms, Trainer]:
+    """Create the objects that train a stage, given its parameters and buffers."""
+    own = plan.stages[session.stage]
     tensors = ModelTensors(sampled.source, state)
     programs = StagePrograms(sampled, options, plan, session.stage, state, tensors)
     trainer = assemble(
@@ -171,15 +208,7 @@ def build_stage(
         trainer.sums_losses = sampled.captured.loss.sums[0]
         totals = sampled.captured.carve(own.first, own.stop).totals
         trainer.num_totals = 0 if totals is None else sampled.captured.num_totals
-    checkpoints = Checkpoints(
-        session,
-        plan,
-        TrainingState(state, trainer, frozen_base(sampled.source, state), options.shard_optimizer),
-        ties=sampled.captured.graph.ties,
-        names=all_names(model),
-        timeout_seconds=options.timeout_seconds,
-    )
-    return state, programs, trainer, checkpoints
+    return programs, trainer
 
 
 def frozen_base(source: Source, state: StageState) -> FrozenBase:

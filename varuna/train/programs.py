@@ -53,6 +53,10 @@ class StagePrograms:
     _made: dict[tuple[Captured, Hashable], SpanProgram | ProgramChain] = field(default_factory=dict)
     _traits_key: Hashable = ()  # the changed attributes that the trainer knows
 
+    def adopt(self, last: "StagePrograms") -> None:
+        """Use the programs of another layout in which this rank had the same segments."""
+        self._programs, self._made = last._programs, last._made
+
     def batch(self, inputs: object) -> Batch:
         """Return the size and the batch dimensions of the inputs."""
         batch = batch_of(inputs, self.options.batch_dims)

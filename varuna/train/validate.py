@@ -17,8 +17,10 @@ from varuna.capture import Captured, StageState, check_capture, explain_parts
 from varuna.capture.model.call_convention import CallConvention, LossChoice
 from varuna.capture.model.lengths import DynamicDims
 from varuna.capture.model.state import Initialize
+from varuna.environment import VarunaEnvironment
 from varuna.errors import CaptureError, check_name, list_some
 from varuna.execute.comm.session import Session
+from varuna.execute.rebuild.generation import start_world
 from varuna.execute.step.scatter import WeightFunction
 from varuna.plan import balance, balance_over
 from varuna.train.cache import read_spans, write_spans
@@ -177,6 +179,8 @@ def call_for_sample(get_batch: Callable[..., Mapping[str, object]]) -> Mapping[s
 def join_job(stage_map: StageMap) -> int:
     """Return this process's rank; initialize torch.distributed if the script has not."""
     ranks = sorted(rank for row in stage_map for rank in row)
+    if VarunaEnvironment.read(os.environ).joins:
+        return int(os.environ["RANK"])  # until the order comes
     if not dist.is_initialized():
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks == [0] and world == 1:
@@ -198,7 +202,7 @@ def join_job(stage_map: StageMap) -> int:
 
 def start_process_group() -> None:
     """Initialize torch.distributed as the launcher's variables say."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    start_world()
 
 
 def _check_fit(stage_map: StageMap, world: int) -> None:

@@ -20,21 +20,23 @@ from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
-from varuna.execute.comm.address import own_address
-from varuna.execute.comm.session import open_session
+from varuna.execute.comm.session import provisional_session
 from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import shard_optimizer as shard
+from varuna.morph.run.order_page import open_orders
 from varuna.morph.run.progress_page import open_progress
 from varuna.observe.record import merge, on_one_clock
 from varuna.schedule import held
 from varuna.train import build
 from varuna.train.data import SampleOrder
 from varuna.train.gather import gather_model
+from varuna.train.hot.eligible import report_if_hot, why_not_hot
 from varuna.train.hot.fetch import Fetch, FetchedInputs
+from varuna.train.hot.follow_orders import follow_order, join
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
@@ -97,6 +99,16 @@ def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
 def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
     """Return (stage, replica) of a rank."""
     return place_in_map(parse_stage_map(stage_to_rank_map), rank)
+
+
+def follow_assigned(model: "Varuna | None") -> None:
+    """Use values that the script has assigned to tensors of its own model."""
+    if model is not None:
+        model._programs.tensors.follow()
+
+
+models: "weakref.WeakSet[Varuna]" = weakref.WeakSet()
+"""The wrapped models of this process."""
 
 
 class Varuna(nn.Module):
@@ -197,22 +209,23 @@ class Varuna(nn.Module):
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
         self._progress = open_progress()
+        self._orders = orders = open_orders()
+        self._fetches = False  # the library asks for the inputs of each step
+        self._reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
+        self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)
         rhythm = parse_rhythm(environment.saves) if rank == options.stage_map[0][0] else None
         self._requests = SaveRequests(AutosaveTimer(rhythm, environment.checkpoint_store))
+        requests = self._requests
         usr1.listen(self._requests)  # before the slow steps below, so that no signal is lost
         weakref.finalize(self, usr1.release, self._requests).atexit = False
-        self._session = session = open_session(
-            options.stage_map,
-            rank=rank,
-            device=options.device,
-            timeout_seconds=options.timeout_seconds,
-            host=own_address(),
-            link_delay=options.link_delay,
-            channel=options.channel,
+        self._session = session = (
+            provisional_session(options.stage_map, rank)
+            if environment.joins
+            else build.connect(options, rank)
         )
-        weakref.finalize(self, session.close)  # at the latest at the end of the script
+        self._finalizers = [weakref.finalize(self, session.close)]  # at the latest at the end of the script
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             sampled = build.capture(model, inputs, options, session)
@@ -222,11 +235,13 @@ class Varuna(nn.Module):
                 build.check(model, sampled, inputs, self.plan, options)
             self._progress.alive()
             self._state, self._programs, self._trainer, self._checkpoints = build.build_stage(
-                model, sampled, self.plan, session, options, self._requests.is_pending
+                *(model, sampled, self.plan, session, options),
+                has_request=lambda: requests.is_pending() or orders.is_pending,
             )
             self._weights = list(self._state.parameters())
-            weakref.finalize(self, self._checkpoints.resources.close)
-            self._checkpoints.claim_early(environment.checkpoint_store)
+            self._finalizers.append(weakref.finalize(self, self._checkpoints.resources.close))
+            if not session.provisional:
+                self._checkpoints.claim_early(environment.checkpoint_store)
             self._saver = Saver(self._checkpoints, self._requests, self._trainer, self._progress)
             # The gather also keeps all ranks together until each has built its stage.
             predicted = session.gather(prediction is not None, bool)[0]
@@ -238,6 +253,7 @@ class Varuna(nn.Module):
         self._placeholder = nn.Parameter(torch.empty(0))
         if self._trainer.norm is not None:
             self._trainer.norm.add([self._placeholder])
+        models.add(self)
         self._attributes = sampled.source.attributes  # from now on, those of the model can be set here
 
     # ------------------------------------------------------------ training
@@ -264,8 +280,8 @@ class Varuna(nn.Module):
                     "state was skipped (call set_optimizer before load_checkpoint)"
                 )
             if optimizer is not self._optimizer:  # else the call only changes the loss scale
-                tensors = self._programs.tensors
-                optimizer.register_step_pre_hook(lambda *_: tensors.follow())
+                model = weakref.ref(self)  # the optimizer must not keep the model alive
+                optimizer.register_step_pre_hook(lambda *_: follow_assigned(model()))
                 if self._options.shard_optimizer and self._session.replicas is not None:
                     replica, reducer = self._session.replica, self._trainer.reducer
                     owners = shard(optimizer, replica=replica, group=self._session.replicas)
@@ -313,6 +329,7 @@ class Varuna(nn.Module):
         """
         if with_norm and clip_grad_max_norm is None:
             clip_grad_max_norm = math.inf
+        self._fetches = callable(inputs) or isinstance(inputs, FetchedInputs)
         self._reporter.pace.enter(time.perf_counter())
         self._run_requests()
         with self._session.call("step", announce=False), self._report_errors("step"):
@@ -341,6 +358,7 @@ class Varuna(nn.Module):
         vars(self).update(grad_norm=totals.norm, average_loss=totals.loss, _overflow=totals.overflow)
         if self._progress.watched:
             self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
+            report_if_hot(self)
         if with_norm:
             return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
         return totals.loss, totals.overflow
@@ -357,6 +375,7 @@ class Varuna(nn.Module):
         """
         last = -1
         while True:
+            self._fetches = True
             self._run_requests()
             if steps is not None and self.iteration >= steps:
                 return
@@ -379,14 +398,28 @@ class Varuna(nn.Module):
             return FetchedInputs(inputs, order, self.plan.batch_size, self)
         return inputs
 
+    def _join(self) -> bool:
+        """Enter the running job, if this worker has been started to join it. Return whether it has."""
+        if not self._session.provisional:
+            return False
+        join(self)
+        return True
+
     def _run_requests(self) -> None:
         """Run the requests that all ranks have seen in the last step. All ranks call this between steps."""
+        self._join()
         usr1.hold()
         if not self._trainer.reducer.request_seen:
             return
         with self._session.call("step", announce=False), self._report_errors("step"):
             self._trainer.reducer.request_seen = False
-            self._saver.run_requests()
+            can = self._optimizer is not None and not why_not_hot(self)
+            morphs = self._saver.run_requests(
+                has_order=self._orders.is_pending,
+                groups=len(self._optimizer.param_groups) if can and self._optimizer else None,
+            )
+        if morphs:
+            follow_order(self)
         self._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
 
     def evaluate(self, inputs: Mapping[str, object], batch_size: int | None = None) -> float:
@@ -394,6 +427,7 @@ class Varuna(nn.Module):
 
         All samples of `inputs` count. `batch_size` is not needed; if it is given, there must not be more.
         """
+        self._join()
         self._reporter.pace.interrupt()
         with self._session.call("evaluate"), self._report_errors("evaluate"):
             self._programs.follow_changes(self._session)
@@ -410,6 +444,7 @@ class Varuna(nn.Module):
         """
         from varuna.train.outputs import refuse_different_inputs, whole_outputs  # they import this module
 
+        self._join()
         self._reporter.pace.interrupt()
         refuse_different_inputs(self, inputs)
         outputs = whole_outputs(self, inputs)
@@ -437,6 +472,7 @@ class Varuna(nn.Module):
 
     def timeline(self) -> Timeline:
         """Return the operations of all ranks in the last step. All ranks call this."""
+        self._join()
         self._reporter.pace.interrupt()
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
         with self._session.call("timeline"):
@@ -444,6 +480,7 @@ class Varuna(nn.Module):
 
     def report(self) -> StepReport:
         """Return measured and predicted step times. All ranks call this and get the same report."""
+        self._join()
         with self._session.call("report"):
             return self._reporter.report()
 
@@ -468,6 +505,7 @@ class Varuna(nn.Module):
         If the save fails, all ranks raise the same error, no checkpoint is incomplete, and training can
         continue.
         """
+        self._join()
         if on_demand and not self._requests.in_handler:
             return self._saver.save_on_demand(global_store)
         self._reporter.pace.interrupt()
@@ -494,6 +532,8 @@ class Varuna(nn.Module):
         `check_complete=False` loads what exists of an incomplete checkpoint. `strict=False` ignores names
         that differ. `cast=True` converts dtypes. Hashes are always checked.
         """
+        if self._join():
+            return self.iteration
         self._reporter.pace.interrupt()
         options = {"check_complete": check_complete, "strict": strict, "cast": cast}
         with self._session.call("load_checkpoint"):
@@ -505,6 +545,8 @@ class Varuna(nn.Module):
         The job claims the store: it raises StoreTaken while another job writes there. `force` takes the
         store over, and the other job ends at its next save.
         """
+        if self._join():
+            return self.iteration
         self._reporter.pace.interrupt()
         with self._session.call("resume"):
             self._saver.resume(global_store, force=force)
@@ -569,6 +611,7 @@ class Varuna(nn.Module):
     @property
     def iteration(self) -> int:
         """Number of finished steps."""
+        self._join()
         return self._trainer.iteration
 
     @iteration.setter
@@ -654,6 +697,7 @@ class Varuna(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state of the whole model on every rank, on the CPU. All ranks call this."""
+        self._join()
         own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         merged: dict[str, Tensor] = {}
         with self._session.call("full_state_dict"):
@@ -666,6 +710,7 @@ class Varuna(nn.Module):
 
         All ranks call this. Use it to generate, test or export; it is a copy of its own.
         """
+        self._join()
         with self._session.call("gather_model"), self._report_errors("gather_model"):
             return gather_model(self._session, self._programs.sampled.source, self._state, rank)
 
@@ -682,7 +727,9 @@ class Varuna(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageCopy:
         """Copy this stage's parameters and buffers, for example for torch's AveragedModel."""
-        return copied_stage(self._state, [name for name, _ in self._state.named_parameters()])
+        found = copied_stage(self._state, [name for name, _ in self._state.named_parameters()])
+        self._copies.add(found)
+        return found
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())

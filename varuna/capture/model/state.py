@@ -241,6 +241,31 @@ def adopted_state(
     return _held(source, values)
 
 
+def moved_state(
+    source: Source,
+    captured: Captured,
+    first: int,
+    stop: int,
+    *,
+    held: StageState,
+    device: torch.device,
+) -> StageState:
+    """Return the state of the segments: the tensors that `held` has, and new ones without values yet."""
+    own: dict[str, Tensor] = {}
+    for name, shell in _shells(source, captured, first, stop).items():
+        own[name] = held.tensor(name) if name in held._places else _like(shell, _memory(source, name, device))
+    return _held(source, own)
+
+
+def _memory(source: Source, name: str, device: torch.device) -> Tensor:
+    """Return memory for a tensor: that of the script's model, if it still exists."""
+    with suppress(CaptureError):
+        found = source.value(name)
+        if found.dtype == source.dtype(name) and _can_be_shared(found, device):
+            return found.detach()
+    return torch.empty(source.shape(name), dtype=source.dtype(name), device=device)
+
+
 def _shells(source: Source, captured: Captured, first: int, stop: int) -> dict[str, Tensor]:
     """Return the meta tensors of the segments `first..stop-1`, by canonical name."""
     segments = captured.graph.segments[first:stop]

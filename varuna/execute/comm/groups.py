@@ -96,7 +96,7 @@ def secure_group(group: dist.ProcessGroup) -> None:
     close_gloo_listeners()
     key = job_key("groups")
     if key is not None and _has_host_backend(group):
-        _prove(group, dist.get_process_group_ranks(group), key)
+        prove_members(group, dist.get_process_group_ranks(group), key, dist.get_rank())
 
 
 def _has_host_backend(group: dist.ProcessGroup) -> bool:
@@ -108,14 +108,17 @@ def _has_host_backend(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _prove(group: dist.ProcessGroup, ranks: Sequence[int], key: bytes) -> None:
-    """Raise WorkerError unless every rank answers the numbers that all ranks have drawn."""
+def prove_members(group: Any, ranks: Sequence[int], key: bytes, own: int) -> None:
+    """Raise WorkerError unless every rank answers the numbers that all ranks have drawn.
+
+    `group` is a process group, or a bare backend.
+    """
     numbers = b"".join(_exchange(group, ranks, secrets.token_bytes(32)))
 
     def proof(rank: int) -> bytes:
-        return hmac.digest(key, f"rank {rank} of {ranks}: ".encode() + numbers, "sha256")
+        return hmac.digest(key, f"rank {rank} of {list(ranks)}: ".encode() + numbers, "sha256")
 
-    for rank, found in zip(ranks, _exchange(group, ranks, proof(dist.get_rank())), strict=True):
+    for rank, found in zip(ranks, _exchange(group, ranks, proof(own)), strict=True):
         if not hmac.compare_digest(found, proof(rank)):
             raise WorkerError(
                 f"rank {rank} of a new process group does not have the credential of this job: another "
@@ -123,7 +126,7 @@ def _prove(group: dist.ProcessGroup, ranks: Sequence[int], key: bytes) -> None:
             )
 
 
-def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], own: bytes) -> list[bytes]:
+def _exchange(group: Any, ranks: Sequence[int], own: bytes) -> list[bytes]:
     """Return 32 bytes of every rank."""
     parts = [torch.empty(32, dtype=torch.uint8) for _ in ranks]
     options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from varuna.addresses import address_facing
+from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerHangs, PeerLost
 from varuna.secure.credential import JobCredential
 from varuna.secure.listeners import close_gloo_listeners, use_interface_of
@@ -160,6 +161,12 @@ class JobStore(Store):
         )
 
 
+def close_job_stores() -> None:
+    """Disconnect from the store of a generation that this process leaves."""
+    for store in list(_kept):
+        store.close()
+
+
 def rendezvous(
     url: str, credential: JobCredential, *, timeout: timedelta = default_pg_timeout, **options: object
 ) -> Iterator[tuple[Store, int, int]]:
@@ -173,6 +180,11 @@ def rendezvous(
             raise ValueError(f"init_process_group needs the environment variable {name}, which is not set")
         return found
 
+    if VarunaEnvironment.read(os.environ).joins:
+        raise RuntimeError(
+            "this worker joins a running job, which it does when the model is wrapped and trained; before "
+            "that it cannot call init_process_group (leave the call out: wrapping joins the job)"
+        )
     rank, world = int(value("RANK")), int(value("WORLD_SIZE"))
     store_waits = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it opens before the workers
     store = JobStore(

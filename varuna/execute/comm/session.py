@@ -60,6 +60,7 @@ class Session(Collective):
     channels: Mapping[int, ChannelName] = field(default_factory=dict)  # by rank, to adjacent stages
     network: PeerNetwork | None = None
     closed: bool = False
+    provisional: bool = False  # this rank waits to join the job: it has no connection to other ranks yet
     _in_call: bool = False
 
     @property
@@ -179,6 +180,14 @@ class Session(Collective):
 def single_rank_session() -> Session:
     """Return the session of a job with one rank."""
     return Session(rank=0, ranks=(0,), stage_map=((0,),), stage=0, replica=0)
+
+
+def provisional_session(stage_map: StageMap, rank: int) -> Session:
+    """Return the session of a rank that joins a running job, until it gets its order."""
+    stage, replica = place_in_map(stage_map, rank)
+    return Session(
+        rank=rank, ranks=(rank,), stage_map=stage_map, stage=stage, replica=replica, provisional=True
+    )
 
 
 def open_session(

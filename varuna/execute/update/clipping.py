@@ -32,7 +32,9 @@ class ModelNorm:
     def __init__(self, session: Session, reducer: Reducer, parameters: Iterable[Tensor]) -> None:
         self._session = session
         self._reducer = reducer
-        self._own = frozenset(parameters)
+        self._ordered = tuple(parameters)
+        self._own = frozenset(self._ordered)
+        self._earlier: list[frozenset[int]] = []  # identities of this model's parameters in earlier layouts
         self._family = [weakref.ref(self)]  # this model and those that share an optimizer with it
         self.add(self._own)
         _live.add(self)
@@ -43,6 +45,36 @@ class ModelNorm:
         """Register more tensors by which a call is recognized: those that other ranks hold, placeholders."""
         for parameter in parameters:
             _models[parameter] = weakref.ref(self)
+
+    def follow(self, last: "ModelNorm") -> None:
+        """Replace the norm of the last layout of the same model."""
+        _live.discard(last)
+        self._earlier = [*last._earlier, *last.identities]
+        for parameter, known in list(_models.items()):
+            if known() is last:
+                _models[parameter] = weakref.ref(self)
+
+    @property
+    def identities(self) -> list[frozenset[int]]:
+        """The parameters as a script may have listed them: all of them, and those that train."""
+        everything = frozenset(map(id, self._ordered))
+        return [everything, frozenset(id(one) for one in self._ordered if one.requires_grad)]
+
+    def current(self, listed: list[Tensor]) -> list[Tensor]:
+        """Replace a list of all parameters in an earlier layout by those of this layout."""
+        own = [one for one in listed if (known := _models.get(one)) is not None and known() is self]
+        found = frozenset(id(one) for one in own if one.numel())  # without a placeholder
+        if not own or found in self.identities:
+            return listed
+        if found in self._earlier:
+            others = [one for one in listed if all(one is not other for other in own)]
+            return [*(one for one in self._ordered if one.requires_grad), *others]
+        if any(one not in self._own and one.numel() for one in own):
+            raise RuntimeError(
+                "a parameter that was passed to torch's clipping belongs to another stage since the job's "
+                "layout has changed (make the list in each step: [p for p in model.parameters() if ...])"
+            )
+        return listed
 
     def join(self, other: "ModelNorm") -> None:
         """Clip the parameters of both models together. All ranks join the same models in the same order."""
@@ -153,6 +185,8 @@ def _clip_grad_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for live in [live for live in _live if live._earlier]:
+        listed = live.current(listed)
     gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
     model = _find_model(listed)
     if model is None:

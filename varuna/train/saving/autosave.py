@@ -31,6 +31,7 @@ class AutosaveTimer:
     ) -> None:
         self.store = store  # the store that the job used last
         self.every_seconds = 0.0  # 0: off, or not known yet
+        self.off = False  # the script numbers its checkpoints itself
         self._rhythm = rhythm
         self._clock = clock
         self._started = clock()
@@ -55,8 +56,12 @@ class AutosaveTimer:
 
     def turn_off(self) -> None:
         """Stop autosaving: the script numbers its checkpoints itself, and autosaves would not fit in."""
-        self._rhythm = None
+        self._rhythm, self.off = None, True
         self._schedule_next()
+
+    @property
+    def is_on(self) -> bool:
+        return self._rhythm is not None
 
     def _schedule_next(self) -> None:
         now = self._clock()

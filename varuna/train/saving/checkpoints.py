@@ -99,6 +99,11 @@ class SaveResources:
             claim.release()
         self.claims.clear()
 
+    def release(self) -> None:
+        """Release the claims, after a running save: another process is the first rank from now on."""
+        if self.claims:
+            self.close()
+
     def background_in(self, tempdir: str) -> BackgroundSaver:
         if self.background is None or self.tempdir != tempdir:
             if self.background is not None:
@@ -179,9 +184,23 @@ class Checkpoints:
         self._timeout_seconds = timeout_seconds
         self._ranks = Agreement(session, plan.ranks)
         self._running: Future[Any] | None = None  # this rank's background save
-        self._job = ""
+        self.job = ""
         self._token = uuid.uuid4().hex  # of this run's claims
         self.recovery = ""  # names the broken checkpoints that the last load set aside, on the first rank
+
+    def moved(self, session: Session, plan: Plan, training: TrainingState) -> "Checkpoints":
+        """Return the checkpoints of the same job and process in its next layout."""
+        found = Checkpoints(
+            session,
+            plan,
+            training,
+            ties=self._ties,
+            names=self.names,
+            timeout_seconds=self._timeout_seconds,
+        )
+        found.resources, found.store, found.recovery = self.resources, self.store, self.recovery
+        found._running, found.job, found._token = self._running, self.job, self._token
+        return found
 
     def fits_in_memory(self, available_bytes: int | None, *, ranks_on_machine: int) -> bool:
         """Return whether memory can hold a snapshot of each rank on this machine."""
@@ -354,8 +373,8 @@ class Checkpoints:
 
     def _job_name(self) -> str:
         """Return the name from the loaded checkpoint, else from the launcher, else a new one."""
-        self._job = self._job or VarunaEnvironment.read(os.environ).job_id or uuid.uuid4().hex[:12]
-        return self._job
+        self.job = self.job or VarunaEnvironment.read(os.environ).job_id or uuid.uuid4().hex[:12]
+        return self.job
 
     def _claim(self, store: Store, *, force: bool = False, wait: bool = True) -> None:
         claims = self.resources.claims
@@ -386,7 +405,7 @@ class Checkpoints:
             try:
                 newest, _ = newest_whole(store)
                 if newest is not None and newest.facts.plan is not None:
-                    self._job = self._job or newest.facts.job
+                    self.job = self.job or newest.facts.job
                 self._claim(store, force=force or environment.force_claim == "1", wait=False)
             except StoreTaken as taken:
                 if not taken.by_this_launch:  # an earlier generation is about to end: the first save waits
@@ -454,7 +473,7 @@ class Checkpoints:
             log.error("%s: %s", store.url, self.recovery)
         self.store = store.url
         if (plan := manifest.facts.plan) is not None:
-            self._job = self._job or manifest.facts.job
+            self.job = self.job or manifest.facts.job
             if plan.batch_size != self._plan.batch_size:
                 log.warning(
                     "the checkpoint's job had %d samples per step, this job has %d: step %d is now another "

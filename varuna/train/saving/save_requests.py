@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -48,6 +48,8 @@ class RankRequest:
     default_store: str | None  # where to save after a signal
     autosave_store: str | None = None  # where an autosave is due
     fits_in_memory: bool = True  # a snapshot fits, so an autosave can run in the background
+    has_order: bool = False  # the manager wants the ranks to enter the next generation
+    groups: int | None = None  # number of the optimizer's groups; None: this rank cannot morph in place
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,17 @@ class BoundaryDecision:
     autosave_to: str | None = None
     in_background: bool = False
     signalled: bool = False  # the manager, or the user, wants the ranks to save and exit
+    morph: bool = False  # enter the next generation
 
 
 def decide(requests: Sequence[RankRequest]) -> BoundaryDecision:
     """Decide from the requests of all ranks, in the order of ranks; every rank gets the same result."""
+    groups = {request.groups for request in requests}
+    is_hot = len(groups) == 1 and None not in groups
+    return replace(decide_saves(requests), morph=is_hot and any(request.has_order for request in requests))
+
+
+def decide_saves(requests: Sequence[RankRequest]) -> BoundaryDecision:
     requested = _first(request.store for request in requests)
     if not any(request.signalled for request in requests):
         due = _first(request.autosave_store for request in requests)

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ class Saver:
         self._progress = progress
         self._has_checked_store = self._session.rank != self._session.ranks[0]
         self._promised: list[Future[str]] = []  # futures of requested checkpoints
+
+    def moved(self, checkpoints: Checkpoints, trainer: Trainer) -> "Saver":
+        """Return the saver of the same process in the next layout."""
+        found = Saver(checkpoints, self.requests, trainer, self._progress)
+        found._promised, found._has_checked_store = self._promised, True
+        return found
 
     def save(self, global_store: PathLike, *, autosave: bool = False, **options: Any) -> "Future[str]":
         started, iteration = time.monotonic(), self._trainer.iteration
@@ -107,8 +114,12 @@ class Saver:
         self._session.close()
         usr1.release(self.requests)
 
-    def run_requests(self) -> None:
-        """Run the requests of all ranks. All ranks call this. Raises SystemExit if the job must end."""
+    def run_requests(self, *, has_order: bool = False, groups: int | None = None) -> bool:
+        """Run the requests of all ranks. All ranks call this. Raises SystemExit if the job must end.
+
+        `has_order`: this rank has an order to morph. `groups`: number of the optimizer's groups, None if this
+        rank cannot morph in place. Returns True if all ranks must enter the next generation now.
+        """
         self._trainer.engine.where = f"stage {self._session.stage}, a save request between two steps"
         self._progress.on_demand(True)
         environment = VarunaEnvironment.read(os.environ)
@@ -119,6 +130,7 @@ class Saver:
                 ranks_on_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             ),
         )
+        request = replace(request, has_order=has_order, groups=groups)
         decision = decide(self._session.gather(request, RankRequest))
         if decision.warning:
             log.error(decision.warning)
@@ -138,6 +150,7 @@ class Saver:
         if decision.signalled:
             self._progress.save_failed(problem)
         self._progress.on_demand(False)
+        return decision.morph
 
     def _autosave(self, store: str, in_background: bool) -> None:
         tempdir = self.checkpoints.resources.tempdir if in_background else None

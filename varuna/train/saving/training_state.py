@@ -84,6 +84,21 @@ class TrainingState:
         if name in self._unclaimed:
             thing.load_state_dict(self._unclaimed.pop(name))
 
+    def registered_state(self) -> dict[str, Any]:
+        """Return the state of each registered object."""
+        return {name: thing.state_dict() for name, thing in self._registered.items()}
+
+    def load_registered(self, states: Mapping[str, Any]) -> list[str]:
+        """Load the state of registered objects; others get theirs when they are registered.
+
+        Returns the names of objects that have no state here.
+        """
+        self._unclaimed = dict(states)
+        for name, thing in self._registered.items():
+            if name in self._unclaimed:
+                thing.load_state_dict(self._unclaimed.pop(name))
+        return [name for name in self._registered if name not in states]
+
     @property
     def num_bytes(self) -> int:
         """Size of the model's and the optimizer's tensors on this rank, without the frozen base."""
@@ -206,11 +221,9 @@ class TrainingState:
         if manifest.facts.seed is not None:
             self.trainer.seed = manifest.facts.seed
         self.trainer.iteration = manifest.facts.iteration
-        self._unclaimed = {name: unpack(tree, tensor) for name, tree in chosen.registered.items()}
-        for name, thing in self._registered.items():
-            if name in self._unclaimed:
-                thing.load_state_dict(self._unclaimed.pop(name))
-            elif manifest.facts.plan is not None:
+        states = {name: unpack(tree, tensor) for name, tree in chosen.registered.items()}
+        for name in self.load_registered(states):
+            if manifest.facts.plan is not None:
                 log.warning("checkpoint %s has no %r: its state is unchanged", manifest.facts.step, name)
 
 

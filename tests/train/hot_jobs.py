@@ -1,0 +1,202 @@
+"""A job whose generations change in place, in the processes of the pool; the test gives the orders."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.tasks import SEED, global_batch, make_optimizer, remembering, take
+from tests.toys import make_inputs, make_model
+from varuna import Varuna
+from varuna.environment import VarunaEnvironment
+from varuna.morph.run.order_page import OrderWriter
+from varuna.morph.run.progress_page import ProgressReader
+from varuna.types import Layout, MorphOrder, parse_stage_map
+
+BATCH, CHUNK = 8, 2
+
+
+class Generation(NamedTuple):
+    """A layout over some of the pool's processes, and its number of steps."""
+
+    mapping: str
+    members: tuple[int, ...]  # process of each rank
+    steps: int = 2
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(parse_stage_map(self.mapping), BATCH, CHUNK)
+
+
+def order_of(generations: Sequence[Generation], index: int, process: int, port: int) -> MorphOrder:
+    """Return the order of one process to enter a generation."""
+    last, following = generations[index - 1], generations[index]
+    ranks = {member: rank for rank, member in enumerate(last.members)}
+    return MorphOrder(
+        generation=index + 1,
+        layout=following.layout,
+        last_layout=last.layout,
+        rank=following.members.index(process) if process in following.members else None,
+        previous=tuple(ranks.get(member) for member in following.members),
+        leaving=tuple(rank for rank, member in enumerate(last.members) if member not in following.members),
+        master_addr="127.0.0.1",
+        master_port=port,
+        environment={**VarunaEnvironment(generation=index + 1, chunk_size=CHUNK).write()},
+    )
+
+
+@contextmanager
+def managed(folder: str, first: Generation, process: int, ports: Sequence[int], world: int) -> Iterator[bool]:
+    """Be a worker of a managed job, with pages of its own; yields whether it is to join later."""
+    dist.destroy_process_group()
+    joins = process not in first.members
+    before = dict(os.environ)
+    page = Path(folder) / f"progress_{process}"
+    ours = VarunaEnvironment(
+        progress_file=str(page), generation=1, chunk_size=CHUNK, joins="1" if joins else None
+    )
+    os.environ.update(
+        RANK=str(0 if joins else first.members.index(process)),
+        WORLD_SIZE=str(len(first.members)),
+        MASTER_PORT=str(ports[0]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+        **ours.write(),
+    )
+    try:
+        yield joins
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+        store = dist.TCPStore("127.0.0.1", ports[-1], world, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=process, world_size=world)
+
+
+def play(
+    name: str,
+    generations: Sequence[Generation],
+    folder: str,
+    ports: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float64,
+    optimizer: str = "adam",
+    accumulate: int = 1,
+    clip: float | None = None,
+    clips_itself: bool = False,
+    model_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train through all generations; this process takes part in some of them."""
+    process, world = dist.get_rank(), dist.get_world_size()
+    with managed(folder, generations[0], process, ports, world) as joins:
+        page = Path(os.environ["VARUNA_PROGRESS_FILE"])
+        progress, orders = ProgressReader(page, process), OrderWriter(page)
+        model = make_model(name, dtype=dtype, seed=process if joins else 0, **model_options or {})
+        sample = make_inputs(name, 2, torch.Generator().manual_seed(1), dtype)
+        with remembering((name, dtype, str(model_options))):
+            wrapped = Varuna(
+                *(model, generations[0].mapping, sample, BATCH, CHUNK),
+                **{"device": "cpu", "seed": SEED + joins, "timeout_seconds": 30, **options},
+            )
+        opt = make_optimizer(optimizer, wrapped.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.7)
+        wrapped.register("schedule", schedule)
+        wrapped.set_optimizer(opt, init_loss_scale=1024)
+        listed = list(wrapped.parameters())  # once, as many scripts do
+        ends = [sum(one.steps for one in generations[: index + 1]) for index in range(len(generations))]
+        enters = [index for index in range(1, len(generations)) if process in generations[index].members]
+        if joins:
+            orders.give(order_of(generations, enters[0], process, ports[enters[0]]))
+        groups = [(id(group), id(group["params"])) for group in opt.param_groups]
+        result: dict[str, Any] = {"losses": {}, "pid": os.getpid(), "layouts": [], "kept": []}
+
+        def fetch(samples: Any) -> dict[str, object]:
+            step, first = divmod(samples.start, BATCH)
+            inputs = global_batch(name, step, BATCH, dtype)
+            return take(inputs, range(first, first + len(samples)), BATCH)
+
+        known: dict[str, int] = {}
+        try:
+            for step, inputs in wrapped.batches(fetch, steps=ends[-1]):
+                ids = {n: id(p) for n, p in wrapped.named_parameters()}
+                result["kept"].append(all(ids[n] == known[n] for n in ids.keys() & known.keys()))
+                known = ids
+                result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
+                if step + 1 in ends[:-1]:
+                    index = ends.index(step + 1) + 1
+                    orders.give(order_of(generations, index, process, ports[index]))
+                loss, overflow = wrapped.step(inputs, clip_grad_max_norm=None if clips_itself else clip)
+                assert not overflow
+                if clips_itself and clip is not None:
+                    torch.nn.utils.clip_grad_norm_(listed, clip)
+                result["losses"][step] = loss
+                if (step + 1) % accumulate == 0:
+                    opt.step()
+                    wrapped.zero_grad()
+                schedule.step()
+            result["state"] = wrapped.full_state_dict()
+        except SystemExit as end:
+            result["exit"] = end.code
+        result["seconds"] = progress.read().morph_seconds
+        result["bytes"] = progress.read().morph_bytes
+        result["generation"] = progress.read().generation
+        result["groups"] = groups == [(id(group), id(group["params"])) for group in opt.param_groups]
+        wrapped.close()
+        orders.close()
+        progress.close()
+        return result
+
+
+def run(pool: Pool, folder: Path, name: str, generations: Sequence[Generation], **options: Any) -> list[Any]:
+    world = 1 + max(member for one in generations for member in one.members)
+    stores = [
+        dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        for _ in range(len(generations) + 1)
+    ]
+    return pool.run(
+        play, world, name, list(generations), str(folder), [store.port for store in stores], **options
+    )
+
+
+def train_plainly(
+    name: str,
+    steps: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    optimizer: str = "adam",
+    accumulate: int = 1,
+    clip: float | None = None,
+    model_options: dict[str, Any] | None = None,
+    chunk: int | None = None,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training in one plain process."""
+    from tests.tasks import find_loss
+    from varuna import plain_randomness
+
+    model = make_model(name, dtype=dtype, seed=0, **model_options or {})
+    opt = make_optimizer(optimizer, model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.7)
+    losses = []
+    for step in range(steps):
+        inputs, total = global_batch(name, step, BATCH, dtype), 0.0
+        for first in range(0, BATCH, chunk or BATCH):
+            count = min(chunk or BATCH, BATCH - first)
+            with plain_randomness(seed=SEED, step=step, batch_size=count, first_sample=first):
+                loss = find_loss(model(**take(inputs, range(first, first + count), BATCH))) * count / BATCH
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if (step + 1) % accumulate == 0:
+            opt.step()
+            opt.zero_grad()
+        schedule.step()
+    return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}

@@ -1,0 +1,59 @@
+"""Whether a wrapped model can enter the next generation of its job in place, and if not, why."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from varuna.execute.rebuild.generation import owns_world
+
+if TYPE_CHECKING:
+    from varuna.train.varuna import Varuna
+
+log = logging.getLogger("varuna")
+
+TENSORS = (
+    "step is given tensors, so the library cannot ask for another share of the batch (pass a function: "
+    "model.step(fetch, order=order); or loop: for step, inputs in model.batches(fetch, order))"
+)
+
+
+def why_not_hot(model: "Varuna") -> str:
+    """Return why this rank cannot morph in place; "" if it can."""
+    options = model._options
+    if not model._fetches:
+        return TENSORS
+    if options.shard_optimizer or options.offload_optimizer:
+        return "shard_optimizer and offload_optimizer place the optimizer's state for one layout"
+    if options.spans is not None or not isinstance(options.recompute, bool | None):
+        return "the script sets spans or recompute for each stage of one layout"
+    if len(model._copies):
+        return "a copy of the model (copy.deepcopy, AveragedModel) holds the tensors of one stage"
+    if len(open_models()) > 1:
+        return "the script has wrapped several models"
+    if not owns_world():
+        return "the script calls init_process_group itself (leave it out: wrapping joins the job)"
+    if model._programs.sampled.source.attributes.num_changes:
+        return "the script has changed attributes of the model"
+    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in model._weights):
+        return "a parameter has hooks"
+    return ""
+
+
+def report_if_hot(model: "Varuna") -> None:
+    """Tell the manager whether this rank can morph in place. Cheap: it looks again every 16 steps."""
+    known = model._reported
+    if known is not None and (known == TENSORS) != model._fetches and model._trainer.iteration % 16:
+        return
+    why_not = why_not_hot(model)
+    if why_not == known:
+        return
+    if known is None and why_not and model._session.rank == model._session.ranks[0]:
+        log.info("when machines change, this job restarts from a checkpoint: %s", why_not)
+    model._reported = why_not
+    model._progress.hot(not why_not, why_not)
+
+
+def open_models() -> "list[Varuna]":
+    """Return the wrapped models of this process that are not closed."""
+    from varuna.train.varuna import models  # it imports this module
+
+    return [model for model in models if not model._session.closed]

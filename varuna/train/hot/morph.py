@@ -1,0 +1,217 @@
+"""Takes a wrapped model from one generation of its job to the next, in place.
+
+    leave the links and groups ──► enter those of the next generation ──► plan ──► tensors for the new stage
+        ──► take what other ranks hold ──► give the optimizer its parameters ──► build what trains and saves
+
+The model object, its parameters that stay, the optimizer with its groups, and registered objects are the same
+objects before and after.
+"""
+
+import logging
+import os
+import time
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from varuna.capture.model.state import moved_state
+from varuna.environment import VarunaEnvironment
+from varuna.errors import WorkerError
+from varuna.execute.comm.address import machine_identity
+from varuna.execute.comm.collective import Collective
+from varuna.execute.comm.session import Session
+from varuna.execute.rebuild.generation import enter_generation, leave_generation
+from varuna.execute.rebuild.handover import hand_over
+from varuna.morph.run.order_page import apply_environment
+from varuna.train import build
+from varuna.train.hot.moving import MovingState, group_options, set_group_options
+from varuna.train.layout import Prediction
+from varuna.train.programs import CapturedModel
+from varuna.train.report import Reporter
+from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
+from varuna.train.saving.frozen_base import FrozenBase
+from varuna.train.validate import WrapOptions
+from varuna.types import MorphOrder, Plan
+
+if TYPE_CHECKING:
+    from varuna.train.varuna import Varuna
+
+log = logging.getLogger("varuna")
+
+
+def morph(model: "Varuna", order: MorphOrder) -> None:
+    """Carry out an order. All ranks of the old generation that live, and all joiners, call this.
+
+    Raises SystemExit(0) on a rank that leaves, once it has handed its tensors over.
+    """
+    started = time.perf_counter()
+    old, environment = model._session, VarunaEnvironment.read(os.environ)
+    model._programs.tensors.follow()  # values that the script has assigned
+    follows_launcher = environment.chunk_size == model._options.microbatch_size
+    leave_generation(old)
+    apply_environment(order, os.environ)
+    os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
+    if order.rank is not None:
+        os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(order.layout.num_ranks))
+    seconds = model._options.timeout_seconds
+    group = enter_generation(order, old.rank, timeout_seconds=seconds)
+    if order.rank is None:
+        _leave_job(model, group)
+        raise SystemExit(0)
+    size = order.layout.microbatch_size if follows_launcher else model._options.microbatch_size
+    options = replace(model._options, stage_map=order.layout.stage_map, microbatch_size=size)
+    session = build.connect(options, order.rank)
+    try:
+        num_bytes = _rebuild(model, session, options, group)
+    except Exception as error:
+        session.report_error(error, f"stage {session.stage}, entering generation {order.generation}")
+        raise
+    seconds = time.perf_counter() - started
+    model._progress.morphed(order.generation, seconds=seconds, num_bytes=num_bytes)
+    log.info(
+        "generation %d: rank %d in %.3f s, %d bytes arrived (%s)",
+        order.generation,
+        session.rank,
+        seconds,
+        num_bytes,
+        order.why,
+    )
+
+
+def _leave_job(model: "Varuna", group: Collective) -> None:
+    """Give everything that other ranks lack, and disconnect."""
+    moving = MovingState(model._checkpoints.training, None, False, lambda: _job_values(model))
+    hand_over(group, machine_identity(), moving.holds, moving.lacks, moving)
+    model._saver.close()
+
+
+def _rebuild(model: "Varuna", session: Session, options: WrapOptions, group: Collective) -> int:
+    """Build this rank's part of the next layout; return the bytes that arrived from other ranks."""
+    environment = VarunaEnvironment.read(os.environ)
+    is_joiner = model._session.provisional
+    sampled = _same_model(model._programs.sampled, session)
+    plan, prediction = build.choose_plan(sampled, options, session, environment)
+    own = plan.stages[session.stage]
+    state = moved_state(
+        sampled.source, sampled.captured, own.first, own.stop, held=model._state, device=options.device
+    )
+    training = model._checkpoints.training
+    moving = MovingState(training, state, is_joiner, lambda: _job_values(model))
+    if not is_joiner:
+        moving.base = {name for name in state.canonical if name in training.base}
+    num_bytes = hand_over(group, machine_identity(), moving.holds, moving.lacks, moving)
+    moving.arrange_optimizer()
+    _use(model, session, options, plan, sampled, moving)
+    if moving.taken_job is not None:
+        _take_job_values(model, moving.taken_job)
+    _use_reports(model, session, sampled, prediction, environment)
+    return num_bytes
+
+
+def _same_model(sampled: CapturedModel, session: Session) -> CapturedModel:
+    """Check that joiners have the same model; return it with the machines of the next generation."""
+    own = sampled.captured.graph.fingerprint
+    everyone = session.gather((own, machine_identity()), tuple[str, str])
+    differing = [rank for rank, (other, _) in zip(session.ranks, everyone, strict=True) if other != own]
+    if differing:
+        raise WorkerError(
+            f"ranks {differing} have wrapped another model than rank {session.rank} (run the same version of "
+            "the script on all machines)"
+        )
+    return sampled._replace(machines=[machine for _, machine in everyone])
+
+
+def _use(
+    model: "Varuna",
+    session: Session,
+    options: WrapOptions,
+    plan: Plan,
+    sampled: CapturedModel,
+    moving: MovingState,
+) -> None:
+    """Replace the parts of the model that belong to a layout."""
+    state, last = moving.state, model._trainer
+    assert state is not None
+    programs, trainer = build.build_trainer(sampled, plan, session, options, state, last.reducer.has_request)
+    before, after = last.plan.stages[model._session.stage], plan.stages[session.stage]
+    if (before.first, before.stop) == (after.first, after.stop):
+        programs.adopt(model._programs)
+    trainer.iteration, trainer.seed = last.iteration, last.seed
+    base = FrozenBase(state, [name for name in state.canonical if name in moving.base])
+    training = replace(moving.training, stage=state, trainer=trainer, base=base, _first_stage={})
+    first = session.rank == session.stage_map[0][0]
+    if not first:
+        model._checkpoints.resources.release()
+    checkpoints = model._checkpoints.moved(session, plan, training)
+    if trainer.norm is not None:
+        trainer.norm.add([model._placeholder])
+        if last.norm is not None:
+            trainer.norm.follow(last.norm)
+    vars(model).update(
+        plan=plan,
+        _options=options,
+        _session=session,
+        _state=state,
+        _programs=programs,
+        _trainer=trainer,
+        _checkpoints=checkpoints,
+        _saver=model._saver.moved(checkpoints, trainer),
+        _weights=list(state.parameters()),
+    )
+    vars(model).pop("_stage_module", None)
+    for finalizer in model._finalizers:
+        finalizer.detach()
+    model._finalizers = [
+        weakref.finalize(model, session.close),
+        weakref.finalize(model, checkpoints.resources.close),
+    ]
+
+
+def _use_reports(
+    model: "Varuna",
+    session: Session,
+    sampled: CapturedModel,
+    prediction: Prediction | None,
+    environment: VarunaEnvironment,
+) -> None:
+    # The gather also keeps all ranks together until each has built its stage.
+    predicted = session.gather(prediction is not None, bool)[0]
+    reporter = Reporter(session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir)
+    vars(model).update(_reporter=reporter)
+    timer = model._requests.autosave
+    if session.rank != session.stage_map[0][0]:
+        model._requests.autosave = AutosaveTimer(None, timer.store)
+    elif not timer.is_on:
+        rhythm = None if timer.off else parse_rhythm(environment.saves)
+        model._requests.autosave = AutosaveTimer(rhythm, timer.store)
+    model._requests.autosave.off = timer.off
+
+
+def _job_values(model: "Varuna") -> dict[str, Any]:
+    """Return what is the same on all ranks: joiners take it."""
+    training, checkpoints = model._checkpoints.training, model._checkpoints
+    optimizer = training.optimizer
+    return {
+        "iteration": model._trainer.iteration,
+        "seed": model._trainer.seed,
+        "loss_scale": training.loss_scale.state_dict(),
+        "groups": None if optimizer is None else group_options(optimizer),
+        "registered": training.registered_state(),
+        "store": checkpoints.store,
+        "job": checkpoints.job,
+        "autosave_off": model._requests.autosave.off,
+    }
+
+
+def _take_job_values(model: "Varuna", values: dict[str, Any]) -> None:
+    training, checkpoints = model._checkpoints.training, model._checkpoints
+    model._trainer.iteration, model._trainer.seed = values["iteration"], values["seed"]
+    if training.loss_scale.checks_overflow:
+        training.loss_scale.load_state_dict(values["loss_scale"])
+    if training.optimizer is not None and values["groups"] is not None:
+        set_group_options(training.optimizer, values["groups"])
+    training.load_registered(values["registered"])
+    checkpoints.store, checkpoints.job = values["store"], values["job"]
+    model._requests.autosave.store = values["store"]
+    model._requests.autosave.off = values["autosave_off"]
+    model._progress.uses(values["store"])
