@@ -11,7 +11,7 @@ from varuna.capture.model.adapters import base_names
 from varuna.capture.model.state import ModelTensors, model_values
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.address import machine_identity, own_address
-from varuna.execute.comm.session import Session, open_session
+from varuna.execute.comm.session import Session, open_session, provisional_session
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.observe.progress_bar import capture_progress
@@ -46,8 +46,10 @@ FIRST_RUN_PATIENCE = 15.0
 """Other ranks wait this many times the timeout for a step that compiles."""
 
 
-def connect(options: WrapOptions, rank: int) -> Session:
-    """Join this rank to all others."""
+def connect(options: WrapOptions, rank: int, *, joins: bool = False) -> Session:
+    """Join this rank to all others. `joins`: not yet, it waits for an order to join a running job."""
+    if joins:
+        return provisional_session(options.stage_map, rank)
     return open_session(
         options.stage_map,
         rank=rank,

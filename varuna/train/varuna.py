@@ -20,7 +20,6 @@ from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
-from varuna.execute.comm.session import provisional_session
 from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
@@ -129,6 +128,8 @@ class Varuna(nn.Module):
 
     average_loss: float | None = None  # of the last step
     _overflow = False
+    _fetches = False  # the library asks for the inputs of each step
+    _reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
 
     @takes_get_batch_fn
     def __init__(
@@ -210,21 +211,14 @@ class Varuna(nn.Module):
         self._loss_scale = LossScale()
         self._progress = open_progress()
         self._orders = orders = open_orders()
-        self._fetches = False  # the library asks for the inputs of each step
-        self._reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
         self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)
         rhythm = parse_rhythm(environment.saves) if rank == options.stage_map[0][0] else None
         self._requests = SaveRequests(AutosaveTimer(rhythm, environment.checkpoint_store))
-        requests = self._requests
-        usr1.listen(self._requests)  # before the slow steps below, so that no signal is lost
+        usr1.listen(requests := self._requests)  # before the slow steps below, so that no signal is lost
         weakref.finalize(self, usr1.release, self._requests).atexit = False
-        self._session = session = (
-            provisional_session(options.stage_map, rank)
-            if environment.joins
-            else build.connect(options, rank)
-        )
+        self._session = session = build.connect(options, rank, joins=environment.joins is not None)
         self._finalizers = [weakref.finalize(self, session.close)]  # at the latest at the end of the script
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs

@@ -34,7 +34,7 @@ class Unit:
 
 
 class Holdings(Protocol):
-    """What one participant holds and lacks."""
+    """The state of one participant."""
 
     def give(self, name: str) -> Unit: ...
     def memory(self, name: str, key: str) -> Tensor | None: ...  # to receive into; None: new memory

@@ -1,4 +1,4 @@
-"""Whether a wrapped model can enter the next generation of its job in place, and if not, why."""
+"""Decides if a wrapped model can enter the next generation of its job in place, and says why not."""
 
 import logging
 from typing import TYPE_CHECKING

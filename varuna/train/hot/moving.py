@@ -1,4 +1,4 @@
-"""What a rank holds, gives and takes when the stages of a job change: values, gradients, optimizer state."""
+"""The state that a rank gives and takes when the stages of a job change: values, gradients, optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
