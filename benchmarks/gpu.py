@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_models import FAMILIES, OF_IMAGES, make_images
+from benchmarks.trainers import seconds_per_update
 from tests.pool import Pool
 from varuna import Varuna, cut_after
 from varuna.execute.comm.network import connect
@@ -528,6 +529,19 @@ def one_process(size: Size) -> Iterator[Figure]:
     yield difference_of_losses("", "bare loop", ours, bare)
 
 
+def trainer(size: Size) -> Iterator[Figure]:
+    """VarunaTrainer against transformers.Trainer, in turn, each in fresh processes."""
+    layers, width, updates = 12, 1024, 20
+    sides: dict[str, list[float]] = {"varuna": [], "transformers": []}
+    for _ in range(2):
+        for kind, times in sides.items():
+            with fresh() as pool:
+                times += pool.run(seconds_per_update, 1, kind, updates, layers, width, 1, True)[0]
+    ours, other = (median(times) for times in sides.values())
+    what = f"update of VarunaTrainer, Llama, {layers} layers, {width} wide"
+    yield against(what, "transformers.Trainer", ours, other, "s", target=1.02)
+
+
 def compiling(size: Size) -> Iterator[Figure]:
     cache = tempfile.mkdtemp(prefix="varuna-bench-")
     few = msgspec.structs.replace(size, steps=3)
@@ -749,6 +763,7 @@ def predictions(size: Size) -> Iterator[Figure]:
 CASES: dict[str, Callable[[Size], Iterator[Figure]]] = {
     "channels": channels,
     "one-process": one_process,
+    "trainer": trainer,
     "predictions": predictions,
     "stages": stages,
     "host-state": host_state,

@@ -31,21 +31,25 @@ def make_rows(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def seconds_per_update(kind: Kind, updates: int, layers: int, width: int, stages: int = 1) -> list[float]:
+def seconds_per_update(
+    kind: Kind, updates: int, layers: int, width: int, stages: int = 1, on_gpu: bool = False
+) -> list[float]:
     """Train on this rank; return the seconds of each update after the first three."""
     if kind == "fsdp2":
         return _fsdp2(updates, layers, width)
     if kind == "transformers":  # alone, also where the pool has started several processes
         hidden = {name: os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         try:
-            return _trainer(kind, updates, layers, width, 1, BATCH)
+            return _trainer(kind, updates, layers, width, 1, BATCH, on_gpu)
         finally:
             os.environ.update({name: value for name, value in hidden.items() if value is not None})
     share = BATCH // dist.get_world_size() if kind == "ddp" else BATCH
-    return _trainer(kind, updates, layers, width, stages, share)
+    return _trainer(kind, updates, layers, width, stages, share, on_gpu)
 
 
-def _trainer(kind: Kind, updates: int, layers: int, width: int, stages: int, batch: int) -> list[float]:
+def _trainer(
+    kind: Kind, updates: int, layers: int, width: int, stages: int, batch: int, on_gpu: bool
+) -> list[float]:
     import transformers as hf
     from accelerate.state import AcceleratorState, PartialState
 
@@ -53,6 +57,8 @@ def _trainer(kind: Kind, updates: int, layers: int, width: int, stages: int, bat
 
     class Stopwatch(hf.TrainerCallback):
         def on_step_end(self, *_args: Any, **_options: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
             ends.append(time.perf_counter())
 
     ends: list[float] = []
@@ -65,7 +71,8 @@ def _trainer(kind: Kind, updates: int, layers: int, width: int, stages: int, bat
         logging_steps=1000,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
         disable_tqdm=True,
         log_level="error",
         dataloader_pin_memory=False,

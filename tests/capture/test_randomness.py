@@ -263,3 +263,9 @@ def test_sizes_that_equal_the_batch_by_chance_are_not_taken_for_it(sizes: tuple[
         for i in range(batch)
     ]
     torch.testing.assert_close(sum(parts) / batch, whole)
+
+
+def test_a_value_of_one_row_is_for_all_samples() -> None:
+    """EXA-7: T5 has one bias of attention for all samples; on a GPU, its capture expands it."""
+    mode = plain_randomness.of(Work(1, 0, 0), batch_size=3)
+    assert mode._at((0, 0, 1, None), [(3, 2), (1, 2), (2, 6), (5,)]) == [(0, 1), None, (1, 2), None]

@@ -183,8 +183,14 @@ class plain_randomness(TorchFunctionMode):
     def _at(
         self, dims: Sequence[int | None], shapes: Sequence[Sequence[int]]
     ) -> list[randomness.SampleDim | None]:
-        pairs = zip(dims, shapes, strict=True)
-        return [None if dim is None else (dim, shape[dim] // self._batch_size) for dim, shape in pairs]
+        """Return the places of samples in values of these shapes; a value of one row is for all samples."""
+        sizes = [
+            0 if dim is None else shape[dim] // self._batch_size
+            for dim, shape in zip(dims, shapes, strict=True)
+        ]
+        return [
+            (dim, size) if dim is not None and size else None for dim, size in zip(dims, sizes, strict=True)
+        ]
 
 
 def sample_dim_by_size(shape: Sequence[int], batch_size: int) -> randomness.SampleDim | None:
