@@ -19,8 +19,9 @@ LEVELS = {
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
     **dict.fromkeys(["train", "profile"], 3),
     **dict.fromkeys(["pyrannc", "hf"], 4),
-    **dict.fromkeys(["cli", "lightning"], 5),
-    **dict.fromkeys(["__main__", "run_varuna", "launcher"], 6),
+    **dict.fromkeys(["verification", "lightning"], 5),
+    **dict.fromkeys(["cli"], 6),
+    **dict.fromkeys(["__main__", "run_varuna", "launcher"], 7),
 }
 """Every package and top-level file, from the bottom up; a file imports only from lower levels."""
 BASE = {name for name, level in LEVELS.items() if level == 0}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from varuna.train.saving.checkpoints import newest_checkpoint
     from varuna.train.varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
     from varuna.train.wrap import wrap
+    from varuna.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "notify_manager_preempt",
     "opaque",
     "plain_randomness",
+    "verify",
     "wrap",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "notify_manager_preempt": "varuna.train.notify",
     "opaque": "varuna.capture",
     "plain_randomness": "varuna.capture",
+    "verify": "varuna.verification.verify",
     "wrap": "varuna.train.wrap",
 }
 

@@ -233,3 +233,9 @@ def test_trainer(tmp_path: Path) -> None:
     assert saved.config.num_hidden_layers == 4
     sft = [*TORCHRUN, "2", script("trainer"), "--steps", "2", "--stages", "2", "--sft", "--output", "sft"]
     assert len(losses(run(sft, tmp_path))) == 2
+
+
+def test_the_example_of_verify_is_equal_at_its_layouts(tmp_path: Path) -> None:
+    """PRO-1"""
+    output = run([sys.executable, script("verify")], tmp_path)
+    assert "verdict: equal: all 3 layouts train as one plain process does" in output

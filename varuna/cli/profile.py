@@ -94,6 +94,11 @@ def read_device(text: str) -> int | str:
 
 def load_model(target: str, arguments: list[str]) -> dict[str, Any]:
     """Call the user's function. Return its results by name."""
+    return name_results(call_function(target, arguments), target)
+
+
+def call_function(target: str, arguments: list[str]) -> object:
+    """Call the function that SCRIPT:FUNCTION names, and return its result."""
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise ValueError(f"{target!r} names no function (write SCRIPT:FUNCTION, such as train.py:make_model)")
@@ -104,8 +109,7 @@ def load_model(target: str, arguments: list[str]) -> dict[str, Any]:
             known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
             raise ValueError(f"{source} has no function {name!r} (it has {', '.join(known) or 'none'})")
         with show_user_errors(target):
-            made = function()
-    return name_results(made, target)
+            return function()
 
 
 def name_results(made: object, target: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ CaptureProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Called with the number of modules; gives a function to call with the number that have run."""
 LOG_SECONDS = 5.0
 """Interval between two log lines."""
+COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def capture_progress(*, shown: bool, console: Console | None = None) -> CaptureProgress | None:
@@ -32,9 +33,20 @@ def capture_progress(*, shown: bool, console: Console | None = None) -> CaptureP
 
 
 @contextmanager
+def parts_progress(console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """Show the progress of work in parts; give a function of the finished parts, all parts, and what runs."""
+    target = console or Console(stderr=True)
+    if not target.is_terminal:
+        yield lambda done, total, what: log.info("%d of %d: %s", done, total, what)
+        return
+    with Progress(*COLUMNS, console=target, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@contextmanager
 def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("capturing the model's modules", total=total)
         yield lambda done: bar.update(task, completed=done)
 

@@ -281,7 +281,7 @@ class _Comparison:
             one, other = expected.get(name), found.get(name)
             difference = distance(one, other)
             scale = max(norm(one), USUAL * largest if "gradient" in name else 0.0)
-            allowed = max(floor * scale, NOISE_MULTIPLE * noise.get(name, 0.0), 1e-30)
+            allowed = allowed_difference(scale, floor=floor, noise=noise.get(name, 0.0))
             if not difference <= allowed:
                 suspects[name] = difference, allowed
         return suspects
@@ -334,11 +334,11 @@ class _Comparison:
         """Move weights and inputs by units in the last place, and back."""
         tensors = {id(t): t for t in (*self._model.parameters(), *self._inputs.values())}
         floats = [t for t in tensors.values() if isinstance(t, Tensor) and t.is_floating_point()]
-        _flip(floats, bits)
+        flip_last_bits(floats, bits)
         try:
             yield
         finally:
-            _flip(floats, bits)
+            flip_last_bits(floats, bits)
 
     @contextmanager
     def _moved_constants(self) -> Iterator[None]:
@@ -346,11 +346,11 @@ class _Comparison:
         module = self._captured.carve(0, self._captured.num_segments).graph_module
         constants = [value for value in attributes(module).values() if isinstance(value, Tensor)]
         floats = [value for value in constants if value.is_floating_point() or value.is_complex()]
-        _flip(floats, 1)
+        flip_last_bits(floats, 1)
         try:
             yield
         finally:
-            _flip(floats, 1)
+            flip_last_bits(floats, 1)
 
     def _refuse(
         self, suspects: Mapping[str, tuple[float, float]], expected: Results, cuts: Sequence[int]
@@ -376,13 +376,18 @@ def _cotangent(output: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _flip(tensors: Sequence[Tensor], bits: int) -> None:
+def flip_last_bits(tensors: Sequence[Tensor], bits: int) -> None:
     """Flip the last bits of all values, in place; a second call restores them exactly."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     with _disable_current_modes():  # which would change a copy in another precision
         for tensor in tensors:
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             values.detach().view(whole[values.element_size()]).bitwise_xor_(bits)
+
+
+def allowed_difference(scale: float, *, floor: float, noise: float) -> float:
+    """Return the difference that counts as rounding: `noise` is what the last bits of the weights cause."""
+    return max(floor * scale, NOISE_MULTIPLE * noise, 1e-30)
 
 
 def norm(tensor: Tensor | None) -> float:

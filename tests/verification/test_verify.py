@@ -1,0 +1,188 @@
+"""PRO-1: `varuna.verify` accepts right models, finds wrong ones, and names the place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc.partitioning
+import varuna
+from benchmarks.verify import verify_case
+from tests.capture.test_wrong_captures import WRONG
+from tests.capture.wrong_captures import LanguageModel, corrupt, sentences
+from tests.verification import wrong_models
+from tests.verification.wrong_models import Chaotic, InPlace, Layers, Normalized, samples
+from tests.zoo.tours import case_of
+from varuna.capture import Captured, Source
+from varuna.errors import VarunaError
+from varuna.train import build
+from varuna.verification import coordinator
+from varuna.verification.wrapped import Face
+
+SEVERAL = "1x1:chunk=8,2x1:recompute,1x2:shard,2+1:1f1b:chunk=3"
+
+
+@pytest.mark.parametrize("face", ["varuna", "pyrannc"])
+def test_a_right_model_is_equal_at_every_layout(face: Face) -> None:
+    """PRO-1: and verify leaves it as it is."""
+    model = Layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = varuna.verify(model, samples(8), layouts=SEVERAL, face=face)
+    assert report.is_equal and report.exit_code == 0, str(report)
+    assert [result.processes for result in report.layouts] == [1, 2, 2, 3]
+    assert all(max(result.largest.values()) < 1e-12 for result in report.layouts)
+    assert {*report.layouts[0].largest} >= {"loss", "gradient", "parameter", "buffer"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
+
+
+def test_statistics_of_micro_batches_are_compared_with_the_same_micro_batches() -> None:
+    """PRO-1: BatchNorm sees a micro-batch at once; batches of other sizes, and an optimizer of the model."""
+    model = Normalized()
+    report = varuna.verify(
+        model,
+        make_batch=lambda step: samples((7, 5, 7)[step]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        layouts="1x2:chunk=4,2x1:chunk=5",
+    )
+    assert report.is_equal, str(report)
+    assert report.batch_size == 7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rounding_of_a_sensitive_model_is_no_difference(precision: str) -> None:
+    """PRO-1: the last bits of its own weights move its losses as far."""
+    report = varuna.verify(Chaotic(), samples(8), layouts="1x2:chunk=1", precision=precision, steps=2)
+    assert report.is_equal and report.precision == precision, str(report)
+    assert max(report.layouts[0].largest.values()) > 1e-5  # above what the precision alone explains
+
+
+@pytest.mark.parametrize("name", ["nested in and out", "rows by data"])
+def test_models_of_the_zoo_give_no_false_alarm(name: str) -> None:
+    """PRO-1: `python -m benchmarks.verify --zoo` verifies all of them."""
+    report = verify_case(case_of(name), layouts="1x2")
+    assert report.is_equal, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Counter", "h * self.calls"),
+        ("CoupledLoss", "mean() ** 2"),
+        ("InPlace", "forward changes its input 'x' in place"),
+        ("Unrepeatable", "the plain process computes something else when it runs again: step 0: the loss"),
+        ("WrongBackward", "grads[0] * grads[0].shape[0]"),
+        ("SortedSamples", "h.sort(0).values"),
+    ],
+)
+def test_a_wrong_model_is_found_and_named(name: str, words: str) -> None:
+    """PRO-1: by Varuna's refusal, or by the first operation where the numbers part."""
+    report = varuna.verify(getattr(wrong_models, name)(), samples(8), layouts="1x1:chunk=4")
+    assert report.exit_code == 1 and words in str(report), str(report)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Let wrong captures through: Varuna compares each capture with the model before training."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    with (
+        patch.object(build, "check", nothing),
+        patch.object(pyrannc.partitioning, "check_once", nothing),
+        patch.object(pyrannc.partitioning, "refuse_coupled_losses", nothing),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "face", "words"),
+    [
+        ("another eps", "varuna", "step 0: the loss differs.*layer_norm.*h = self.norm"),
+        ("lost custom backward", "pyrannc", r"gradient of 'blocks.0.down.bias'.*the backward of linear"),
+        ("counter not updated", "varuna", "step 0: the buffer 'steps' differs by 1"),
+        ("dropped tie", "varuna", "gradient of 'words.weight'"),
+        ("causal mask shifted", "pyrannc", r"First operation: triu.*\.triu\(1\)"),
+    ],
+)
+def test_a_wrong_capture_is_found_and_its_operation_named(
+    name: str, face: Face, words: str, unchecked: None
+) -> None:
+    """PRO-1: by the comparison of the trained layouts alone."""
+    wrong = WRONG[name]
+
+    class WrongSource(Source):
+        def capture(self, *args: Any, **options: Any) -> Captured:
+            captured = super().capture(*args, **options)
+            if "carve" not in vars(captured):
+                corrupt(captured, wrong.operation, wrong.change, wrong.number)
+            return captured
+
+    with patch.object(coordinator, "Source", WrongSource):
+        report = varuna.verify(LanguageModel(), sentences(4), layouts="2x1:chunk=4", face=face)
+    assert report.exit_code == 1, str(report)
+    assert re.search(words, str(report.layouts[0].first)), str(report)
+
+
+def test_an_input_that_only_the_plain_process_changes_is_found() -> None:
+    """PRO-1: a batch that is used again would be another one."""
+
+    def trained_on_copies(self: Any, inputs: Any, **options: Any) -> Any:
+        copies = {name: value.clone() for name, value in inputs.items()}
+        return original(self, copies, **options)
+
+    original = varuna.Varuna.step
+    with (
+        patch.object(varuna.Varuna, "step", trained_on_copies),
+        patch("varuna.capture.graph.checks.refuse_changed_inputs", lambda flow: None),
+        patch.object(build, "check", lambda *_: None),
+    ):
+        report = varuna.verify(InPlace(), samples(8), layouts="1x1:chunk=8")
+    first = report.layouts[0].first
+    assert first is not None and (first.step, first.kind, first.name) == (0, "input", "x"), str(report)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.a(x[:, :5]).mean())
+
+
+def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
+    """PRO-1"""
+    with pytest.raises(VarunaError, match="in one plain process, without Varuna: RuntimeError"):
+        varuna.verify(Broken(), samples(8), layouts="1x1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layouts": "2by1"}, "'2by1' is not a layout"),
+        ({"layouts": "2x1:fast"}, "'fast', which is none of varuna, 1f1b"),
+        ({"layouts": ""}, "no layout is given"),
+        ({"face": "ddp"}, "face must be one of varuna, pyrannc"),
+        ({"precision": "int8"}, "precision must be one of fp64, fp32"),
+        ({"steps": 0}, "steps must be a positive whole number"),
+        ({"sample": 3}, "the sample gave a int; expected the model's inputs"),
+        ({"sample": samples(8)["x"]}, "cannot be called with them: missing a required argument: 'y'"),
+        ({"optimizer": "adam"}, "optimizer must be a torch optimizer"),
+        ({"bath_dims": {}}, "bath_dims is no option of verify"),
+        ({"sample": None}, "there are no inputs"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    """PRO-1"""
+    given = {"sample": samples(8), "layouts": "1x1", **options}
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        varuna.verify(Layers(), **given)
+    assert words in str(refusal.value)
