@@ -24,7 +24,6 @@ from varuna.capture import Captured, Source
 from varuna.capture.model.batch import find_batch
 from varuna.capture.model.call_convention import StructuredCall
 from varuna.capture.model.lengths import check_dynamic_dims
-from varuna.capture.run.plain_randomness import sample_dim_by_size
 from varuna.environment import PREFIX, VarunaEnvironment
 from varuna.plan.cut.blocks import partition
 from varuna.train import build
@@ -35,7 +34,7 @@ from varuna.verification.layouts import VerifyLayout, chosen_layouts
 from varuna.verification.plain_runs import PlainFailed, PlainRuns
 from varuna.verification.reference import Difference, ReferenceRun
 from varuna.verification.report import FirstDifference, LayoutResult, Status, Verification, overall
-from varuna.verification.subject import VerifySubject, in_fp64, trimmed
+from varuna.verification.subject import VerifySubject, in_fp64
 from varuna.verification.wrapped import Face, WrappedRun
 
 log = logging.getLogger("varuna")
@@ -105,7 +104,6 @@ class Coordinator:
         except Exception as error:
             self._plain_runs(None).reference()  # raises if the plain model does not run either
             return self._report("refused", f"refused: {error}", torch.float64, ())
-        self._choose_batch(captured)
         runs = self._plain_runs(captured)
         layouts = request.layouts or self._chosen(captured, runs)
         total = len(layouts) + 3
@@ -156,19 +154,6 @@ class Coordinator:
             **common,
         )
         return source.capture(subject.sample, training=True)
-
-    def _choose_batch(self, captured: Captured) -> None:
-        """Use fewer samples if sizes do not show which dimension of a random value has the samples."""
-        wanted = self.subject.batch_size
-        for size in range(wanted, 1, -1):
-            if has_clear_samples(captured, size):
-                if size != wanted:
-                    self.subject = trimmed(self.subject, size)
-                    self.notes.append(
-                        f"batches of {size} samples in place of {wanted}: {wanted} is also another size of "
-                        "random values, whose samples would be ambiguous in the plain process"
-                    )
-                return
 
     def _chosen(self, captured: Captured, runs: PlainRuns) -> tuple[VerifyLayout, ...]:
         layouts = chosen_layouts(
@@ -312,14 +297,6 @@ class Coordinator:
 
 def decode_differences(message: bytes) -> list[Difference]:
     return msgspec.msgpack.decode(message, type=list[Difference])
-
-
-def has_clear_samples(captured: Captured, size: int) -> bool:
-    """Return whether the sizes of all random values show the dimension of the samples."""
-    return all(
-        found is None or sample_dim_by_size([dim.size(size) for dim in sizes], size) == found
-        for sizes, found in captured.drawn_shapes()
-    )
 
 
 def can_be_uneven(captured: Captured, layout: VerifyLayout) -> bool:

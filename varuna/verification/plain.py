@@ -1,12 +1,13 @@
 """Trains the unwrapped model in one process on the whole batch: the reference of all layouts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from varuna.capture.graph.randomness import DrawDims
 from varuna.capture.model.call_convention import find_loss
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.verify import flip_last_bits
@@ -30,6 +31,8 @@ class Flip(NamedTuple):
     precision: str | None = None
 
 
+Draws = Mapping[int, DrawDims]
+"""Where the samples are in each random value, by its number in forward."""
 Spans = tuple[tuple[int, int], ...]
 """Samples of each piece of the batch that forward sees at once."""
 
@@ -37,11 +40,9 @@ Spans = tuple[tuple[int, int], ...]
 class PlainRun:
     """One training run of the plain model. It changes the model: run it in a process of its own."""
 
-    def __init__(
-        self, subject: VerifySubject, *, precision: PrecisionName, shared_draws: frozenset[int], sums: bool
-    ) -> None:
+    def __init__(self, subject: VerifySubject, *, precision: PrecisionName, draws: Draws, sums: bool) -> None:
         self._subject, self._precision = subject, precision
-        self._shared_draws, self._sums = shared_draws, sums
+        self._draws, self._sums = draws, sums
 
     def record(self, recording: ReferenceRun, pieces: Callable[[int], Spans]) -> None:
         for step, kind, values in self._train(pieces):
@@ -113,7 +114,7 @@ class PlainRun:
         work = Work(seed=SEED, step=step, first_sample=first)
         with ExitStack() as stack:
             stack.enter_context(without_kv_cache(self._subject.model))
-            stack.enter_context(plain_randomness.of(work, batch_size=count, shared=self._shared_draws))
+            stack.enter_context(plain_randomness.of(work, batch_size=count, draws=self._draws))
             stack.enter_context(autocast(self._precision, torch.device("cpu")))
             yield
 

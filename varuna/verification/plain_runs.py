@@ -51,8 +51,8 @@ class PlainRuns:
         self._subject, self._captured, self._face = subject, captured, face
         self._timeout_seconds = timeout_seconds
         sums = captured is not None and face == "varuna" and bool(captured.loss.sums[0])
-        draws = frozenset() if captured is None else captured.shared_draws
-        self._run = PlainRun(subject, precision=precision, shared_draws=draws, sums=sums)
+        draws = {} if captured is None else captured.draws
+        self._run = PlainRun(subject, precision=precision, draws=draws, sums=sums)
         self.by_microbatch = captured is not None and mixes_samples(captured)
         self._autocast = [LOW_PRECISION[precision]] if precision in LOW_PRECISION else []
         dtypes = {*(p.dtype for p in subject.model.parameters()), *self._autocast}

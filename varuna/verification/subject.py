@@ -181,12 +181,6 @@ def _first_rows(inputs: Inputs, dims: Mapping[str, int | None], size: int) -> In
     return map_batched(inputs, dims, lambda value, dim: value.narrow(dim, 0, size))
 
 
-def trimmed(subject: VerifySubject, size: int) -> VerifySubject:
-    """Keep at most `size` samples of each batch."""
-    batches = [subject.rows(batch, 0, min(size, subject.num_samples(batch))) for batch in subject.batches]
-    return replace(subject, sample=batches[0], batches=batches)
-
-
 def in_fp64(subject: VerifySubject) -> VerifySubject:
     """Convert model and inputs to fp64, in place where possible; inputs that are one object stay one."""
     subject.model.double()
