@@ -15,7 +15,7 @@ EXPLAINED = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16"
 
 @dataclass
 class Tolerance:
-    """What counts as rounding. `noise`: how far the last bits of the weights move each number."""
+    """Limits of rounding. `noise`: how far the last bits of the weights move each number."""
 
     dtype: torch.dtype
     noise: dict[Key, float] = field(default_factory=dict)

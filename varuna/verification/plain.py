@@ -18,7 +18,7 @@ from varuna.verification.subject import Inputs, VerifySubject
 
 SEED = 5
 LOSS_SCALE = 1024.0
-"""Of fp16, the same in the plain process and in every layout."""
+"""Loss scale of fp16, the same in the plain process and in every layout."""
 
 MANTISSAS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 """Bits of the fraction of a number."""
@@ -32,7 +32,7 @@ class Flip(NamedTuple):
 
 
 Draws = Mapping[int, DrawDims]
-"""Where the samples are in each random value, by its number in forward."""
+"""Sample dimensions of each random value, by its number in forward."""
 Spans = tuple[tuple[int, int], ...]
 """Samples of each piece of the batch that forward sees at once."""
 
