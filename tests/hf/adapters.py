@@ -58,11 +58,16 @@ def make_config(method: str, name: str) -> Any:
         "fourier": lambda: peft.FourierFTConfig(**on, n_frequency=20),
         "hra": lambda: peft.HRAConfig(**on),
         "vblora": lambda: peft.VBLoRAConfig(**on, num_vectors=8, vector_length=8, r=2, topk=2),
-        "randlora": lambda: peft.RandLoraConfig(**on, r=4),
+        "randlora": lambda: peft.RandLoraConfig(**on, r=4, fan_in_fan_out=name == "gpt2"),
         "miss": lambda: peft.MissConfig(**on, r=4),
         "shira": lambda: peft.ShiraConfig(**on, r=2),
         "c3a": lambda: peft.C3AConfig(**on, block_size=8),
         "road": lambda: peft.RoadConfig(**on, group_size=8),
+        "frod": lambda: peft.FrodConfig(**on),
+        "cpt": lambda: peft.CPTConfig(
+            **task, cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]
+        ),
+        "alora": lambda: lora(alora_invocation_tokens=[3]),
         "adaption": lambda: peft.AdaptionPromptConfig(**task, adapter_len=3, adapter_layers=2),
     }
     return makers[method]()

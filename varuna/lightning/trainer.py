@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from pyrannc.process import delay_grad_allreduce
 from varuna.lightning.losses import loss_factor, refuse_counted_labels
 from varuna.lightning.parts import ModelParts, start_equal
+from varuna.lightning.preemption import add_preemption
 from varuna.lightning.ranks import Messages, environment_class, started_process
 from varuna.lightning.sampling import DealtSampler, can_be_dealt
 
@@ -30,6 +31,7 @@ class TrainerBehaviour(TrainerBase):
 
     strategy_name = "varuna"
     environment_base: Any
+    callback_base: Any
     update_dataloader: Any  # Lightning's function that makes a DataLoader with another sampler
 
     def __init__(
@@ -79,6 +81,8 @@ class TrainerBehaviour(TrainerBase):
         connector, self._connector = trainer._accelerator_connector, None
         if connector.use_distributed_sampler and trainer.state.fn != "predict":
             connector.use_distributed_sampler, self._connector = False, connector
+        if trainer.state.fn == "fit":
+            add_preemption(trainer, self.callback_base)
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:

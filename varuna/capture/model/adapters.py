@@ -36,13 +36,29 @@ def base_names(model: nn.Module) -> frozenset[str]:
     return frozenset(frozen)
 
 
+UNSUPPORTED = {
+    "ADALORA": "gives its weights other ranks while it trains (update_and_allocate), and a captured model has "
+    "fixed ones. Use peft.LoraConfig, with rank_pattern= for ranks that differ between layers.",
+    "CPT": "decides by the tokens of a batch which parts of its prompt it projects, and a captured model takes "
+    "one path. Use peft.PromptTuningConfig.",
+    "FROD": "reads the sizes of its weights from a tensor in each forward, and a captured model has fixed "
+    "ones. Use peft.VeraConfig or peft.LoraConfig.",
+}
+"""Methods of peft that cannot be captured, by their type: what they do, and what to use instead."""
+
+
 def refuse_changing_adapters(model: nn.Module) -> None:
     """Refuse methods that change the shapes or the use of adapters from step to step."""
     configs = getattr(model, "peft_config", None) if "peft" in sys.modules else None
     for name, config in dict(configs or {}).items():
-        if getattr(config, "peft_type", None) == "ADALORA":
+        kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+        if kind in UNSUPPORTED:
             raise CaptureError(
-                f"the adapter {name!r} is an AdaLoRA, which gives its weights other ranks while it trains "
-                "(update_and_allocate), and a captured model has fixed ones. Use peft.LoraConfig, with "
-                "rank_pattern= for ranks that differ between layers."
+                f"the adapter {name!r} is {type(config).__name__.removesuffix('Config')} of peft. It "
+                f"{UNSUPPORTED[kind]}"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise CaptureError(
+                f"the adapter {name!r} is an activated LoRA (alora_invocation_tokens), which searches each "
+                "sample for these tokens in a loop. Use LoraConfig without alora_invocation_tokens."
             )
