@@ -37,10 +37,10 @@ def base_names(model: nn.Module) -> frozenset[str]:
 
 
 UNSUPPORTED = {
-    "ADALORA": "gives its weights other ranks while it trains (update_and_allocate), and a captured model has "
-    "fixed ones. Use peft.LoraConfig, with rank_pattern= for ranks that differ between layers.",
-    "CPT": "decides by the tokens of a batch which parts of its prompt it projects, and a captured model takes "
-    "one path. Use peft.PromptTuningConfig.",
+    "ADALORA": "gives its weights other ranks while it trains (update_and_allocate), and a captured model "
+    "has fixed ones. Use peft.LoraConfig, with rank_pattern= for ranks that differ between layers.",
+    "CPT": "decides by the tokens of a batch which parts of its prompt it projects, and a captured model "
+    "takes one path. Use peft.PromptTuningConfig.",
     "FROD": "reads the sizes of its weights from a tensor in each forward, and a captured model has fixed "
     "ones. Use peft.VeraConfig or peft.LoraConfig.",
 }
