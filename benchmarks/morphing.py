@@ -3,6 +3,7 @@
 Three hosts (network namespaces with an sshd each) train the same small model with one worker each. In turn a
 job of each side lives through the same: a machine is added, a worker is killed, a machine is cut off; and on
 our side one leaves by plan. A time is from the moment of the fault to the end of the first step after it.
+On our side, a second job does the same in place: workers keep their processes and their state.
 
 torchrun is tuned as far as it still works:
 
@@ -162,6 +163,9 @@ def inner_pid(pid: int) -> int:
 class Led(Contender):
     """Ours."""
 
+    options: tuple[str, ...] = ("--no-hot",)
+    arguments: tuple[str, ...] = ()  # of the script
+
     def begin(self, hosts: Sequence[Host]) -> None:
         (self.folder / "varuna").symlink_to(ROOT / "varuna")  # the machines find it in the code's folder
         self.write_list(hosts)
@@ -169,7 +173,7 @@ class Led(Contender):
             [
                 *[sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"],
                 *["--gpus_per_node", "1", "--batch_size", "12", "--chunk_size", "2", "--nstages", "1"],
-                *["--ssh", shlex.join(self.lab.ssh), str(SCRIPT)],
+                *["--ssh", shlex.join(self.lab.ssh), *self.options, str(SCRIPT), *self.arguments],
             ]
         )
 
@@ -193,6 +197,36 @@ class Led(Contender):
         events = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
         times = [datetime.fromisoformat(event["at"]).timestamp() for event in events if event["what"] == what]
         return next(at for at in times if at > since)
+
+
+class Hot(Led):
+    """Ours, with workers that keep their processes."""
+
+    options = ("--hot", "--save-every", "off")
+    arguments = ("--fetch",)
+
+    def back(self, since: float) -> Note:
+        """The first step of that many hosts after that moment."""
+
+        def find(steps: list[Note]) -> Note | None:
+            return next((n for n in steps if n.at > since and n.world == self.num_hosts), None)
+
+        return self.wait(find)
+
+    def steady(self) -> Note:
+        """The last step, when all hosts have trained together for a while."""
+
+        def find(steps: list[Note]) -> Note | None:
+            same = steps[-STEADY_STEPS:]
+            return same[-1] if [n.world for n in same] == [self.num_hosts] * STEADY_STEPS else None
+
+        return self.wait(find)
+
+    def pause(self, since: float) -> float:
+        """Seconds between the last step before the change and the first one after it."""
+        after = self.back(since)
+        before = [note for note in self.read("step") if note.at < after.at][-1]
+        return after.at - before.at
 
 
 class Elastic(Contender):
@@ -282,11 +316,45 @@ class Faults(msgspec.Struct, frozen=True):
     detected: float  # that a machine was cut off, where somebody tells
 
 
+class InPlace(msgspec.Struct, frozen=True):
+    """Seconds of a job whose workers keep their processes, and steps that it did twice."""
+
+    joined: float  # pause between two steps
+    left: float
+    killed: float  # to the end of the next step
+    cut: float
+    redone: int
+
+
+def morph_in_place(lab: Lab) -> InPlace:
+    last = lab.hosts[-1]
+    with under_way(Hot, lab, len(lab.hosts)) as job:
+        job.steady()
+        now = time.time()
+        job.remove(last)
+        left = job.pause(now)
+        job.steady()
+        now = time.time()
+        job.add(last)
+        joined = job.pause(now)
+        job.steady()
+        pid, now = job.worker(1), time.time()
+        os.kill(pid, signal.SIGKILL)
+        job.num_hosts -= 1
+        killed = job.back(now).at - now
+        job.num_hosts += 1  # its machine joins again
+        job.steady()
+        cut, _ = cut_off(job, last)
+        steps = [note.step for note in job.read("step")]
+        return InPlace(joined, left, killed, cut, len(steps) - len(set(steps)))
+
+
 class Life(msgspec.Struct, frozen=True):
-    """Run the faults on a Varuna job and on a torchrun job in turn, and return both records."""
+    """Run the faults on Varuna jobs and on a torchrun job in turn, and return all records."""
 
     ours: Faults
     planned: Planned
+    in_place: InPlace
     torchruns: Faults
 
 
@@ -296,9 +364,10 @@ def live(lab: Lab) -> Life:
         planned = take_off(job, last)
         added, killed, (cut, cut_at) = put_on(job, last), kill_worker(job, 1), cut_off(job, last)
         ours = Faults(added, killed, cut, job.told_at("machine lost", cut_at) - cut_at)
+    in_place = morph_in_place(lab)
     with under_way(Elastic, lab, len(lab.hosts) - 1) as other:
         added, killed, (cut, _) = put_on(other, last), kill_worker(other, 1), cut_off(other, last)
-        return Life(ours, planned, Faults(added, killed, cut, 0.0))
+        return Life(ours, planned, in_place, Faults(added, killed, cut, 0.0))
 
 
 @contextmanager
@@ -321,7 +390,8 @@ def morphing(repeats: int, *, quick: bool) -> list[Row]:
     if quick:
         return glimpse()
     with Lab(3, own_environment()) as lab:
-        return rows_of([live(lab) for _ in range(repeats)])
+        lives = [live(lab) for _ in range(repeats)]
+        return [*rows_of(lives), *rows_in_place(lives)]
 
 
 def rows_of(lives: Sequence[Life]) -> list[Row]:
@@ -361,6 +431,39 @@ def rows_of(lives: Sequence[Life]) -> list[Row]:
             against="none",
             unit="steps",
         ),
+    ]
+
+
+def rows_in_place(lives: Sequence[Life]) -> list[Row]:
+    found = [life.in_place for life in lives]
+    killed = [one.killed for one in found]
+    return [
+        row(
+            "in place: machine added, pause between two steps",
+            [one.joined for one in found],
+            [0.3],
+            against=WANTED,
+        ),
+        row(
+            "in place: machine removed, pause between two steps",
+            [one.left for one in found],
+            [0.3],
+            against=WANTED,
+        ),
+        row(
+            "in place: kill -9 of a worker → next step",
+            killed,
+            [life.torchruns.killed for life in lives],
+            0.05,
+        ),
+        row("in place: kill -9 of a worker → next step", killed, [0.3], against=WANTED),
+        row(
+            "in place: machine cut off silently → next step",
+            [one.cut for one in found],
+            [1.6],
+            against=WANTED,
+        ),
+        row("in place: steps redone", [one.redone for one in found], [0.0], against="none", unit="steps"),
     ]
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,9 +38,9 @@ class Notes:
         with open("notes.jsonl", "ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
-    def stepped(self, step: int) -> None:
-        if self.rank == 0:
-            self.write("step", step=step)
+    def stepped(self, step: int, world: int) -> None:
+        if os.environ["RANK"] == "0":  # a morph in place changes it
+            self.write("step", step=step, world=world)
 
 
 def samples(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -70,13 +71,20 @@ def train_with_library() -> None:
     before = time.time()
     model.resume("store")
     notes.write("loaded", seconds=time.time() - before)
+
+    def fetch(places: Sequence[int]) -> dict[str, Tensor]:
+        step = places[0] // BATCH
+        inputs, targets = samples(step, 0, 1)
+        rows = [place - step * BATCH for place in places]
+        return {"x": inputs[rows], "y": targets[rows]}
+
     while True:
         step = model.iteration
         x, y = samples(step, model.rank_within_stage, model.data_depth)
-        model.step({"x": x, "y": y})
+        model.step(fetch if "--fetch" in sys.argv else {"x": x, "y": y})
         optimizer.step()
         model.zero_grad()
-        notes.stepped(step)
+        notes.stepped(step, model.data_depth)
         if model.iteration % SAVE_EVERY == 0:
             before = time.time()
             model.checkpoint("store", keep_last=2)
@@ -106,7 +114,7 @@ def train_plainly() -> None:
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        notes.stepped(step)
+        notes.stepped(step, world)
         step += 1
         if step % SAVE_EVERY == 0 and rank == 0:
             kept = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from tests.morph.test_decide import World
+from tests.morph.test_decide import World, killed
 from varuna.morph import events
 from varuna.morph.accounting import Accountant
 from varuna.observe.ledger import (
@@ -21,9 +21,9 @@ from varuna.observe.ledger import (
 class AccountedWorld(World):
     """A simulated job with a ledger."""
 
-    def __init__(self, *machines: str, stages: int = 1) -> None:
+    def __init__(self, *machines: str, stages: int = 1, hot: bool = False) -> None:
         self.accountant = Accountant(Ledger(begun_at=100.0, at=100.0), devices_per_machine=1)
-        super().__init__(machines, stages=stages)
+        super().__init__(machines, stages=stages, hot=hot)
 
     def happens(self, event: events.Event) -> None:
         super().happens(event)
@@ -68,6 +68,23 @@ def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
     assert amounts["useful"] > before["useful"]
     assert [one.kind for one in ledger.interruptions] == ["start", "loss"]
     assert "b was lost" in ledger.interruptions[-1].why
+
+
+def test_a_morph_in_place_costs_its_pause_only_and_no_step() -> None:
+    """PRO-4, HOT-2, HOT-3"""
+    world = AccountedWorld("a", "b", hot=True)
+    world.passes(1)
+    world.passes(5, steps=1)
+    before, steps = world.check(), world.accountant.ledger.steps
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(10, steps=1)
+    world.end_workers("b", killed(1))
+    world.passes(10, steps=1)
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert [one.kind for one in ledger.interruptions] == ["start", "change", "loss", "change"]
+    assert amounts["redoing"] == amounts["saving"] == 0 and ledger.steps_redone == 0
+    assert ledger.steps - steps == 80
+    assert amounts["morphing"] - before["morphing"] == pytest.approx(4 * 0.1 * 8 / 4, rel=1)
 
 
 def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing() -> None:

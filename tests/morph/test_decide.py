@@ -257,6 +257,7 @@ class World:
                 why_not=self.why_not,
                 waits=self.prepares and not self.entered[machine],
                 generation=self.entered[machine],
+                morph_seconds=0.1 if self.morphed else 0.0,
                 iteration=self.iteration,
                 steps=self.iteration,
                 activity=self.iteration + (ord(machine[-1]) if self.progress_differs else 0),

@@ -12,7 +12,7 @@ from varuna.morph.failures import shorten_reason
 from varuna.morph.state import JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
 
-TRAINING = ("running", "saving")
+TRAINING = ("running", "morphing", "saving")
 PARTS = {"running": "starting", "saving": "saving", "ending": "ending", "gathering": "gathering"}
 """Parts of an interruption, by phase."""
 MOST_JOINS = 1000
@@ -118,20 +118,30 @@ class Accountant:
 
     def _book_save(self, seconds: float) -> None:
         """Book an automatic save. Its end is reported later, so its time may be booked as useful."""
+        self.ledger.saves += 1
+        self.ledger.save_seconds += seconds
+        self.ledger.add("saving", self._take(seconds))
+
+    def _take(self, seconds: float) -> float:
+        """Take back the machine-seconds of a pause, which may be booked as useful; return them."""
         ledger = self.ledger
-        ledger.saves += 1
-        ledger.save_seconds += seconds
         cost = seconds * ledger.shares.working
         late = min(cost, ledger.pending)
         early = min(cost - late, ledger.amounts.get("useful", 0.0))
         ledger.pending -= late
         ledger.add("useful", -early)
-        ledger.add("saving", late + early)
+        return late + early
 
     def _change_phase(self, state: JobState, number: int) -> None:
         ledger, before = self.ledger, self.ledger.phase
         changed = number != ledger.generation
-        if before in TRAINING and (state.phase not in TRAINING or changed):
+        morphs = changed and state.phase == "morphing"  # in place: the workers train on, but for a pause
+        if morphs:
+            self._interrupt(state, "loss" if state.morph_lost else "change")
+        elif before == "morphing" and state.phase == "running":
+            pauses = (worker.morph_seconds for found in state.progress.values() for worker in found)
+            self._lose("morphing", self._take(max(pauses, default=0.0)))
+        elif before in TRAINING and (state.phase not in TRAINING or changed):
             lost = state.phase == "ending" or (before == "running" and changed)
             if before == "running" and (state.phase != "over"):
                 self._interrupt(state, "loss" if lost else "change")
@@ -141,8 +151,9 @@ class Accountant:
         ledger.phase = state.phase
         if changed and state.generation is not None:
             ledger.generation = number
-            ledger.iteration = state.generation.resume_step or 0
-            ledger.has_stepped = False
+            if not morphs:
+                ledger.iteration = state.generation.resume_step or 0
+                ledger.has_stepped = False
             ledger.periods.append(
                 LayoutPeriod(
                     at=ledger.at,

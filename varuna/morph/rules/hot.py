@@ -45,7 +45,10 @@ def change(decision: Decision, proposal: MachinePlan, why: str) -> None:
 
 def _waits_for_first_step(decision: Decision) -> bool:
     """Return True until the workers know whether they can morph in place, unless a machine must leave."""
-    return not decision.state.step_seconds and decision.leave_by() == float("inf")
+    state = decision.state
+    if state.step_seconds or not state.activity or decision.leave_by() < float("inf"):
+        return False
+    return decision.now - state.since < decision.settings.save_seconds
 
 
 def _why_warm(decision: Decision, proposal: MachinePlan, joiners: tuple[str, ...]) -> str:
@@ -60,7 +63,8 @@ def _why_warm(decision: Decision, proposal: MachinePlan, joiners: tuple[str, ...
     for machine, ranks in zip(proposal.used, proposal.ranks, strict=True):
         if machine not in joiners and len(ranks) > len(old_ranks[machine]):
             return f"{machine} gets {len(ranks)} workers, and has {len(old_ranks[machine])}"
-    return why_not_hot(decision, generation.machines)
+    lost = lost_ranks(decision)
+    return why_not_hot(decision, surviving_machines(decision, lost) if lost else generation.machines)
 
 
 # ---------------------------------------------------------------- joiners

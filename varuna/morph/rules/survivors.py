@@ -42,7 +42,7 @@ def can_recover(decision: Decision, lost_machine: str = "") -> bool:
     """Return True if the survivors can morph in place, and hold every stage between them.
 
     `lost_machine` is lost, too. Only workers that died of a signal are replaced: an exception in the script
-    would be raised again.
+    would be raised again. Ranks commit their steps, and so can survive a loss, if every stage has replicas.
     """
     state, generation = decision.state, decision.generation
     if not decision.settings.hot or not decision.settings.morphs or state.verdict is not None:
@@ -57,7 +57,7 @@ def can_recover(decision: Decision, lost_machine: str = "") -> bool:
     survivors = surviving_machines(decision, lost)
     if not survivors or any(machine in state.ended for machine in survivors):
         return False
-    holders_left = all(set(stage) - lost for stage in generation.layout.stage_map)
+    holders_left = all(len(stage) > 1 and set(stage) - lost for stage in generation.layout.stage_map)
     return holders_left and not why_not_hot(decision, survivors)
 
 
