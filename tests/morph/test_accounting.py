@@ -113,7 +113,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.integers(1, 2))
 def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float]], stages: int) -> None:
     """PRO-4: the causes add up to the paid time after any sequence of events."""

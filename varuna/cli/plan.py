@@ -32,12 +32,13 @@ MAX_NOTES = 4
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="File that `varuna plan --out` wrote.")]
 
 
+M = "Spot machines"
+PROFILE_HELP = "Folder that `varuna profile` wrote, or its file."
+
+
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options shared by the commands that plan for a cluster."""
 
-    profile_folder: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="Folder that `varuna profile` wrote, or its file.")
-    ]
     per_machine: Annotated[int, typer.Option(help="Devices per machine.")] = 8
     cluster: Annotated[
         Path | None, typer.Option(help="File that describes unequal machines. Replaces --devices.")
@@ -54,6 +55,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOptions(ClusterOptions, frozen=True, kw_only=True):
+    profile_folder: Annotated[Path, typer.Argument(metavar="PROFILE", help=PROFILE_HELP)]
     batch_size: Annotated[int, typer.Option(help="Samples per step of the whole job.")]
     devices: Annotated[
         str, typer.Option(help="Devices of all machines. Several numbers (8,16,32) are compared.")
@@ -74,11 +76,79 @@ class PlanOptions(ClusterOptions, frozen=True, kw_only=True):
 
 
 class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
-    file: PlanArgument
+    """Options of `varuna simulate`: of a step of a plan, or of a trace of machines."""
+
+    profile_folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PROFILE", help="Folder that `varuna profile` wrote, or its file."),
+    ] = None
+    file: Annotated[
+        Path | None, typer.Argument(metavar="PLAN", help="File that `varuna plan --out` wrote.")
+    ] = None
     devices: Annotated[int, typer.Option(help="What if: devices of all machines. Default: as planned.")] = 0
     seed: Annotated[int, typer.Option(help="Vary times as measured, with this seed. 0: do not vary.")] = 0
     trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline for ui.perfetto.dev to this file.")
+        Path | None,
+        typer.Option(
+            help="Without PLAN: trace of spot machines to play. With PLAN: write the timeline for "
+            "ui.perfetto.dev to this file."
+        ),
+    ] = None
+    profile: Annotated[Path | None, typer.Option(help="Trace: profile of the model.", rich_help_panel=M)] = (
+        None
+    )
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per step of the whole job.", rich_help_panel=M)
+    ] = None
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Stages. Default: as planned.", rich_help_panel=M)
+    ] = None
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batch size. Default: as planned.", rich_help_panel=M)
+    ] = None
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Without a profile: step time at the average number of machines.", rich_help_panel=M
+        ),
+    ] = None
+    costs: Annotated[
+        Path | None, typer.Option(help="File with the costs of a change of machines.", rich_help_panel=M)
+    ] = None
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Measure the costs from the log folder of a job.", rich_help_panel=M),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Write the costs of --calibrate to this file.", rich_help_panel=M)
+    ] = None
+    notice: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds from a notice to the removal.", rich_help_panel=M),
+    ] = 0.0
+    save_every: Annotated[
+        str | None, typer.Option(help="Seconds between automatic checkpoints, or off.", rich_help_panel=M)
+    ] = None
+    hours: Annotated[
+        float | None, typer.Option(help="Play this many hours of the trace.", rich_help_panel=M)
+    ] = None
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="Policies to compare: varuna, restart, torchrun, drop-replicas, on-demand, or all.",
+            rich_help_panel=M,
+        ),
+    ] = "all"
+    price: Annotated[
+        str | None,
+        typer.Option(help="Price of a machine-hour, or a file with lines MACHINE,PRICE.", rich_help_panel=M),
+    ] = None
+    on_demand_price: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Price of a machine-hour on demand.", rich_help_panel=M),
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(help="Write a self-contained page to this file.", rich_help_panel=M)
     ] = None
 
 
@@ -179,7 +249,15 @@ def show(
 
 @takes(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
-    """Simulate a step of a plan file, as planned or on another cluster or network."""
+    """Simulate a step of a plan, or a whole job on spot machines.
+
+    With PROFILE and PLAN, simulate a step, as planned or on another cluster or network. With --trace alone,
+    play a trace of machines that come and go through the decisions of `varuna run`.
+    """
+    if options.file is None:
+        _simulate_market(options)
+        return
+    assert options.profile_folder is not None
     _check_range("--seed", options.seed, 0, (1 << 31) - 1)
     profile, pinned = read_profile(options.profile_folder), read_plan(options.file)
     if options.devices or options.cluster is not None or pinned.cluster is None:
@@ -215,6 +293,16 @@ def simulate(options: SimulateOptions) -> None:
     )
     for note in forecast.estimates:
         typer.echo(f"note: {note}")
+
+
+def _simulate_market(options: SimulateOptions) -> None:
+    from varuna.cli.market import MarketOptions, play_market
+    from varuna.cli.run import parse_save_every
+
+    if options.profile_folder is not None:
+        raise ValueError("PLAN is missing (to play a trace of machines, give --profile DIR instead)")
+    given = msgspec.structs.asdict(options) | {"save_every": parse_save_every(options.save_every)}
+    play_market(MarketOptions(**{name: given[name] for name in MarketOptions.__struct_fields__}))
 
 
 def _sweep(targets: Sequence[PlanningTarget], options: SearchOptions) -> list[SweepPoint]:

@@ -30,6 +30,7 @@ from varuna.morph.state import MachinePlan
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import Choice, LayoutRequest, choose
+from varuna.simulate.planner import machine_plan
 from varuna.types import JobSpec, MachineWorkers, StarterName
 
 DEFAULT_DEVICES = 4
@@ -289,19 +290,12 @@ def make_plan(ready: PreparedRun, machines: tuple[str, ...]) -> MachinePlan:
     """Return the layout for these machines, from the plan, profile or sizes that the user gave."""
     devices = ready.job.devices_per_machine
     choice = choose(ready.request, num_machines=len(machines), devices_per_machine=devices)
-    ranks = {
-        machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices)
-        for index, machine in enumerate(machines)
-    }
-    used = tuple(machine for machine in machines if ranks[machine])
-    return MachinePlan(
+    return machine_plan(
+        choice,
         machines,
-        used,
-        tuple(ranks[machine] for machine in used),
-        choice.layout,
+        devices_per_machine=devices,
         plan="" if choice.proposal is None else encode(choice.proposal.plan),
         environment=planned_environment(choice, ready.profile_folder),
-        reasons=choice.reasons,
     )
 
 

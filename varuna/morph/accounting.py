@@ -185,30 +185,30 @@ class Accountant:
         fractions = self._working_fractions(state)
         paid_since, connected, trains = ledger.paid_since, ledger.connected, state.phase in TRAINING
         num_paid = 0
-        for name, member in state.members.items():
-            is_paid = self._is_paid(member)
-            if is_paid:
-                num_paid += 1
-                if name not in paid_since:
-                    paid_since[name] = ledger.at
-                    if not member.agent:
-                        self._starts[name] = ledger.at
+        working = 0.0
+        for name, member in state.members.items():  # a thousand machines, at each event
             if member.agent:
-                connected.add(name)
-                if member.warm and self._starts and name in self._starts:
-                    self._note_join(name)
-            if not is_paid:
+                if name not in connected:
+                    connected.add(name)
+            elif not self._is_paid(member):
                 continue
-            fraction = fractions.get(name, 0.0) if trains else 0.0
-            if fraction:
-                shares.working += fraction
-                shares.idle += 1.0 - fraction
+            num_paid += 1
+            if name not in paid_since:
+                paid_since[name] = ledger.at
+                if not member.agent:
+                    self._starts[name] = ledger.at
+            elif self._starts and member.warm and name in self._starts:
+                self._note_join(name)
+            if trains and name in fractions:
+                working += fractions[name]
+                shares.idle += 1.0 - fractions[name]
             elif not member.warm or (trains and ledger.at < member.welcome_at):
                 shares.waiting += 1.0
             elif trains or member.leaves or member.dismissed_at is not None:
                 shares.idle += 1.0
             else:
                 shares.between += 1.0
+        shares.working = working
         if num_paid != len(paid_since):
             self._close_accounts(state)
         if not ledger.num_machines or ledger.num_machines[-1][1] != num_paid:

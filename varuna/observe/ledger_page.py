@@ -151,7 +151,7 @@ def layout_chart(ledger: Ledger) -> str:
     layouts = list(dict.fromkeys(period.layout for period in ledger.periods))
     body = []
     stops = [*(period.at for period in ledger.periods[1:]), end]
-    for period, stop in list(zip(ledger.periods, stops, strict=True))[-MOST_POINTS:]:
+    for period, stop in list(zip(ledger.periods, stops, strict=False))[-MOST_POINTS:]:
         first = period.first_step_at if period.first_step_at is not None else stop
         colour = LAYOUT_COLOURS[layouts.index(period.layout) % len(LAYOUT_COLOURS)]
         height = period.machines * scale_y

@@ -17,6 +17,9 @@ class Decision:
         self.state = state
         self.now = now
         self.commands: list[commands.Command] = []
+        self._generation: Generation | None = None
+        self._machines: frozenset[str] = frozenset()  # of that generation
+        self._copies: dict[str, dict[str, Any]] = {}  # mappings of the state that this decision has copied
 
     def do(self, command: commands.Command) -> None:
         self.commands.append(command)
@@ -36,8 +39,15 @@ class Decision:
         self.state = msgspec.structs.replace(self.state, **fields)
 
     def set_member(self, name: str, **fields: Any) -> None:
-        member = msgspec.structs.replace(self.state.members[name], **fields)
-        self.set(members={**self.state.members, name: member})
+        self.put("members", name, msgspec.structs.replace(self.state.members[name], **fields))
+
+    def put(self, field: str, key: str, value: object) -> None:
+        """Set one key of a mapping of the state. The mapping is copied once, not for each of its keys."""
+        mapping = self._copies.get(field)
+        if mapping is None or mapping is not getattr(self.state, field):
+            mapping = self._copies[field] = dict(getattr(self.state, field))
+            self.set(**{field: mapping})
+        mapping[key] = value
 
     def enter(self, phase: Phase, reason: str, **fields: Any) -> None:
         if phase not in ("running", "morphing", "over"):
@@ -80,13 +90,19 @@ class Decision:
         return (
             self.state.active
             and generation in (None, self.generation.number)
-            and machine in self.generation.machines
+            and machine in self._machines_at_work()
             and machine not in self.state.ended
         )
 
+    def _machines_at_work(self) -> frozenset[str]:
+        if self._generation is not self.state.generation:
+            self._generation = self.generation
+            self._machines = frozenset(self.generation.machines)
+        return self._machines
+
     def all_ended(self) -> bool:
         """Return True when the workers of all machines of the generation have ended."""
-        return set(self.state.ended) == set(self.generation.machines)
+        return len(self.state.ended) == len(self.generation.machines)  # only these are noted
 
     def member_of_agent(self, machine: str, agent: str) -> Member | None:
         """Return the machine, or None if this is not its current agent."""

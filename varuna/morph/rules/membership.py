@@ -27,8 +27,9 @@ def machine_list_read(decision: Decision, event: events.MachineListRead) -> None
                 known, listed=True, leave_by=None, drained=False, kept=False, successors=()
             )
         decision.log("machine listed", name + _describe_wait(decision, members[name]))
+    listed = set(event.machines)
     for name, member in members.items():
-        if member.listed and name not in event.machines:
+        if member.listed and name not in listed:
             kept = bool(member.agent) and (decision.is_working(name) or decision.state.phase != "running")
             members[name] = msgspec.structs.replace(member, listed=False, kept=kept, successors=added)
             decision.log("machine unlisted", name)
@@ -198,9 +199,10 @@ def _dismiss(decision: Decision, member: Member, why: str) -> None:
 
 
 def lose_silent_machines(decision: Decision) -> None:
-    for member in list(decision.state.members.values()):
-        silence = decision.now - member.seen
-        if member.agent and silence > decision.settings.lost_seconds:
+    since = decision.now - decision.settings.lost_seconds
+    for member in decision.state.members.values():
+        if member.seen < since and member.agent:
+            silence = decision.now - member.seen
             decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
             lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
 
@@ -247,17 +249,19 @@ def ready_machines(
     preparation = decision.state.preparation
     prepared = preparation.generation.number if preparation is not None else None
 
-    def is_ready(member: Member | None) -> bool:
-        if member is None or not (member.listed or (with_kept and member.kept)):
-            return False
-        if not (member.agent and member.warm) or member.dismissed_at is not None or member.leaves:
-            return False
-        if without_flapping and decision.now < member.welcome_at and not decision.is_working(member.name):
-            return False
-        return member.workers in (None, current, prepared)
-
-    names = dict.fromkeys((*(last.machines if last is not None else ()), *members))
-    return tuple(name for name in names if is_ready(members.get(name)))
+    ready: dict[str, None] = {}
+    for name, member in members.items():  # a thousand machines, at each event: no calls in this loop
+        if not (member.agent and member.warm) or not (member.listed or (with_kept and member.kept)):
+            continue
+        if member.dismissed_at is not None or member.drained or member.leave_by is not None:
+            continue
+        if member.workers not in (None, current, prepared):
+            continue
+        if without_flapping and decision.now < member.welcome_at and not decision.is_working(name):
+            continue
+        ready[name] = None
+    first = [name for name in last.machines if name in ready] if last is not None else []
+    return tuple(dict.fromkeys((*first, *ready)))
 
 
 def kept_machines(decision: Decision) -> list[Member]:
@@ -285,9 +289,12 @@ def why_kept(decision: Decision, listed: tuple[str, ...]) -> str:
 
 def note_usable_machines(decision: Decision) -> None:
     """Update the present and the usable machines, with the times of their last changes."""
-    members = decision.state.members.items()
     present = tuple(
-        name for name, m in members if m.listed and m.agent and not m.leaves and m.dismissed_at is None
+        [
+            name
+            for name, m in decision.state.members.items()
+            if m.listed and m.agent and m.leave_by is None and not m.drained and m.dismissed_at is None
+        ]
     )
     if present != decision.state.present:
         decision.set(present=present, present_at=decision.now)
@@ -298,8 +305,10 @@ def note_usable_machines(decision: Decision) -> None:
 
 def release_machines(decision: Decision) -> None:
     """Report machines that may be taken away now, before their deadline."""
-    for name, member in list(decision.state.members.items()):
+    for name, member in decision.state.members.items():
+        if not (member.drained or member.leave_by is not None):
+            continue
         needed = decision.is_working(name) or name in decision.leavers()
-        if member.agent and member.leaves and not member.released and not needed:
+        if member.agent and not member.released and not needed:
             decision.set_member(name, released=True)
             decision.do(commands.ReleaseMachines((name,)))

@@ -154,14 +154,16 @@ def _saved_on_demand(decision: Decision) -> bool:
 def consider_change(decision: Decision) -> None:
     """Change the generation if machines joined or leave and the plan for the others differs."""
     members, machines = decision.state.members, decision.generation.machines
-    urgent = any(name in members and members[name].leaves for name in machines)
+    urgent = any([member for name in machines if (member := members.get(name)) and member.leaves])
     if _keeps_machines(decision) and not urgent:
         return
     usable = decision.state.usable if not urgent else _machines_to_use(decision)
     if decision.leave_by() < float("inf") and not why_not_hot(decision, machines):  # join after it
-        staying = tuple(name for name in usable if name in machines)
+        working = set(machines)
+        staying = tuple(name for name in usable if name in working)
         usable = usable if staying in ((), decision.state.unplannable) else staying
-    leaving = [name for name in machines if name not in usable]
+    ready = set(usable)
+    leaving = [name for name in machines if name not in ready]
     proposal = decision.state.proposal
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
@@ -173,8 +175,9 @@ def consider_change(decision: Decision) -> None:
         if leaving:
             decision.save_and_end(f"{', '.join(leaving)} leaves; {proposal.problem}")
     elif not proposal.same_as(decision.generation):
-        joining = [name for name in proposal.used if name not in machines]
-        gone = [name for name in machines if name not in proposal.used]
+        before, after = set(machines), set(proposal.used)
+        joining = [name for name in proposal.used if name not in before]
+        gone = [name for name in machines if name not in after]
         changes = [f"{', '.join(joining)} joins"] if joining else []
         changes += [f"{', '.join(gone)} leaves"] if gone else []
         hot.change(decision, proposal, "; ".join(changes) or f"a better plan: {proposal.layout}")
@@ -198,7 +201,9 @@ def _is_settled(decision: Decision) -> bool:
     While some listed machines are not usable yet, only the usable ones count.
     """
     state, usable = decision.state, set(decision.state.usable)
-    waiting = any(m.listed and not m.leaves and name not in usable for name, m in state.members.items())
+    waiting = any(
+        [name for name, m in state.members.items() if name not in usable and m.listed and not m.leaves]
+    )
     last_change = state.changed_at if waiting else state.present_at
     return decision.now - last_change >= decision.settings.settle_seconds
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause
 from varuna.morph.rules.decision import Decision
@@ -26,7 +24,7 @@ def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
             for outcome in event.outcomes:
                 if outcome.failure is not None:
                     _add_failure(decision, outcome)
-        decision.set(ended={**decision.state.ended, event.machine: event.outcomes})
+        decision.put("ended", event.machine, event.outcomes)
         if event.progress:
             _keep_facts(decision, event.progress)
     elif not decision.state.store:  # a journal that was cut does not name it
@@ -70,12 +68,11 @@ def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
 
 
 def tick(decision: Decision, event: events.Tick) -> None:
-    members = dict(decision.state.members)
     latest, joiners = {**decision.state.progress}, {**decision.state.joiners}
     preparation = decision.state.preparation
     for name, (agent, generation, found) in event.heartbeats.items():
         if decision.member_of_agent(name, agent):
-            members[name] = msgspec.structs.replace(members[name], seen=decision.now)
+            decision.set_member(name, seen=decision.now)
             if decision.state.active and generation == decision.generation.number:
                 latest[name] = found
             elif preparation is not None and generation == preparation.generation.number:
@@ -83,7 +80,7 @@ def tick(decision: Decision, event: events.Tick) -> None:
     # A tick rarely has a heartbeat of every machine: progress is what all of them reported last.
     at_work = decision.state.active
     latest = {name: found for name, found in latest.items() if at_work and name not in decision.state.ended}
-    decision.set(members=members, progress=latest, joiners=joiners)
+    decision.set(progress=latest, joiners=joiners)
     if progress := [worker for found in latest.values() for worker in found]:
         activity = sum(worker.activity for worker in progress)
         if activity != decision.state.activity:

@@ -1,0 +1,104 @@
+"""Goodput on spot markets, simulated: `python -m benchmarks.market TRACE [--costs FILE] [--profile DIR]`.
+
+Prints a table in Markdown: each policy with the given costs, and how long 1,000 machines × 30 days take.
+TRACE is a file in a format of docs/simulate.md; without one, a market is made up.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+from varuna.observe.ledger import LOST
+from varuna.plan.profile_file import read_profile
+from varuna.plan.search.choose import LayoutRequest
+from varuna.simulate.compare import POLICIES, Question, compare, simulate_policy
+from varuna.simulate.costs import PUBLISHED_RESTART, Costs, read_costs
+from varuna.simulate.planner import CachedPlanner
+from varuna.simulate.traces import MachineChange, MarketTrace, read_trace
+
+DAY = 86400.0
+
+
+def made_up(machines: int, days: float, *, seed: int = 7, zones: int = 8) -> MarketTrace:
+    """Return a market of zones. Each zone changes every 85 minutes on average, as in SkyPilot's V100 trace.
+
+    Half of the changes give a zone all its machines, the others take some or all of them.
+    """
+    numbers = random.Random(seed)
+    by_time: dict[float, tuple[list[str], list[str]]] = {}
+    count = 0
+    for zone in range(zones):
+        size = machines * (zone + 1) // zones - machines * zone // zones
+        live: list[str] = []
+        at = numbers.uniform(0, 600)
+        while at < days * DAY:
+            removed, added = by_time.setdefault(at // 60 * 60, ([], []))
+            if len(live) < size and (not live or numbers.random() < 0.5):
+                new = [f"m{count + index}" for index in range(size - len(live))]
+                count += len(new)
+                live += new
+                added += new
+            else:
+                taken = len(live) if numbers.random() < 0.2 else numbers.randint(1, max(1, len(live) // 8))
+                removed += live[:taken]
+                del live[:taken]
+            at += 60 + numbers.expovariate(1 / (84 * 60))
+    changes = []
+    for at in sorted(by_time):
+        removed, added = by_time[at]
+        both = set(removed) & set(added)
+        gone = tuple(name for name in removed if name not in both)
+        changes.append(MachineChange(at, gone, tuple(name for name in added if name not in both)))
+    return MarketTrace(f"made up, seed {seed}", tuple(changes), days * DAY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.market", description=__doc__)
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
+    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--step-seconds", type=float, default=4.0, help="without a profile, on 24 machines")
+    parser.add_argument("--stages", type=int)
+    parser.add_argument("--large", action="store_true", help="time 1,000 machines x 30 days")
+    arguments = parser.parse_args()
+    costs = read_costs(arguments.costs) if arguments.costs else Costs()
+    request = LayoutRequest(
+        batch_size=arguments.batch_size,
+        num_stages=arguments.stages if arguments.profile or arguments.stages else 2,
+        microbatch_size=None if arguments.profile else 1,
+        profile=read_profile(arguments.profile) if arguments.profile else None,
+    )
+    planner = CachedPlanner(request, devices_per_machine=1, steps={24: arguments.step_seconds})
+    for path in arguments.traces:
+        trace = read_trace(path)
+        print(
+            f"\n{path.name}: {trace.end / 3600:.1f} h, {trace.mean_machines:.1f} machines, "
+            f"{len(trace.changes)} changes\n"
+        )
+        print("| notice | policy | costs | goodput | " + " | ".join(LOST) + " |")
+        print("|---" * (4 + len(LOST)) + "|")
+        for notice in (0.0, 120.0):
+            question = Question(trace=trace, costs=costs, notice_seconds=notice)
+            for one in compare(POLICIES, question, planner):
+                lost = (f"{one.report.lost_seconds[cause] / one.report.paid_seconds:.2%}" for cause in LOST)
+                print(
+                    f"| {notice:.0f} s | {one.policy} | {one.costs[:40]} | {one.report.goodput:.2%} | "
+                    + " | ".join(lost)
+                    + " |"
+                )
+    if arguments.large:
+        trace = made_up(1000, 30)
+        started = time.perf_counter()
+        ledger = simulate_policy("varuna", Question(trace=trace, costs=costs), planner)
+        taken = time.perf_counter() - started
+        useful = ledger.amounts["useful"] / sum(ledger.amounts.values())
+        print(
+            f"\n1,000 machines x 30 days, {len(trace.changes)} changes, {len(ledger.periods)} generations: "
+            f"{taken:.1f} s, goodput {useful:.2%}, {PUBLISHED_RESTART.source}"
+        )
+
+
+if __name__ == "__main__":
+    main()

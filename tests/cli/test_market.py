@@ -1,0 +1,114 @@
+"""`varuna simulate --trace` and `varuna ledger`, as users type them (PRO-3, PRO-4)."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cli.commands import Cli
+from tests.plan.profiles import profile, segment
+from varuna.codec import encode
+from varuna.observe.ledger import Interruption, Ledger
+from varuna.simulate.costs import Costs, read_costs
+
+TRACE = "0,add,a\n0,add,b\n0,add,c\n600000,remove,a\n900000,add,d\n3600000,remove,b\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def test_a_trace_is_played_with_a_profile(cli: Cli, tmp_path: Path, trace: Path) -> None:
+    """PRO-3: all policies, as a table, as JSON and as a page; every paid second has a cause."""
+    (tmp_path / "profile.json").write_text(encode(profile([segment(1e-2)] * 4, [0] * 16)))
+    page, picture = tmp_path / "page.html", tmp_path / "layouts.svg"
+    asked = ["simulate", "--trace", trace, "--profile", tmp_path, "--batch-size", 32, "--per-machine", 1]
+    money = ["--price", "0.5", "--on-demand-price", "2", "--notice", "120"]
+    assert cli(*asked, *money, "--html", page, "--svg", picture, "--json") == 0, cli.err
+    found = json.loads(cli.out)
+    assert [one["policy"] for one in found["policies"]] == [
+        *("varuna", "restart", "torchrun", "drop-replicas", "on-demand")
+    ]
+    for one in found["policies"]:
+        report = one["report"]
+        assert report["useful_seconds"] + sum(report["lost_seconds"].values()) == pytest.approx(
+            report["paid_seconds"]
+        )
+        assert report["samples"] > 0 and report["money"]["paid"] > 0
+    assert found["policies"][0]["report"]["goodput"] > found["policies"][1]["report"]["goodput"]
+    assert found["save_intervals"][0]["goodput"] == max(one["goodput"] for one in found["save_intervals"])
+    assert "<svg" in page.read_text() and picture.read_text().startswith("<svg")
+    assert cli(*asked, "--policies", "varuna,on-demand") == 0
+    assert "goodput" in cli.out and "torchrun" not in cli.out and "best fixed save interval" in cli.out
+
+
+def test_costs_are_measured_from_a_ledger(cli: Cli, tmp_path: Path, trace: Path) -> None:
+    """PRO-3"""
+    change = Interruption(
+        at=5.0, why="b joins", kind="change", seconds={"saving": 3.0, "gathering": 0.5, "starting": 7.0}
+    )
+    ledger = Ledger(interruptions=[change], join_seconds=[11.0, 13.0], step_seconds=2.0, at=9.0)
+    (tmp_path / "ledger.json").write_bytes(msgspec.json.encode(ledger))
+    out = tmp_path / "costs.json"
+    assert cli("simulate", "--calibrate", tmp_path, "--out", out) == 0, cli.err
+    costs = read_costs(out)
+    assert (costs.start_seconds, costs.gather_seconds, costs.join_seconds) == (7.0, 0.5, 12.0)
+    assert costs.leave_seconds == 2.0 and "save_seconds" in costs.estimated
+    asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--costs", out]
+    assert cli(*asked, "--policies", "varuna", "--per-machine", 1) == 0, cli.err
+    assert "costs that were not measured: end_seconds, save_seconds, write_seconds" in cli.out
+    assert cli("ledger", tmp_path, "--price", "2", "--html", tmp_path / "page.html") == 0, cli.err
+    assert "no machine was paid yet" in cli.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "give PROFILE and PLAN to simulate a step, --trace FILE"),
+        (["."], "PLAN is missing"),
+        (["--trace", "nowhere.csv"], "cannot read the trace"),
+        (["--trace", "{trace}"], "--batch-size is missing"),
+        (["--trace", "{trace}", "--batch-size", "8"], "the time of a step is not known"),
+        (["--trace", "{trace}", "--batch-size", "8", "--step-seconds", "-1"], "--step-seconds must be"),
+        (["--trace", "{trace}", "--batch-size", "8", "--step-seconds", "1", "--hours", "0"], "--hours must"),
+        (["--trace", "{trace}", "--batch-size", "8", "--step-seconds", "1", "--policies", "luck"], "luck"),
+        (
+            [
+                "--trace",
+                "{trace}",
+                "--batch-size",
+                "8",
+                "--step-seconds",
+                "1",
+                "--stages",
+                "9",
+                "--per-machine",
+                "1",
+            ],
+            "does not run on 3 machines: too few devices",
+        ),
+        (["--calibrate", "nowhere"], "there is no ledger"),
+        (["--costs", "{trace}", "--calibrate", "."], "exclude each other"),
+        (["--costs", "{trace}", "--trace", "{trace}"], "is not a valid Costs"),
+        (["--trace", "{trace}", "--batch-size", "8", "--step-seconds", "1", "--price", "much"], "--price"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(cli: Cli, trace: Path, arguments: list[str], why: str) -> None:
+    """PRO-3"""
+    given = [argument.replace("{trace}", str(trace)) for argument in arguments]
+    assert cli("simulate", *given) == 2
+    assert why in cli.err and cli.err.count("\n") == 1
+
+
+def test_costs_with_an_unknown_name_or_a_negative_number_are_refused(tmp_path: Path) -> None:
+    for text in ('{"join": 3}', '{"join_seconds": -3}', "[]"):
+        path = tmp_path / "costs.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"costs\.json is not a valid Costs"):
+            read_costs(path)
+    path.write_text("{}")
+    assert read_costs(path) == Costs()

@@ -1,0 +1,187 @@
+"""Simulated jobs: the manager's decisions on made-up markets, with a ledger that adds up (PRO-3, PRO-4)."""
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from varuna.observe.ledger import Ledger, amounts_by_cause, paid_seconds, report_ledger
+from varuna.plan.search.choose import LayoutRequest
+from varuna.simulate.compare import POLICIES, Question, best_interval, compare, simulate_policy
+from varuna.simulate.costs import PUBLISHED_RESTART, Costs, calibrate
+from varuna.simulate.job import SimulatedJob
+from varuna.simulate.page import simulation_page
+from varuna.simulate.planner import CachedPlanner
+from varuna.simulate.traces import MachineChange, MarketTrace
+
+COSTS = Costs(join_seconds=10, start_seconds=5, save_seconds=1, write_seconds=4, leave_seconds=2)
+
+
+def planner(stages: int = 1) -> CachedPlanner:
+    request = LayoutRequest(batch_size=64, num_stages=stages, microbatch_size=1)
+    return CachedPlanner(request, devices_per_machine=1, steps={4: 2.0})
+
+
+def market(*changes: MachineChange, end: float) -> MarketTrace:
+    return MarketTrace("made up", changes, end)
+
+
+def play(trace: MarketTrace, costs: Costs = COSTS, *, notice: float = 0.0, stages: int = 1) -> SimulatedJob:
+    job = SimulatedJob(trace, planner(stages), costs, devices_per_machine=1, notice_seconds=notice)
+    job.run()
+    check(job.ledger)
+    return job
+
+
+def check(ledger: Ledger) -> None:
+    amounts = amounts_by_cause(ledger)
+    assert sum(amounts.values()) == pytest.approx(sum(paid_seconds(ledger).values()), abs=1e-3)
+    assert all(amount > -1e-6 for amount in amounts.values()), amounts
+
+
+def test_machines_that_stay_train_but_for_their_start_and_saves() -> None:
+    """PRO-3: 10 s to join, 5 s to start; then steps of 2 s, and saves of 1 s."""
+    job = play(market(MachineChange(0, added=("a", "b", "c", "d")), end=3600))
+    amounts, ledger = amounts_by_cause(job.ledger), job.ledger
+    assert amounts["waiting"] == pytest.approx(4 * 10)
+    assert amounts["morphing"] == pytest.approx(4 * (5 + COSTS.gather_seconds / 2))
+    assert amounts["saving"] == pytest.approx(4 * ledger.saves) and ledger.saves > 1
+    assert ledger.steps == int((3600 - 15.1 - ledger.saves) / 2)
+    assert ledger.samples == 64 * ledger.steps
+
+
+def test_a_lost_machine_costs_detection_restart_and_the_steps_since_the_last_save() -> None:
+    """PRO-3: a save after the first step, at 17.1 s, and no other before the loss."""
+    trace = market(MachineChange(0, added=("a", "b", "c", "d")), MachineChange(100, removed=("d",)), end=1000)
+    job = play(trace)
+    (_, lost) = job.ledger.interruptions
+    assert lost.kind == "loss" and "d was lost" in lost.why
+    assert lost.seconds["ending"] == pytest.approx(COSTS.end_seconds)
+    assert job.ledger.steps_redone == 40  # steps 2 to 41 ended between 18.1 + 2 s and 100 s
+    step = 2.0 * 4 / 3
+    assert lost.lost["redoing"] == pytest.approx(3 * 40 * step + 4 * 1.9 + 4 * 1.5, rel=0.02)
+    assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds + 1.5)
+
+
+def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> None:
+    """PRO-3"""
+    trace = market(
+        MachineChange(0, added=("a", "b", "c")),
+        MachineChange(300, added=("d",)),
+        MachineChange(600, removed=("a",)),
+        end=1000,
+    )
+    job = play(trace, notice=60.0)
+    assert [one.kind for one in job.ledger.interruptions] == ["start", "change", "change"]
+    assert job.ledger.steps_redone == 0
+    assert [period.machines for period in job.ledger.periods] == [3, 4, 3]
+    assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds)
+
+
+def test_a_market_without_machines_and_too_few_of_them() -> None:
+    """PRO-3: three stages need three machines; in between all wait."""
+    trace = market(
+        MachineChange(0, added=("a", "b")),
+        MachineChange(500, added=("c",)),
+        MachineChange(1000, removed=("a", "b", "c")),
+        MachineChange(5000, added=("d", "e", "f")),
+        MachineChange(5400, removed=("d",), added=("d",)),
+        end=6000,
+    )
+    job = play(trace, stages=3)
+    amounts = amounts_by_cause(job.ledger)
+    assert amounts["waiting"] > 2 * 500
+    assert len(job.ledger.periods) == 3 and job.ledger.periods[1].at > 5000
+    assert job.ledger.best_iteration > 0
+
+
+def test_policies_are_compared_and_drawn() -> None:
+    """PRO-3: published restarts lose more than measured ones, and on-demand machines cost more."""
+    names = [f"m{index}" for index in range(8)]
+    rounds = [
+        MachineChange(600.0 * (index + 1), removed=(names[index % 8],), added=(f"n{index}",))
+        for index in range(8)
+    ]
+    trace = market(MachineChange(0, added=tuple(names)), *rounds, end=6000)
+    question = Question(trace=trace, costs=COSTS, notice_seconds=120, prices={"*": 1.0}, on_demand_price=3.0)
+    ledgers: dict[str, Ledger] = {}
+    results = {
+        one.policy: one for one in compare(POLICIES, question, planner(2), on_result=ledgers.__setitem__)
+    }
+    for ledger in ledgers.values():
+        check(ledger)
+    goodput = {name: one.report.goodput for name, one in results.items()}
+    assert goodput["varuna"] > goodput["restart"] > goodput["torchrun"]
+    assert goodput["on-demand"] > 0.98
+    assert goodput["drop-replicas"] < 1
+    paid = {name: one.report.money.paid for name, one in results.items() if one.report.money is not None}
+    assert paid["on-demand"] == pytest.approx(3 * paid["varuna"], rel=0.01)
+    text = simulation_page(question, list(results.values()), ledgers, best_interval(question, planner(2)))
+    assert text.startswith("<!DOCTYPE html>") and "<svg" in text and "src=" not in text
+
+
+PLACES = [f"p{index}" for index in range(6)]
+
+
+@st.composite
+def markets(draw: st.DrawFn) -> MarketTrace:
+    times = sorted(draw(st.lists(st.integers(0, 3000), min_size=1, max_size=10, unique=True)))
+    live: set[str] = set()
+    found = []
+    for at in times:
+        toggled = draw(st.sets(st.sampled_from(PLACES), min_size=1))
+        removed, added = tuple(sorted(toggled & live)), tuple(sorted(toggled - live))
+        live ^= toggled
+        found.append(MachineChange(at, removed, added))
+    return market(*found, end=times[-1] + draw(st.integers(1, 2000)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(markets(), st.sampled_from(POLICIES), st.sampled_from([0.0, 30.0, 120.0]), st.integers(1, 3))
+def test_every_policy_books_all_machine_seconds_of_any_market(
+    trace: MarketTrace, policy: str, notice: float, stages: int
+) -> None:
+    """PRO-3, PRO-4: the causes add up to what is paid, which is what the market lent."""
+    plans = planner(stages)
+    if trace.most_machines < stages:
+        return
+    question = Question(trace=trace, costs=COSTS, notice_seconds=notice)
+    ledger = simulate_policy(policy, question, plans)  # type: ignore[arg-type]
+    check(ledger)
+    if policy in ("varuna", "restart"):
+        paid = sum(paid_seconds(ledger).values())
+        removals = sum(len(change.removed) for change in trace.changes)
+        joins = sum(len(change.added) for change in trace.changes)
+        assert trace.machine_seconds <= paid + joins * (30 + notice) + 1e-3, "unpaid but while it starts"
+        assert paid <= trace.machine_seconds + 2.0 * removals + 1e-3, "paid until its loss is detected"
+
+
+def test_costs_come_from_a_ledger_and_play_back_to_it() -> None:
+    """PRO-3: a job that is simulated with the costs of its own ledger has the same goodput."""
+    changes = [MachineChange(0, added=("a", "b", "c", "d"))]
+    changes += [
+        MachineChange(400.0 * n, removed=(f"{'abcd'[n % 4]}",) if n % 2 else (), added=(f"e{n}",))
+        for n in range(1, 8)
+    ]
+    live: set[str] = set()
+    tidy = []
+    for change in changes:
+        removed = tuple(name for name in change.removed if name in live)
+        live = live - set(removed) | set(change.added)
+        tidy.append(msgspec.structs.replace(change, removed=removed))
+    trace = market(*tidy, end=4000)
+    first = play(trace).ledger
+    found = calibrate(first, source="itself")
+    again = report_ledger(play(trace, found).ledger)
+    assert "write_seconds" in found.estimated
+    assert found.join_seconds == pytest.approx(10) and found.start_seconds == pytest.approx(5, rel=0.05)
+    assert again.goodput == pytest.approx(report_ledger(first).goodput, rel=0.02)
+    with pytest.raises(ValueError, match="no change of machines"):
+        calibrate(Ledger(), source="an empty ledger")
+
+
+def test_published_costs_are_valid_and_wrong_ones_are_refused() -> None:
+    assert PUBLISHED_RESTART.start_seconds + PUBLISHED_RESTART.leave_seconds == 50
+    for wrong in ({"join_seconds": -1.0}, {"save_seconds": float("nan")}, {"steps": {0: 1.0}}):
+        with pytest.raises(ValueError, match="must"):
+            msgspec.convert(wrong, Costs) if "steps" in wrong else Costs(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""Traces of machines: three formats are read, other files are refused with a line (PRO-3)."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from varuna.simulate.traces import MachineChange, parse_trace, read_trace
+
+
+def parse(text: str | bytes) -> object:
+    return parse_trace(text.encode() if isinstance(text, str) else text, source="market")
+
+
+def changes(text: str) -> list[tuple[float, tuple[str, ...], tuple[str, ...]]]:
+    return [(one.at, one.removed, one.added) for one in parse_trace(text.encode(), source="market").changes]
+
+
+def test_the_events_of_bamboo_are_read() -> None:
+    """PRO-3"""
+    text = "0,add,node1\n0,add,node2\n60000,remove,node1\n120000,add,node3\n"
+    trace = parse_trace(text.encode(), source="market")
+    assert changes(text) == [(0, (), ("node1", "node2")), (60, ("node1",), ()), (120, (), ("node3",))]
+    assert (trace.end, trace.most_machines, trace.machine_seconds) == (120, 2, 180)
+    assert trace.mean_machines == 1.5
+
+
+def test_the_availability_of_skypilot_is_read_and_machines_come_back_as_new_ones() -> None:
+    """PRO-3"""
+    trace = parse_trace(
+        json.dumps({"metadata": {"gap_seconds": 300}, "data": [0, 2, 2, 1, 3, 0]}).encode(), source="market"
+    )
+    assert trace.end == 1800 and trace.machine_seconds == 300 * 8
+    assert trace.changes == (
+        MachineChange(300, added=("vm0", "vm1")),
+        MachineChange(900, removed=("vm1",)),
+        MachineChange(1200, added=("vm2", "vm3")),
+        MachineChange(1500, removed=("vm0", "vm2", "vm3")),
+    )
+
+
+def test_our_own_format_has_notices_comments_and_an_end() -> None:
+    """PRO-3"""
+    text = "# a market\r\nSeconds, Event, Machine\r\n0.5,add,a\n\n"
+    text += "10,notice,a # two minutes\n130,remove,a\n200,end,\n"
+    trace = parse_trace(b"\xef\xbb\xbf" + text.encode(), source="market")
+    assert trace.end == 200
+    assert trace.changes == (
+        MachineChange(0.5, added=("a",)),
+        MachineChange(10, noticed=("a",)),
+        MachineChange(130, removed=("a",)),
+    )
+
+
+def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
+    """PRO-3"""
+    text = "5000,remove,x\n1000,add,a\n2000,add,a\n3000,remove,a\n3000,add,a\n4000,add,b\n4000,remove,b\n"
+    trace = parse_trace(text.encode(), source="market")
+    assert changes(text) == [(1, (), ("a",)), (3, ("a",), ("a",))]
+    assert "not in order" in trace.notes[0]
+    assert "line 3: a is added, but is there already; ignored" in trace.notes
+    assert "line 1: remove of x, which is not there; ignored" in trace.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "line 1: the file has no event"),
+        ("# only a comment\n", "line 1: the file has no event"),
+        ("0,add,a\nhello\n", "line 2: 'hello' has 1 columns"),
+        ("0,add,a\n5,explode,a\n", "line 2: unknown event 'explode'"),
+        ("0,add,a\nsoon,remove,a\n", "line 2: 'soon' is not a time"),
+        ("-1,add,a\n", "line 1: the time -1 is not 0 or more"),
+        ("nan,add,a\n", "line 1: the time nan is not 0 or more"),
+        ("0,add,\n", "line 1: the machine has no name"),
+        ("seconds,event,machine\n5,add,a\n3,end,\n", "ends at 3 s, but has an event at 5 s"),
+        (b"0,add,a\n\xff\xfe,add,b\n", "line 2: not UTF-8"),
+        ('{"metadata": {"gap_seconds": 300},\n "data": [1,,2]}', "line 2: invalid JSON"),
+        ("[1, 2, 3]", "gap_seconds must be a number above 0"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds must be a number above 0"),
+        ('{"metadata": {"gap_seconds": 300}, "data": []}', "data must be a list"),
+        ('{"metadata": {"gap_seconds": 300},\n"data": [1,\n2,\n-3]}', r"line 4: data\[2\] is -3"),
+        ('{"metadata": {"gap_seconds": 300}, "data": [1.5]}', r"line 1: data\[0\] is 1.5"),
+        ('{"metadata": {"gap_seconds": 300}, "data": [true]}', r"data\[0\] is true"),
+        ('{"metadata": {"gap_seconds": 300}, "data": ["x"]}', r"data\[0\] is \"x\""),
+        ("import torch\n", "line 1"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_its_line(text: str | bytes, why: str) -> None:
+    """PRO-3"""
+    with pytest.raises(ValueError, match=why):
+        parse(text)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere.csv", tmp_path):
+        with pytest.raises(ValueError, match="cannot read the trace"):
+            read_trace(path)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_nonsense_is_refused_with_a_sentence(data: bytes) -> None:
+    """PRO-3: a ValueError that names the file, or a trace; never another exception."""
+    try:
+        trace = parse_trace(data, source="market")
+    except ValueError as error:
+        assert str(error).startswith("market")
+    else:
+        assert trace.end >= 0
+
+
+def test_a_trace_can_be_cut_and_continued() -> None:
+    trace = parse_trace(b"0,add,a\n60000,add,b\n", source="market")
+    assert trace.cut(30).machine_seconds == 30
+    assert trace.cut(100).machine_seconds == 100 + 40

@@ -1,0 +1,99 @@
+"""Plans a job for any number of machines, as `varuna run` does, and keeps the plans."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from varuna.errors import VarunaError
+from varuna.morph.run.worker_env import ranks_of_machine
+from varuna.morph.state import MachinePlan
+from varuna.plan.search.choose import Choice, LayoutRequest, choose
+from varuna.types import Layout
+
+
+def machine_plan(
+    choice: Choice,
+    machines: tuple[str, ...],
+    *,
+    devices_per_machine: int,
+    plan: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> MachinePlan:
+    """Return the layout of a choice, with the ranks of each machine."""
+    ranks = {
+        machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices_per_machine)
+        for index, machine in enumerate(machines)
+    }
+    used = tuple(machine for machine in machines if ranks[machine])
+    return MachinePlan(
+        machines,
+        used,
+        tuple(ranks[machine] for machine in used),
+        choice.layout,
+        plan=plan,
+        environment=environment or {},
+        reasons=choice.reasons,
+    )
+
+
+class SizedPlan(NamedTuple):
+    """The plan for a number of machines."""
+
+    layout: Layout | None
+    step_seconds: float
+    used: tuple[int, ...]  # machines that have ranks, by position
+    ranks: tuple[tuple[int, ...], ...]
+    plan: str
+    problem: str
+
+
+class CachedPlanner:
+    """Plans each number of machines once."""
+
+    def __init__(
+        self, request: LayoutRequest, *, devices_per_machine: int, steps: Mapping[int, float] | None = None
+    ) -> None:
+        """Without a profile, `steps` gives the step time of some numbers of machines."""
+        self._request = request
+        self._devices = devices_per_machine
+        self._steps = dict(steps or {})
+        self._plans: dict[int, SizedPlan] = {}
+
+    def plan(self, machines: tuple[str, ...]) -> MachinePlan:
+        found = self.size(len(machines))
+        if found.layout is None:
+            return MachinePlan(machines, problem=found.problem)
+        used = tuple(machines[index] for index in found.used)
+        return MachinePlan(machines, used, found.ranks, found.layout, plan=found.plan)
+
+    def size(self, num_machines: int) -> SizedPlan:
+        if num_machines not in self._plans:
+            self._plans[num_machines] = self._make(num_machines)
+        return self._plans[num_machines]
+
+    @property
+    def num_plans(self) -> int:
+        return len(self._plans)
+
+    def _make(self, num_machines: int) -> SizedPlan:
+        try:
+            choice = choose(self._request, num_machines=num_machines, devices_per_machine=self._devices)
+        except (VarunaError, ValueError) as error:
+            return SizedPlan(None, 0.0, (), (), "", str(error))
+        names = tuple(str(index) for index in range(num_machines))
+        made = machine_plan(choice, names, devices_per_machine=self._devices)
+        if choice.proposal is not None:
+            seconds, text = choice.proposal.forecast.seconds, str(choice.proposal.plan)
+        else:
+            seconds, text = self._measured(num_machines), ""
+        return SizedPlan(choice.layout, seconds, tuple(map(int, made.used)), made.ranks, text, "")
+
+    def _measured(self, num_machines: int) -> float:
+        """Return the step time of the nearest number of machines that was measured, scaled to this one."""
+        if not self._steps:
+            raise ValueError(
+                "the time of a step is not known (give --profile DIR, --step-seconds or --calibrate)"
+            )
+        if num_machines in self._steps:
+            return self._steps[num_machines]
+        nearest = min(self._steps, key=lambda number: abs(number - num_machines))
+        return self._steps[nearest] * nearest / num_machines
