@@ -26,8 +26,11 @@ def market(*changes: MachineChange, end: float) -> MarketTrace:
     return MarketTrace("made up", changes, end)
 
 
-def play(trace: MarketTrace, costs: Costs = COSTS, *, notice: float = 0.0, stages: int = 1) -> SimulatedJob:
-    job = SimulatedJob(trace, planner(stages), costs, devices_per_machine=1, notice_seconds=notice)
+def play(
+    trace: MarketTrace, costs: Costs = COSTS, *, notice: float = 0.0, stages: int = 1, hot: bool = False
+) -> SimulatedJob:
+    plans = planner(stages)
+    job = SimulatedJob(trace, plans, costs, devices_per_machine=1, notice_seconds=notice, hot=hot)
     job.run()
     check(job.ledger)
     return job
@@ -76,6 +79,29 @@ def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> Non
     assert job.ledger.steps_redone == 0
     assert [period.machines for period in job.ledger.periods] == [3, 4, 3]
     assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds)
+
+
+def test_workers_that_morph_in_place_lose_no_step() -> None:
+    """PRO-3, HOT-3: one machine vanishes, one joins, one leaves with a notice; only one step runs again."""
+    trace = market(
+        MachineChange(0, added=("a", "b", "c", "d")),
+        MachineChange(301, removed=("b",)),
+        MachineChange(600, added=("e",)),
+        MachineChange(900, removed=("a",)),
+        end=1200,
+    )
+    costs = msgspec.structs.replace(COSTS, morph_seconds=0.5)
+    trace = msgspec.structs.replace(
+        trace, changes=(*trace.changes[:3], MachineChange(850, noticed=("a",)), trace.changes[3])
+    )
+    job, warm = play(trace, costs, hot=True), play(trace, costs)
+    amounts = amounts_by_cause(job.ledger)
+    assert [one.kind for one in job.ledger.interruptions] == ["start", "loss", "change", "change"]
+    assert [period.machines for period in job.ledger.periods] == [4, 3, 4, 3]
+    assert job.ledger.steps_redone == 0 and warm.ledger.steps_redone > 0
+    assert amounts["redoing"] < 4 * (2.0 + COSTS.detect_seconds + COSTS.gather_seconds)
+    assert amounts["morphing"] == pytest.approx(4 * 5.1 + 0.5 * (3 + 4 + 3), abs=1.0)
+    assert report_ledger(job.ledger).goodput > report_ledger(warm.ledger).goodput
 
 
 def test_a_market_without_machines_and_too_few_of_them() -> None:
@@ -145,7 +171,7 @@ def test_every_policy_books_all_machine_seconds_of_any_market(
     plans = planner(stages)
     if trace.most_machines < stages:
         return
-    question = Question(trace=trace, costs=COSTS, notice_seconds=notice)
+    question = Question(trace=trace, costs=COSTS, notice_seconds=notice, hot=stages % 2 == 0)
     ledger = simulate_policy(policy, question, plans)  # type: ignore[arg-type]
     check(ledger)
     if policy in ("varuna", "restart"):

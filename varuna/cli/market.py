@@ -52,6 +52,7 @@ class MarketOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None
     notice: float
     save_every: float | None  # 0: never; None: automatic
+    hot: bool
     hours: float | None
     policies: str
     price: str | None
@@ -95,6 +96,7 @@ def play_market(options: MarketOptions) -> None:
         devices_per_machine=options.per_machine,
         notice_seconds=options.notice,
         save_every_seconds=options.save_every,
+        hot=options.hot,
         prices=prices_of(options.price),
         on_demand_price=options.on_demand_price or 0.0,
     )

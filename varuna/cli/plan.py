@@ -129,6 +129,10 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     save_every: Annotated[
         str | None, typer.Option(help="Seconds between automatic checkpoints, or off.", rich_help_panel=M)
     ] = None
+    hot: Annotated[
+        bool,
+        typer.Option("--hot", help="Workers morph in place, as with `varuna run --hot`.", rich_help_panel=M),
+    ] = False
     hours: Annotated[
         float | None, typer.Option(help="Play this many hours of the trace.", rich_help_panel=M)
     ] = None

@@ -13,8 +13,8 @@ from varuna.morph.state import JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
 
 TRAINING = ("running", "morphing", "saving")
-PARTS = {"running": "starting", "saving": "saving", "ending": "ending", "gathering": "gathering"}
-"""Parts of an interruption, by phase."""
+PARTS = {"running": "starting"}
+"""Parts of an interruption have the names of phases, but for this one."""
 MOST_JOINS = 1000
 """Measured joins that are kept."""
 
@@ -37,7 +37,10 @@ class Accountant:
             ledger.at = now
         self._follow(state)
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
-        known = (state.members, state.phase, state.generation, state.proposal, state.planning_for)
+        known = (
+            *(state.members, state.phase, state.generation),
+            *(state.proposal, state.planning_for, state.preparation),
+        )
         if len(self._known) != len(known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
             self._known = known
             self._divide(state)
@@ -138,9 +141,12 @@ class Accountant:
         morphs = changed and state.phase == "morphing"  # in place: the workers train on, but for a pause
         if morphs:
             self._interrupt(state, "loss" if state.morph_lost else "change")
+            if state.morph_lost:  # the step that was interrupted runs again
+                self._lose_pending("redoing")
         elif before == "morphing" and state.phase == "running":
             pauses = (worker.morph_seconds for found in state.progress.values() for worker in found)
             self._lose("morphing", self._take(max(pauses, default=0.0)))
+            ledger.periods[-1].first_step_at = ledger.at
         elif before in TRAINING and (state.phase not in TRAINING or changed):
             lost = state.phase == "ending" or (before == "running" and changed)
             if before == "running" and (state.phase != "over"):
@@ -184,6 +190,7 @@ class Accountant:
         shares = Shares(between_cause=_between_cause(state))
         fractions = self._working_fractions(state)
         paid_since, connected, trains = ledger.paid_since, ledger.connected, state.phase in TRAINING
+        joiners = () if state.preparation is None else state.preparation.joiners
         num_paid = 0
         working = 0.0
         for name, member in state.members.items():  # a thousand machines, at each event
@@ -202,7 +209,7 @@ class Accountant:
             if trains and name in fractions:
                 working += fractions[name]
                 shares.idle += 1.0 - fractions[name]
-            elif not member.warm or (trains and ledger.at < member.welcome_at):
+            elif not member.warm or name in joiners or (trains and ledger.at < member.welcome_at):
                 shares.waiting += 1.0
             elif trains or member.leaves or member.dismissed_at is not None:
                 shares.idle += 1.0

@@ -33,6 +33,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_machine: int = 1
     notice_seconds: float = 0.0
     save_every_seconds: float | None = None
+    hot: bool = False  # workers morph in place, where the policy is ours
     prices: dict[str, float] = {}
     on_demand_price: float = 0.0
 
@@ -85,6 +86,7 @@ def _job(policy: PolicyName, question: Question, planner: CachedPlanner) -> Simu
         devices_per_machine=question.devices_per_machine,
         notice_seconds=notice,
         save_every_seconds=every,
+        hot=question.hot and policy == "varuna",
     )
 
 

@@ -23,6 +23,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_seconds: float = 2.0  # from the start of the workers to the start of their first step
     save_seconds: float = 0.5  # an automatic save stops training for this long
     write_seconds: float = 5.0  # after that, until the checkpoint is complete
+    morph_seconds: float = 0.5  # pause of a morph in place (`varuna run --hot`)
     leave_seconds: float = 1.0  # a requested save: from the end of a step to the end of the workers
     saves_on_request: bool = True  # False: a planned change goes back to the last automatic save
     steps: Mapping[int, float] = {}  # step time by number of machines, where no profile is given
@@ -90,6 +91,11 @@ def calibrate(ledger: Ledger, *, source: str) -> Costs:
         "start_seconds": [one.seconds["starting"] for one in losses + changes if "starting" in one.seconds],
         # Half a step passes, on average, until the workers reach its end.
         "leave_seconds": [max(0.0, one.seconds.get("saving", 0.0) - step / 2) for one in changes],
+        "morph_seconds": [
+            one.lost.get("morphing", 0.0) / one.machines
+            for one in ledger.interruptions
+            if "morphing" in one.seconds and one.machines
+        ],
         "save_seconds": [ledger.save_seconds / ledger.saves] if ledger.saves else [],
     }
     if not losses and not changes:

@@ -14,7 +14,7 @@ from varuna.morph import commands, events
 from varuna.morph.accounting import Accountant
 from varuna.morph.decide import decide_all
 from varuna.morph.interval import SaveRhythm
-from varuna.morph.state import JobState, ManagerSettings, Outcome, WorkerProgress
+from varuna.morph.state import Heartbeat, JobState, ManagerSettings, Outcome, WorkerProgress
 from varuna.observe.ledger import Ledger
 from varuna.simulate.costs import Costs
 from varuna.simulate.planner import CachedPlanner
@@ -41,7 +41,10 @@ EPSILON = 1e-9
 class Training:
     """The steps and automatic saves of one generation."""
 
-    def __init__(self, begins: float, step_seconds: float, *, first_iteration: int, saves_at: float) -> None:
+    def __init__(
+        self, number: int, begins: float, step_seconds: float, *, first_iteration: int, saves_at: float
+    ) -> None:
+        self.number = number  # of the generation
         self.step_seconds = step_seconds
         self.first_iteration = first_iteration
         self.iteration = first_iteration
@@ -76,15 +79,18 @@ class SimulatedJob:
         devices_per_machine: int,
         notice_seconds: float = 0.0,
         save_every_seconds: float | None = None,
-        settings: ManagerSettings = SIMULATED_SETTINGS,
+        hot: bool = False,
     ) -> None:
-        """`notice_seconds`: a removal is announced this long before; 0: machines vanish."""
+        """`notice_seconds`: a removal is announced this long before; 0: machines vanish.
+
+        `hot`: workers morph in place, as with `varuna run --hot`.
+        """
         self._trace = trace
         self._planner = planner
         self._costs = costs
         self._notice_seconds = notice_seconds
         self._save_every_seconds = save_every_seconds
-        self.state = JobState(settings=settings)
+        self.state = JobState(settings=msgspec.structs.replace(SIMULATED_SETTINGS, hot=hot))
         self.ledger = Ledger()
         self._accountant = Accountant(self.ledger, devices_per_machine=devices_per_machine)
         self._queue: list[tuple[float, int, Callable[[float], Sequence[events.Event]], bool]] = []
@@ -139,7 +145,7 @@ class SimulatedJob:
         """Schedule ticks for the times at which a rule of the manager becomes true by itself."""
         state, settings = self.state, self.state.settings
         times = [state.changed_at + settings.settle_seconds, state.present_at + settings.settle_seconds]
-        times += [state.wait_until, state.retry_change_at]
+        times += [state.wait_until, state.retry_change_at, state.retry_join_at]
         if state.generation is None:
             times.append(state.since + settings.gather_seconds)
         if state.phase in ("saving", "ending"):
@@ -149,6 +155,8 @@ class SimulatedJob:
                 times.append(member.welcome_at)
             if member.retry_at > now:
                 times.append(member.retry_at)
+            if member.leave_by is not None:
+                times.append(member.leave_by)
         for time in times:
             if now < time < NEVER and time not in self._woken:
                 self._woken.add(time)
@@ -213,7 +221,6 @@ class SimulatedJob:
             generation = self.state.generation
             if generation is not None and machine in generation.machines:
                 self._training.stops = True  # no step ends without it
-                self._training.saves_at = NEVER
         self._push(
             now + self._costs.detect_seconds, lambda _: [*self._disconnect(machine, agent), *self._list()]
         )
@@ -278,16 +285,20 @@ class SimulatedJob:
         interval = rhythm.interval(save_seconds=self._costs.save_seconds, more_seconds=0.0)
         return NEVER if interval is None else interval
 
-    def _progress(self) -> list[events.Event]:
-        """One heartbeat of a machine with workers."""
+    def _progress(self, *, of_all: bool = False) -> list[events.Event]:
+        """Return the heartbeat of one machine with workers, or of all."""
         training, generation = self._training, self.state.generation
         if training is None or generation is None:
             return []
-        machine = next((name for name in generation.machines if name in self._agents), None)
-        if machine is None:
-            return []
-        beat = (self._agents[machine], generation.number, (self._worker(training),))
-        return [events.Tick({machine: beat})]
+        worker = self._worker(training)
+        beats: dict[str, Heartbeat] = {}
+        for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
+            if agent := self._agents.get(machine):
+                workers = tuple(msgspec.structs.replace(worker, rank=rank) for rank in ranks)
+                beats[machine] = (agent, generation.number, workers)
+                if not of_all:
+                    break
+        return [events.Tick(beats)] if beats else []
 
     def _worker(self, training: Training) -> WorkerProgress:
         steps = training.reported - training.first_iteration
@@ -300,6 +311,9 @@ class SimulatedJob:
             saved_step=self._written_step,
             save_seconds=self._costs.save_seconds,
             store=STORE,
+            generation=training.number,
+            hot=self.state.settings.hot,
+            morph_seconds=self._costs.morph_seconds,
         )
 
     # ------------------------------------------------------------ commands
@@ -318,8 +332,13 @@ class SimulatedJob:
             self._launch(command, now)
         elif isinstance(command, commands.SaveAndEnd):
             self._save_and_end(command, now)
+        elif isinstance(command, commands.Prepare):
+            self._push(now + self._costs.start_seconds, lambda _: self._prepared(command))
+        elif isinstance(command, commands.Morph):
+            self._morph(command, now)
         elif isinstance(command, commands.KillWorkers):
-            self._training = None
+            if self.state.generation is not None and command.generation == self.state.generation.number:
+                self._training = None  # else joiners that are not needed
             self._push(now + self._costs.end_seconds, lambda _: self._workers_end(command, ()))
         elif isinstance(command, commands.LogEvent):
             self.log.append((now, f"{command.what}: {command.why}"))
@@ -366,7 +385,11 @@ class SimulatedJob:
         if self._save_every_seconds == 0:
             first_save = NEVER
         self._training = training = Training(
-            begins, step_seconds, first_iteration=generation.resume_step or 0, saves_at=first_save
+            generation.number,
+            begins,
+            step_seconds,
+            first_iteration=generation.resume_step or 0,
+            saves_at=first_save,
         )
 
         def finish_first_step(now: float) -> Sequence[events.Event]:
@@ -374,9 +397,58 @@ class SimulatedJob:
                 return ()
             training.advance(training.steps_until(now))
             training.reported = training.iteration
-            return self._progress()
+            if not self.state.settings.hot:
+                return self._progress()
+            return [*self._store_ready(), *self._progress(of_all=True)]
 
         self._push(begins + step_seconds, finish_first_step)
+
+    def _prepared(self, command: commands.Prepare) -> Sequence[events.Event]:
+        """The joiners have built their model, and wait for the others."""
+        found, beats = command.generation, {}
+        for machine, ranks in zip(found.machines, found.ranks, strict=True):
+            if machine in command.joiners and (agent := self._agents.get(machine)):
+                waiting = tuple(WorkerProgress(rank, generation=found.number, waits=True) for rank in ranks)
+                beats[machine] = (agent, found.number, waiting)
+        return [events.Tick(beats)] if beats else []
+
+    def _morph(self, command: commands.Morph, now: float) -> None:
+        """Continue in the next generation: after the step that runs, or, if a rank was lost, at once."""
+        before, generation = self._training, command.generation
+        if before is None:
+            return
+        finishes_step = not command.lost and not before.stops
+        before.stops = True
+        before.advance(before.steps_until(now) if finishes_step else 0)
+        ends = max(now, before.boundary + before.step_seconds) if finishes_step else now
+        begins = ends + self._costs.morph_seconds
+        gone = tuple(name for name in command.last.machines if name not in generation.machines)
+
+        def finish_step(_: float) -> Sequence[events.Event]:
+            if self._training is not before or not finishes_step:
+                return ()
+            before.advance(1)
+            before.reported = before.iteration
+            return self._progress()
+
+        def enter(_: float) -> Sequence[events.Event]:
+            if self._training is not before or self.state.generation is not generation:
+                return ()
+            proposal = self.state.proposal
+            size = len(proposal.machines) if proposal is not None else len(generation.machines)
+            self._training = training = Training(
+                generation.number,
+                begins,
+                self._planner.size(size).step_seconds,
+                first_iteration=before.first_iteration,
+                saves_at=max(begins, before.saves_at),
+            )
+            training.iteration = training.reported = before.iteration
+            left = commands.KillWorkers(command.last.number, gone, "")
+            return [*self._workers_end(left, ()), *self._progress(of_all=True)]
+
+        self._push(ends, finish_step)
+        self._push(begins, enter)
 
     def _save_and_end(self, command: commands.SaveAndEnd, now: float) -> None:
         training = self._training
@@ -423,7 +495,11 @@ class SimulatedJob:
             for machine in command.machines
             if (agent := self._agents.get(machine)) is not None
         ]
+        return [*ended, *self._store_ready()]
+
+    def _store_ready(self) -> list[events.Event]:
+        """The first machine has opened a store in place of the one that the generation uses."""
         generation = self.state.generation
-        if generation is not None and (master := generation.machines[0]) in self._agents:
-            ended.append(events.StoreReady(master, self._agents[master], 1))  # in place of the one it used
-        return ended
+        if generation is None or (master := generation.machines[0]) not in self._agents:
+            return []
+        return [events.StoreReady(master, self._agents[master], 1)]
