@@ -38,7 +38,7 @@ QUICK_SECONDS = 3.0
 
 
 class MarketOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `varuna simulate` was asked to play; see its help."""
+    """Options of `varuna simulate` for a trace; its help explains them."""
 
     trace: Path | None
     profile: Path | None

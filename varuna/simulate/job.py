@@ -69,7 +69,9 @@ class Training:
         return max(0, math.floor((time - self.boundary) / self.step_seconds + EPSILON))
 
 
-class SimulatedJob:
+class SimulatedMachines:
+    """The machines of a market, their agents, and the queue of what happens next."""
+
     def __init__(
         self,
         trace: MarketTrace,
@@ -105,27 +107,6 @@ class SimulatedJob:
         self._training: Training | None = None
         self._written_step = -1  # newest complete checkpoint
         self.log: list[tuple[float, str]] = []
-
-    def run(self) -> Ledger:
-        """Play the whole trace."""
-        self._push_trace()
-        self._push(self._trace.end, lambda _: ())
-        while self._queue:
-            at, _, _, ends_steps = self._queue[0]
-            ends_steps = ends_steps or not self._costs.saves_on_request  # any change may end them
-            at = min(at, self._trace.end)
-            if self._report_save(at) or (ends_steps and self._report_steps(at)):
-                continue
-            if at >= self._trace.end:
-                break
-            batch: list[events.Event] = []
-            while self._queue and self._queue[0][0] <= at:
-                batch += heapq.heappop(self._queue)[2](at)
-            if batch:
-                self._happen(batch, at)
-        self._report_steps(self._trace.end)
-        self._accountant.observe(self.state, self._trace.end)
-        return self.ledger
 
     def _push(
         self, at: float, then: Callable[[float], Sequence[events.Event]], *, ends_steps: bool = False
@@ -165,6 +146,9 @@ class SimulatedJob:
     def _tick(self, now: float) -> Sequence[events.Event]:
         self._woken.discard(now)
         return [events.Tick()]
+
+    def _carry_out(self, command: commands.Command, now: float) -> None:
+        raise NotImplementedError
 
     # ------------------------------------------------------------ the market
 
@@ -241,6 +225,62 @@ class SimulatedJob:
             return []
         self._sent_list = listed
         return [events.MachineListRead(listed)]
+
+    # ------------------------------------------------------------ agents
+
+    def _start_agent(self, machine: str, now: float) -> None:
+        """Start an agent. On a machine that is gone, the first start fails; the next one waits for it."""
+        if machine in self._live:
+            self._starting.add(machine)
+            self._push_join(machine, now)
+        elif self.state.members[machine].start_failures:
+            self._starting.add(machine)
+        else:
+            failed = events.AgentNotStarted(machine, "the machine is gone")
+            self._push(now + DISMISS_SECONDS, lambda _: [failed])
+
+    def _push_join(self, machine: str, now: float) -> None:
+        since = self._live[machine]
+
+        def join(_: float) -> Sequence[events.Event]:
+            if self._live.get(machine) != since or machine not in self._starting or machine in self._agents:
+                return ()
+            self._starting.discard(machine)
+            self._num_agents += 1
+            self._agents[machine] = agent = f"agent {self._num_agents}"
+            return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
+
+        self._push(now + self._costs.join_seconds, join)
+
+    def _end_agent(self, machine: str, now: float) -> None:
+        self._starting.discard(machine)
+        if (agent := self._agents.get(machine)) is not None:
+            self._push(now + DISMISS_SECONDS, lambda _: self._disconnect(machine, agent))
+
+
+class SimulatedJob(SimulatedMachines):
+    """A job on these machines: its manager, its steps and its saves."""
+
+    def run(self) -> Ledger:
+        """Play the whole trace."""
+        self._push_trace()
+        self._push(self._trace.end, lambda _: ())
+        while self._queue:
+            at, _, _, ends_steps = self._queue[0]
+            ends_steps = ends_steps or not self._costs.saves_on_request  # any change may end them
+            at = min(at, self._trace.end)
+            if self._report_save(at) or (ends_steps and self._report_steps(at)):
+                continue
+            if at >= self._trace.end:
+                break
+            batch: list[events.Event] = []
+            while self._queue and self._queue[0][0] <= at:
+                batch += heapq.heappop(self._queue)[2](at)
+            if batch:
+                self._happen(batch, at)
+        self._report_steps(self._trace.end)
+        self._accountant.observe(self.state, self._trace.end)
+        return self.ledger
 
     # ------------------------------------------------------------ training
 
@@ -344,35 +384,6 @@ class SimulatedJob:
             self.log.append((now, f"{command.what}: {command.why}"))
         elif not isinstance(command, commands.ReleaseMachines):
             raise AssertionError(f"a simulated job cannot carry out {command}")
-
-    def _start_agent(self, machine: str, now: float) -> None:
-        """Start an agent. On a machine that is gone, the first start fails; the next one waits for it."""
-        if machine in self._live:
-            self._starting.add(machine)
-            self._push_join(machine, now)
-        elif self.state.members[machine].start_failures:
-            self._starting.add(machine)
-        else:
-            failed = events.AgentNotStarted(machine, "the machine is gone")
-            self._push(now + DISMISS_SECONDS, lambda _: [failed])
-
-    def _push_join(self, machine: str, now: float) -> None:
-        since = self._live[machine]
-
-        def join(_: float) -> Sequence[events.Event]:
-            if self._live.get(machine) != since or machine not in self._starting or machine in self._agents:
-                return ()
-            self._starting.discard(machine)
-            self._num_agents += 1
-            self._agents[machine] = agent = f"agent {self._num_agents}"
-            return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
-
-        self._push(now + self._costs.join_seconds, join)
-
-    def _end_agent(self, machine: str, now: float) -> None:
-        self._starting.discard(machine)
-        if (agent := self._agents.get(machine)) is not None:
-            self._push(now + DISMISS_SECONDS, lambda _: self._disconnect(machine, agent))
 
     def _find_checkpoint(self, now: float) -> Sequence[events.Event]:
         return [events.CheckpointFound(self._written_step if self._written_step >= 0 else None)]

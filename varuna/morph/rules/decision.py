@@ -87,18 +87,11 @@ class Decision:
 
     def is_working(self, machine: str, generation: int | None = None) -> bool:
         """Return True while the machine has workers in the current generation (which is `generation`)."""
-        return (
-            self.state.active
-            and generation in (None, self.generation.number)
-            and machine in self._machines_at_work()
-            and machine not in self.state.ended
-        )
-
-    def _machines_at_work(self) -> frozenset[str]:
-        if self._generation is not self.state.generation:
-            self._generation = self.generation
-            self._machines = frozenset(self.generation.machines)
-        return self._machines
+        if not self.state.active or generation not in (None, self.generation.number):
+            return False
+        if self._generation is not self.state.generation:  # a thousand machines: look them up in a set
+            self._generation, self._machines = self.generation, frozenset(self.generation.machines)
+        return machine in self._machines and machine not in self.state.ended
 
     def all_ended(self) -> bool:
         """Return True when the workers of all machines of the generation have ended."""
