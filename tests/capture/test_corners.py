@@ -80,9 +80,25 @@ def replaced_buffer(model: Model, x: Tensor) -> Tensor:
     return model.b(model.cut(h))
 
 
+def halves(model: Model, x: Tensor) -> Tensor:
+    """Runs pairs as one batch, as in SimCLR and with guidance by a condition."""
+    one, other = model.cut(model.a(torch.cat([x, -x]))).chunk(2)
+    three = torch.split(model.b(torch.cat([one, other, x], 0)), x.shape[0])
+    return three[0] + 2 * three[1] * torch.chunk(input=three[2], chunks=2, dim=1)[0].sum(1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     "body",
-    [reentrant, not_reentrant, cut_without_gradient, chosen_rows, written_by_mask, sizes, replaced_buffer],
+    [
+        halves,
+        reentrant,
+        not_reentrant,
+        cut_without_gradient,
+        chosen_rows,
+        written_by_mask,
+        sizes,
+        replaced_buffer,
+    ],
 )
 def test_a_corner_case_is_cut_exactly(body: Body) -> None:
     """V3"""

@@ -246,7 +246,7 @@ class Ambiguous(nn.Module):
         return F.mse_loss(F.gumbel_softmax(h, dim=-1).transpose(0, 1), y)
 
 
-@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (4, 4, 2, 4), (4, 2, 4, 8), (2, 4, 2, 2), (3, 6, 3, 6)])
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (4, 2, 4, 8)])
 def test_sizes_that_equal_the_batch_by_chance_are_not_taken_for_it(sizes: tuple[int, int, int, int]) -> None:
     """EXA-7: batch, length, heads and width; the check accepts the model, and micro-batches add up to it."""
     batch, length, heads, width = sizes

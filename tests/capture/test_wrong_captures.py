@@ -197,3 +197,41 @@ def test_constants_of_the_trace_and_draws_of_opaque_modules_are_no_difference() 
     captured = Source(model).capture(batch_of(3), training=True)
     assert captured.shared_draws == {1}
     check_capture(model, captured, batch_of(3))
+
+
+class Hybrid(nn.Module):
+    """Dropout after a CTC loss, which stays eager, and after experts that are made opaque while tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listen, self.experts, self.write = nn.Linear(6, 5), LoopedExperts(), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = F.dropout(self.listen(x), 0.3).log_softmax(-1).transpose(0, 1)
+        ends = torch.full_like(y[:, 0], 8)
+        heard = F.ctc_loss(scores, y, ends, torch.full_like(ends, 2), zero_infinity=True)
+        written = F.dropout(self.write(self.experts(x.mean(1))), 0.3)
+        return heard + F.cross_entropy(written, y[:, 0])
+
+
+class LoopedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for chosen in (x[:, 0] > 0).long().unique().tolist():
+            rows = ((x[:, 0] > 0).long() == chosen).nonzero()[:, 0]
+            out = out.index_add(0, rows, F.dropout(self.experts[chosen](x[rows]), 0.3))
+        return out
+
+
+def test_what_stays_eager_numbers_draws_as_the_model_does() -> None:
+    """EXA-7: no false refusal of dropout after a CTC loss, or after experts that loop over data."""
+    torch.manual_seed(0)
+    model = Hybrid()
+    inputs = {"x": torch.randn(4, 8, 6), "y": torch.randint(1, 5, (4, 3))}
+    captured = Source(model).capture(inputs, training=True)
+    assert set(captured.leaf_names) == {"ctc_loss", "experts"}
+    check_capture(model, captured, inputs)

@@ -44,8 +44,9 @@ def refuse_coupled_samples(flat: FlatGraph) -> None:
             raise CaptureError(
                 f"{where(node)}: the value {node.name} of shape {[str(s) for s in shape]} has the "
                 f"batch {symbol} in it twice: it compares every sample with every other, so the loss would "
-                "change with the micro-batch size. Compute such a loss outside the pipeline, or train with "
-                "one micro-batch."
+                "change with the micro-batch size. Compute such a loss outside the model, from its outputs "
+                "(pyrannc); or make the module of this line opaque with varuna.opaque, and train with one "
+                "micro-batch and one replica."
             )
 
 

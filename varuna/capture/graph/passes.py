@@ -131,8 +131,7 @@ def normalize(flat: FlatGraph) -> None:
     """Bring operations to the places where cuts expect them, and drop those that do nothing."""
     move_items_to_their_list(flat)
     move_buffer_updates_to_their_values(flat)
-    drop_needless_detaches(flat)
-    drop_dead_nodes(flat)
+    drop_dead_nodes(flat, drop_needless_detaches(flat))
 
 
 def move_items_to_their_list(flat: FlatGraph) -> None:
@@ -162,17 +161,20 @@ def move_buffer_updates_to_their_values(flat: FlatGraph) -> None:
                 last.append(node)
 
 
-def drop_needless_detaches(flat: FlatGraph) -> None:
-    flow = Flow(flat)
+def drop_needless_detaches(flat: FlatGraph) -> Flow | None:
+    """Return the facts about the graph, if they still hold."""
+    flow, dropped = Flow(flat), False
     for node in flat.nodes:
         if node.target is DETACH and node.args[0] not in flow.needs_grad:
             node.replace_all_uses_with(node.all_input_nodes[0])
             flat.graph.erase_node(node)
+            dropped = True
+    return None if dropped else flow
 
 
-def drop_dead_nodes(flat: FlatGraph) -> None:
+def drop_dead_nodes(flat: FlatGraph, flow: Flow | None = None) -> None:
     """Keep the nodes that the results need, those that change a buffer, and checks."""
-    flow = Flow(flat)
+    flow = flow or Flow(flat)
     state = set(flat.state.values())
     needed: set[fx.Node] = set(flat.results)
     roots: set[fx.Node] = {flow.root[node] for node in flat.results}

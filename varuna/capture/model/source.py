@@ -195,6 +195,11 @@ class Source:
                 list_some(names),
             )
 
+    @property
+    def is_freed(self) -> bool:
+        """True if the script has dropped the model."""
+        return self._model() is None
+
     def on_meta(self, name: str) -> bool:
         return self.value(name).device.type == "meta"
 

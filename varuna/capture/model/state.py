@@ -182,7 +182,7 @@ def stage_state(
     values = _values(source, list(shells), torch.device(device), initialize, seed, shares)
     own = {name: _like(shell, values[name]) for name, shell in shells.items()}
     for name, tensor in own.items():
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) and not source.is_freed:
             copy_hooks(source.value(name), tensor)
     return _held(source, own)
 

@@ -28,6 +28,7 @@ from varuna.capture.model.lengths import (
 )
 from varuna.capture.run.captured import Captured
 from varuna.capture.run.same_graph import first_difference
+from varuna.capture.trace.patches import without_collections
 from varuna.capture.trace.size_guards import SizeGuards
 from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError
@@ -95,7 +96,8 @@ class CaptureCache:
             kind = (input_kind(request.inputs, request.batch), mode)
             if len(self._captured) > 64 * MAX_TRACES:
                 self._captured.clear()
-            self._captured[key] = self._find(kind, request, training)
+            with without_collections():
+                self._captured[key] = self._find(kind, request, training)
         return self._captured[key]
 
     def _find(self, kind: Kind, request: TraceRequest, training: bool) -> Captured:

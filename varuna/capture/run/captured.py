@@ -24,6 +24,7 @@ from varuna.capture.graph.sizes import compute_sizes_from_inputs, drop_needless_
 from varuna.capture.model.call_convention import OutputStructure
 from varuna.capture.model.lengths import Place, Sizes
 from varuna.capture.run.program import SpanProgram
+from varuna.capture.trace.patches import without_collections
 from varuna.capture.trace.size_guards import SizeGuards
 from varuna.capture.trace.trace import TraceRequest
 from varuna.errors import CaptureError, list_some
@@ -113,7 +114,8 @@ class Captured:
             names = [state.name for state in misplaced if state.reason == misplaced[0].reason]
             raise CaptureError(f"{list_some(names)} {misplaced[0].reason}")
         if (first, stop) not in self._programs:
-            program = self._carver.carve(first, stop)
+            with without_collections():
+                program = self._carver.carve(first, stop)
             if LOSS_TOTALS in program.inputs:
                 program = replace(program, totals=self._totals)
             self._programs[first, stop] = program
@@ -220,6 +222,11 @@ class Captured:
             results = [result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted]
         reached = self._carver.flow.leading_to(results)
         return frozenset(name for name in self._flat.parameters if self._flat.state[name] not in reached)
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """The paths of the opaque modules, and the names of functions that stay eager."""
+        return [node.meta["leaf"].name for node in self._flat.nodes if "leaf" in node.meta]
 
     @property
     def held_by_leaves(self) -> frozenset[str]:

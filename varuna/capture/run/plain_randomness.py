@@ -101,6 +101,8 @@ class plain_randomness(TorchFunctionMode):
         if func in _COMPOSITE:
             with self:
                 return patches.without_overrides(func)(*args, **kwargs)
+        if getattr(func, "__name__", "") == "ctc_loss":
+            self._next()  # a capture keeps it eager, as an opaque module
         operation = _random_operation(func, args)
         own_generator = kwargs.get("generator") is not None
         if operation is None or own_generator or not randomness.draws(operation, args, kwargs):
@@ -184,13 +186,15 @@ class plain_randomness(TorchFunctionMode):
         self, dims: Sequence[int | None], shapes: Sequence[Sequence[int]]
     ) -> list[randomness.SampleDim | None]:
         """Return the places of samples in values of these shapes; a value of one row is for all samples."""
-        sizes = [
-            0 if dim is None else shape[dim] // self._batch_size
-            for dim, shape in zip(dims, shapes, strict=True)
-        ]
-        return [
-            (dim, size) if dim is not None and size else None for dim, size in zip(dims, sizes, strict=True)
-        ]
+        found: list[randomness.SampleDim | None] = []
+        for dim, shape in zip(dims, shapes, strict=True):
+            if dim is None or (dim < len(shape) and shape[dim] == 1 != self._batch_size):
+                found.append(None)
+            elif dim < len(shape) and shape[dim] % self._batch_size == 0:
+                found.append((dim, shape[dim] // self._batch_size))
+            else:  # the model draws other values than when it was captured
+                return [sample_dim_by_size(own, self._batch_size) for own in shapes]
+        return found
 
 
 def sample_dim_by_size(shape: Sequence[int], batch_size: int) -> randomness.SampleDim | None:

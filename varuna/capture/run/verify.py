@@ -28,6 +28,7 @@ from varuna.capture.run.captured import Captured
 from varuna.capture.run.one_precision import one_precision
 from varuna.capture.run.plain_randomness import plain_randomness
 from varuna.capture.run.program import SpanProgram, attributes
+from varuna.capture.trace.opaque_module import opaque
 from varuna.capture.trace.trace import LOW_PRECISION, autocast, without_kv_cache
 from varuna.errors import CaptureError, list_some
 from varuna.types import Work
@@ -122,6 +123,9 @@ class _Comparison:
         self._model = working_copy(model, device, dtype)
         if not self._model.training:
             self._model.train()
+        modules = dict(self._model.named_modules())
+        for name in modules.keys() & captured.leaf_names:  # some were made opaque while tracing
+            opaque(modules[name])
         self._inputs = {name: self._own_input(name, value) for name, value in inputs.items()}
         self._buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         self._cotangents: list[Tensor] = []

@@ -8,11 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
+import torch
 from torch import Tensor
 
 from varuna.errors import CaptureError
 
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+_PART_ARGUMENTS = ("input", "chunks", "split_size_or_sections", "split_size", "dim")
 _OPERATORS = (
     *(
         "add",
@@ -47,7 +50,8 @@ class BatchRows:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rows = next(value for value in (*args, *(args[0] if args else ())) if isinstance(value, BatchRows))
+        listed = args[0] if args and isinstance(args[0], list | tuple) else ()
+        rows = next(value for value in (*args, *listed) if isinstance(value, BatchRows))
         raise CaptureError(rows._refusal)
 
     def join(self, name: str, dim: int) -> Tensor | None:
@@ -76,6 +80,34 @@ def joined(name: str, args: Any, kwargs: Any) -> Tensor | None:
     if not isinstance(rows, BatchRows):
         return None
     return rows.join(name, args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
+
+
+def equal_parts(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | None:
+    """Return `x.chunk(2)` or `x.split(b)` of 2 * b rows, where torch would fix b; None for other parts."""
+    x, number, dim = [*args, *(kwargs[key] for key in _PART_ARGUMENTS if key in kwargs), 0][:3]
+    size: Any = x.shape[dim] if x.dim() else 0
+    if not isinstance(size, torch.SymInt) or not isinstance(number, int | torch.SymInt):
+        return None
+    rows = _batch_expression(size)
+    count = _batch_expression(number) if isinstance(number, torch.SymInt) else sympy.Integer(number)
+    if name == "split":
+        count = sympy.cancel(rows / count)
+    each = sympy.expand(rows / count)
+    if not count.is_Integer or any(not part.is_Integer for part in each.atoms(sympy.Rational)):
+        return None
+    part = size // int(count)
+    return tuple(x.narrow(dim, i * part, part) for i in range(int(count)))
+
+
+def _batch_expression(size: torch.SymInt) -> Any:
+    """Return a size as a formula. The batch sizes of all inputs become one symbol."""
+    environment: Any = size.node.shape_env
+    expression = environment.replace(size.node.expr)
+    first, *others = sorted(expression.free_symbols, key=str) or [None]
+    for other in others:
+        if environment.var_to_val.get(first) == environment.var_to_val.get(other):
+            environment.evaluate_expr(sympy.Eq(first, other))
+    return environment.replace(expression)
 
 
 def require_all_joined(lists: Sequence[BatchRows]) -> None:

@@ -5,6 +5,8 @@ torch.export would trace into the forward of a Function and lose the backward th
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -54,6 +56,19 @@ class _PurityCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def _runs_modules(value: Any) -> bool:
+    """Return whether a value is a module, or a function that holds one."""
+    if isinstance(value, partial):
+        return any(map(_runs_modules, (value.func, *value.args, *value.keywords.values())))
+    held = [value, getattr(value, "__self__", None)]
+    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != CellType()]
+    return any(isinstance(one, nn.Module) or (one is not value and _is_bound(one)) for one in held)
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(getattr(value, "__self__", None), nn.Module)
+
+
 def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -83,11 +98,19 @@ def recorded_functions(recorder: TraceRecorder) -> Iterator[None]:
         if cls is CheckpointFunction:
             run, _preserve, *operands = args
             return run_once(run, operands)
-        if cls.__module__.startswith("torch.") or recorder.inside_leaf is not None:
+        if cls.__module__.startswith("torch."):
             return original(*args, **kwargs)
         place, module = current_line(), recorder.running  # modules inside the Function run, too
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(map(_runs_modules, leaves)):
+            raise CaptureError(
+                f"{place}: the custom autograd.Function {cls.__qualname__} takes modules, or a function that "
+                "calls them. Its backward runs them again, but a stage has their parameters in forward only. "
+                "Call the modules without it; to save memory, use torch.utils.checkpoint.checkpoint."
+            )
+        if recorder.inside_leaf is not None:
+            return original(*args, **kwargs)
         try:
-            leaves = pytree.tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in leaves):
                 raise UnsupportedFunction("takes a size that depends on the batch")
             return record_call(cls.__qualname__, FunctionModule(cls), *args, **kwargs)

@@ -33,16 +33,22 @@ CHECKS = {
 """Assertions that torch.export adds and a capture drops."""
 
 
+def _key(module: nn.Module) -> int:
+    """Return what is the same for a module and its proxies: torch.export has one for each further name."""
+    return id(module.__dict__)
+
+
 class TraceRecorder:
     def __init__(self, model: nn.Module, on_progress: Callable[[int], None] | None = None) -> None:
         """Call `on_progress` with the number of modules that have run."""
+        self._model = model
         self._on_progress = on_progress
         self._done: set[int] = set()
-        self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+        self._names: dict[int, str] = {_key(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         compiled = (name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule))
         self.scripted = next(compiled, "")  # path of a module that torch.jit has compiled
-        self._cuts: list[object] = []
+        self._cuts: list[nn.Module] = []
         self.inside_leaf: str | None = None  # path of the opaque module that is running
         self.reader: str | None = None  # path of the module that last read a number from a tensor
         self.varying_lengths = False  # sizes other than the batch size are symbolic
@@ -52,7 +58,12 @@ class TraceRecorder:
         self.size_reads: list[tuple[Any, str, str]] = []  # conditions on the batch size: line and module
 
     def name_of(self, module: nn.Module) -> str:
-        return self._names.get(id(module), "")
+        return self._names.get(_key(module), "")
+
+    def names_of(self, module: nn.Module) -> list[str]:
+        """Return all names of a module."""
+        named = self._model.named_modules(remove_duplicate=False)
+        return [name for name, other in named if _key(other) == _key(module)]
 
     @property
     def running(self) -> str:
@@ -61,7 +72,7 @@ class TraceRecorder:
 
     @property
     def _paths(self) -> list[str]:
-        return [self._names[id(module)] for module in self._running if id(module) in self._names]
+        return [self._names[_key(module)] for module in self._running if _key(module) in self._names]
 
     @property
     def reading(self) -> str:
@@ -69,13 +80,15 @@ class TraceRecorder:
         holders = [path for path in self._paths if f"{self.reader}.".startswith(f"{path}.")]
         return holders[-1] if holders else self.running
 
-    def mark(self, cutpoint: object, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def mark(self, cutpoint: nn.Module, path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Mark a cut in the graph: later operations belong to the next segment."""
         where = path or f"in {self.running or 'the model'}"
         if self.has_met(cutpoint):
+            names = self.names_of(cutpoint)
+            same = f" (also named {', '.join(names[1:])}: one object)" if names[1:] else ""
             raise CaptureError(
-                f"the CutPoint {where} is called twice in one forward pass. Use a separate CutPoint for each "
-                "place, and none in a module that runs several times."
+                f"the CutPoint {where}{same} is called twice in one forward pass. Use a separate CutPoint() "
+                "for each place, and none in a module that runs several times."
             )
         if self.inside_leaf is not None:
             raise CaptureError(
@@ -99,8 +112,8 @@ class TraceRecorder:
         finally:
             self.inside_leaf = None
 
-    def has_met(self, cutpoint: object) -> bool:
-        return any(met is cutpoint for met in self._cuts)
+    def has_met(self, cutpoint: nn.Module) -> bool:
+        return _key(cutpoint) in map(_key, self._cuts)
 
     @property
     def num_cuts(self) -> int:
@@ -113,8 +126,8 @@ class TraceRecorder:
         # A module that raised stays on the stack until here, so that an error can name it.
         while self._running and self._running.pop() is not module:
             pass
-        if self._on_progress is not None and id(module) in self._names:
-            self._done.add(id(module))
+        if self._on_progress is not None and _key(module) in self._names:
+            self._done.add(_key(module))
             self._on_progress(len(self._done))
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
-from varuna.capture.trace.batch_rows import BatchRows, joined, makes_a_list
+from varuna.capture.trace.batch_rows import BatchRows, equal_parts, joined, makes_a_list
 from varuna.capture.trace.data_branches import decide
 from varuna.capture.trace.opaque_module import record_call
 from varuna.capture.trace.parameter_changes import ParameterChanges, refuse_change
@@ -166,6 +166,10 @@ class KnownBranches(TorchFunctionMode):
                     return 1  # list() asks for a hint of its length
         if (whole := joined(name, args, kwargs)) is not None:
             return whole
+        if name in ("chunk", "split") and self._recorder.inside_leaf is None:
+            parts = equal_parts(name, *args, **(kwargs or {}))
+            if parts is not None:
+                return parts
         if name == "_pack_padded_sequence" and self._recorder.inside_leaf is None:
             raise CaptureError(
                 f"{current_line()}: this line packs sequences by their lengths, which a traced graph cannot "
@@ -295,6 +299,11 @@ def _explanation(error: Exception, recorder: TraceRecorder, batch: int) -> str:
         return (
             f"{place}: the module {recorder.scripted!r} is compiled by torch.jit, which fixes sizes and "
             "hides its operations. Use the module without torch.jit.script or torch.jit.trace."
+        )
+    if "on device meta" in text:
+        return (
+            f"{place}: this line uses a tensor on `meta` that is neither a parameter nor a buffer, so its "
+            "values are unknown. Register it as a buffer, or make it in forward."
         )
     if _depends_on_data(error):
         experts = ""
