@@ -1,13 +1,22 @@
 """Refuses losses that divide by something else than this rank's samples, unless their weight is known."""
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from varuna.capture.model.copies import working_copy
+
+log = logging.getLogger("varuna")
 
 MOST_NODES = 500
 """Operations of the loss, outside of the partitioned modules, that are looked at."""
 MEAN = 1
 """torch's number of reduction="mean"."""
+TOLERANCE = 1e-3
+"""Relative difference between a batch and its parts that rounding explains."""
 
 
 def refuse_counted_labels(loss: Tensor) -> None:
@@ -41,3 +50,79 @@ def loss_factor(own_weight: float, total_weight: float, share: float) -> float:
     if not total_weight:
         raise ValueError("loss_weight is zero on all ranks (skip such a batch on all ranks)")
     return own_weight / total_weight / share if share else 0.0
+
+
+def explain_parts(
+    module: Any, batch: Any, others: Sequence[Any], weight: Callable[[Any], Any] | None
+) -> str | None:
+    """Return why the losses of two parts of a batch do not add up to the loss of the batch; None if they do.
+
+    Runs `training_step` of a copy, without gradients, logging and dropout. An error there: not compared.
+    """
+    count = _count_samples(batch)
+    if count is None or count < 2 or any(p.is_meta for p in module.parameters()):
+        return None
+    pieces = [(0, count), (0, count // 2), (count // 2, count)]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            copied = _silent_copy(module)
+            found = [_loss_of(copied, _part(batch, count, *piece), others) for piece in pieces]
+            again = _loss_of(copied, batch, others)
+        weights: list[float] = [stop - first for first, stop in pieces]
+        if weight is not None:
+            weights = [float(weight(_part(batch, count, *piece))) for piece in pieces]
+    except Exception as error:
+        log.debug("the loss of a batch cannot be compared with its parts: %r", error)
+        return None
+    whole, one, other = found
+    if again != whole or not weights[0]:
+        return None  # draws random numbers, or has nothing to compare
+    parts = (one * weights[1] + other * weights[2]) / weights[0]
+    if abs(parts - whole) <= TOLERANCE * max(abs(whole), abs(one), abs(other)):
+        return None
+    return f"it is {whole:.6g} for {count} samples, and {parts:.6g} from their two halves"
+
+
+def _silent_copy(module: nn.Module) -> Any:
+    """Copy a LightningModule without its Trainer; parameters are shared, and nothing is logged."""
+    trainer = module.__dict__.get("_trainer")
+    module.__dict__["_trainer"] = None
+    try:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        copied: Any = working_copy(module, device, None).eval()
+    finally:
+        module.__dict__["_trainer"] = trainer
+    copied.__dict__.update(_trainer=trainer, log=_ignore, log_dict=_ignore)
+    return copied
+
+
+def _ignore(*_args: Any, **_options: Any) -> None:
+    """Stands for `self.log`."""
+
+
+def _loss_of(module: Any, batch: Any, others: Sequence[Any]) -> float:
+    output = module.training_step(batch, *others)
+    return float(output["loss"] if isinstance(output, Mapping) else output)
+
+
+def _count_samples(batch: Any) -> int | None:
+    """Return the first size of the first tensor of a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else None
+    values = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    )
+    return next((count for count in map(_count_samples, values) if count is not None), None)
+
+
+def _part(batch: Any, count: int, first: int, stop: int) -> Any:
+    """Return some samples of a batch of `count` samples."""
+    if isinstance(batch, Tensor):
+        return batch[first:stop] if batch.dim() and len(batch) == count else batch
+    if isinstance(batch, Mapping):
+        return {name: _part(value, count, first, stop) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        rows = len(batch) == count and not any(isinstance(x, Tensor) and len(x) == count for x in batch)
+        inside = batch[first:stop] if rows else [_part(value, count, first, stop) for value in batch]
+        return type(batch)(*inside) if hasattr(batch, "_fields") else type(batch)(inside)
+    return batch

@@ -99,7 +99,7 @@ class ModelParts:
             module.__dict__.pop("forward", None)
 
     @contextmanager
-    def _plain_forwards(self) -> Iterator[None]:
+    def plain_forwards(self) -> Iterator[None]:
         """Let the modules be called as they are: a part captures and copies them."""
         self._unredirect()
         try:
@@ -114,7 +114,7 @@ class ModelParts:
                 return plain(*args, **kwargs)
             self._last = part
             part.follow_mode()
-            with self._plain_forwards():
+            with self.plain_forwards():
                 return part(*args, **kwargs)
 
         return forward
@@ -143,7 +143,7 @@ class ModelParts:
         """Return whether `self(...)` uses all of the root: else its submodules are the parts."""
         if self._is_covered is None:
             others = [name for name in self._candidates if name]
-            with self._plain_forwards():
+            with self.plain_forwards():
                 self._is_covered = forward_covers(self.root, others, args, kwargs, self._device)
         return self._is_covered
 
@@ -155,7 +155,7 @@ class ModelParts:
             for optimizer in self._optimizers
             if not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"])
         ]
-        with self._plain_forwards():
+        with self.plain_forwards():
             part = PartModule(module, optimizers, device=self._device, **self._options)
         self.parts[name] = part
 

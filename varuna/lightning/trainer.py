@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pyrannc.process import delay_grad_allreduce
-from varuna.lightning.losses import loss_factor, refuse_counted_labels
+from varuna.lightning.losses import explain_parts, loss_factor, refuse_counted_labels
 from varuna.lightning.parts import ModelParts, start_equal
 from varuna.lightning.preemption import add_preemption
 from varuna.lightning.ranks import Messages, environment_class, started_process
@@ -38,6 +38,7 @@ class TrainerBehaviour(TrainerBase):
         self,
         modules: str | Sequence[str] | None = None,
         loss_weight: LossWeight | None = None,
+        check_loss: bool = True,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -62,6 +63,7 @@ class TrainerBehaviour(TrainerBase):
         )
         self._modules = [modules] if isinstance(modules, str) else modules
         self._loss_weight = loss_weight
+        self._check_loss = check_loss
         self._options = options
         self._messages = Messages()
         self._parts: ModelParts | None = None
@@ -147,7 +149,28 @@ class TrainerBehaviour(TrainerBase):
         if self._loss_weight is not None and self._parts is not None:
             batch = args[0] if args else next(iter(kwargs.values()))
             self._weight = float(self._loss_weight(batch))
+        if self._check_loss and self._parts is not None and not self._parts.parts:
+            self._compare_with_parts(*(args or tuple(kwargs.values())))
         return super().training_step(*args, **kwargs)
+
+    def _compare_with_parts(self, batch: Any, *others: Any) -> None:
+        """Refuse a loss that is no mean over samples; all ranks call it before the first step."""
+        module: Any = self.lightning_module
+        if self.world_size == 1 or not module.automatic_optimization:
+            return
+        assert self._parts is not None
+        with self._parts.plain_forwards():
+            found = explain_parts(module, batch, others, self._loss_weight)
+        number = torch.tensor(float(found is not None), device=self.root_device)
+        dist.all_reduce(number)
+        if number:
+            raise ValueError(
+                f"the loss of training_step is no mean over samples: {found or 'so another rank found'}. So "
+                "the mean over ranks is not the loss of the whole batch (say how much the samples of a batch "
+                "count: VarunaStrategy(loss_weight=lambda batch: batch['mask'].sum()); or compute the loss "
+                "in the forward of the partitioned module; or, if a mean over ranks is what you want, "
+                "VarunaStrategy(check_loss=False))"
+            )
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         parts = self._parts
