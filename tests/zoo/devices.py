@@ -5,6 +5,7 @@ precision. What a worker does not finish counts as a failure of its model, and t
 """
 
 import dataclasses
+import math
 import multiprocessing as mp
 import queue
 import threading
@@ -186,6 +187,8 @@ def visit(name: str, tour: Tour, rank: int, ports: Sequence[int]) -> dict[Precis
         try:
             trial = Trial(name, precision, tour.device)
             expected = trial.plain()
+            if not math.isfinite(expected[0]):
+                raise FloatingPointError(f"its loss is {expected[0]}")
         except Exception as error:
             found[precision] = [f"error of the plain model: {say(error)}"] * len(tour.columns)
             continue

@@ -25,7 +25,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from varuna.capture.graph.checks import where
 from varuna.capture.graph.flat_graph import FlatGraph
-from varuna.capture.graph.flow import base_name, written
+from varuna.capture.graph.flow import Flow, base_name, written
 from varuna.capture.graph.loss_kinds import BATCH_SIZE, SUM_REDUCTION, Edit
 from varuna.capture.graph.randomness import bound
 from varuna.capture.model.lengths import Place
@@ -274,12 +274,15 @@ class LossEdits:
     def program(self) -> TotalsProgram:
         """Return the program that computes the totals; call it when all edits are made."""
         flat = self._flat
-        needed = {local for local, _ in self._parts}
-        nodes: list[fx.Node] = []
-        for node in reversed(list(flat.graph.nodes)):
-            if node in needed:
-                nodes.insert(0, node)
-                needed.update(node.all_input_nodes)
+        flow = Flow(flat)
+        pending = [local for local, _ in self._parts]
+        needed: set[fx.Node] = set()
+        while pending:  # also what changes the memory of a counted value before it is counted
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending += flow.dependencies(node)
+        nodes = [node for node in flat.graph.nodes if node in needed]
         state = {name: node for name, node in flat.state.items() if node in needed}
         inputs = {name: node for name, node in flat.inputs.items() if node in needed}
         assert self._totals not in needed, "a total depends on another one"
