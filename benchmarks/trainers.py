@@ -17,18 +17,18 @@ Kind = Literal["varuna", "transformers", "ddp", "fsdp2"]
 BATCH, TOKENS, VOCABULARY = 16, 256, 512
 
 
-def make_model(layers: int, width: int) -> Any:
+def make_model(layers: int, width: int, tokens: int = TOKENS) -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
     heads: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCABULARY}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=TOKENS, **sizes, **heads))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=tokens, **sizes, **heads))
 
 
-def make_rows(count: int) -> list[dict[str, Any]]:
-    tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in tokens]
+def make_rows(count: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    rows = torch.randint(VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def seconds_per_update(
@@ -61,6 +61,7 @@ def _trainer(
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
 
+    tokens = 4 * TOKENS if on_gpu else TOKENS
     ends: list[float] = []
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
@@ -80,9 +81,9 @@ def _trainer(
     layout: dict[str, Any] = {"stages": stages, "micro_batch": 1 if stages > 1 else None}
     trainer_class: Any = VarunaTrainer if kind == "varuna" else hf.Trainer
     trainer = trainer_class(
-        make_model(layers, width),
+        make_model(layers, width, tokens),
         arguments,
-        train_dataset=make_rows(4 * BATCH),
+        train_dataset=make_rows(4 * BATCH, tokens),
         callbacks=[Stopwatch()],
         **(layout if kind == "varuna" else {}),
     )
