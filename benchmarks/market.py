@@ -1,7 +1,7 @@
 """Goodput on spot markets, simulated: `python -m benchmarks.market TRACE [--costs FILE] [--profile DIR]`.
 
-Prints a table in Markdown: each policy with the given costs, and how long 1,000 machines × 30 days take.
-TRACE is a file in a format of docs/simulate.md; without one, a market is made up.
+Prints a table in Markdown for each trace, a file in a format of docs/simulate.md: every policy with the given
+costs. With `--large`, it prints how long 1,000 machines × 30 days of a made-up market take.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from varuna.observe.ledger import LOST
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import LayoutRequest
 from varuna.simulate.compare import POLICIES, Question, compare, simulate_policy
-from varuna.simulate.costs import PUBLISHED_RESTART, Costs, read_costs
+from varuna.simulate.costs import Costs, read_costs
 from varuna.simulate.planner import CachedPlanner
 from varuna.simulate.traces import MachineChange, MarketTrace, read_trace
 
@@ -79,15 +79,14 @@ def main() -> None:
         )
         print("| notice | policy | costs | goodput | " + " | ".join(LOST) + " |")
         print("|---" * (4 + len(LOST)) + "|")
-        for notice in (0.0, 120.0):
-            question = Question(trace=trace, costs=costs, notice_seconds=notice)
-            for one in compare(POLICIES, question, planner):
-                lost = (f"{one.report.lost_seconds[cause] / one.report.paid_seconds:.2%}" for cause in LOST)
-                print(
-                    f"| {notice:.0f} s | {one.policy} | {one.costs[:40]} | {one.report.goodput:.2%} | "
-                    + " | ".join(lost)
-                    + " |"
-                )
+        for notice, hot in ((0.0, False), (0.0, True), (120.0, False), (120.0, True)):
+            question = Question(trace=trace, costs=costs, notice_seconds=notice, hot=hot)
+            for one in compare(("varuna",) if hot else POLICIES, question, planner):
+                report = one.report
+                lost = (f"{report.lost_seconds[cause] / report.paid_seconds:.2%}" for cause in LOST)
+                name = one.policy + " --hot" * hot
+                cells = (f"{notice:.0f} s", name, one.costs.split(":")[0], f"{report.goodput:.2%}", *lost)
+                print(f"| {' | '.join(cells)} |")
     if arguments.large:
         trace = made_up(1000, 30)
         started = time.perf_counter()
@@ -96,7 +95,7 @@ def main() -> None:
         useful = ledger.amounts["useful"] / sum(ledger.amounts.values())
         print(
             f"\n1,000 machines x 30 days, {len(trace.changes)} changes, {len(ledger.periods)} generations: "
-            f"{taken:.1f} s, goodput {useful:.2%}, {PUBLISHED_RESTART.source}"
+            f"{taken:.1f} s, goodput {useful:.2%}"
         )
 
 
