@@ -39,7 +39,7 @@ def verify_case(case: Case, layouts: str = LAYOUTS) -> Verification:
             return dict(names.bind(*args, **kwargs).arguments)
 
         if case.by_microbatch:
-            layouts = ",".join(text for text in layouts.split(",") if "+" not in text)
+            layouts = f"{2 if layouts == LAYOUTS else 1}x1:chunk={BATCH}"
         return verify(
             model,
             make_batch=make_batch,

@@ -217,7 +217,7 @@ class Coordinator:
         if judgement.first is None:
             return judgement
         judgement = judge(found, runs.tolerance(layout), self._order)
-        if judgement.first is None or not self.request.wide:
+        if judgement.first is None:
             return judgement
         return judge(found, runs.tolerance(layout, with_casts=True), self._order)
 

@@ -87,7 +87,10 @@ class PlainRuns:
             flips = [*FLIPS, *(Flip(1, str(dtype).removeprefix("torch.")) for dtype in self._autocast)]
             if with_casts:
                 tolerance.noise.update(self.tolerance(layout).noise)
-                lower = [precision for precision in LOWER if precision in self.casts()]
+                own = FLOORS[self.dtype]
+                lower = [
+                    name for name in LOWER if name in self.casts() and FLOORS[getattr(torch, name)] > own
+                ]
                 tolerance.loss_dtype = getattr(torch, lower[-1]) if lower else None
                 flips = [Flip(1, precision) for precision in lower]
             for flip in flips:

@@ -8,6 +8,7 @@ from varuna.units import count
 from varuna.verification.reference import describe
 
 Status = Literal["equal", "differs", "refused", "failed"]
+LARGEST_FINITE = 1e300
 COLUMNS = ("loss", "gradient", "parameter", "buffer")
 """Kinds of numbers in the table."""
 
@@ -63,6 +64,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_equal(self) -> bool:
         return self.status == "equal"
+
+    @property
+    def is_infinite(self) -> bool:
+        """True if the first difference of a layout is that of a value that is not finite."""
+        return any(one.first is not None and one.first.distance > LARGEST_FINITE for one in self.layouts)
 
     @property
     def exit_code(self) -> int:

@@ -52,6 +52,13 @@ class VerifySubject:
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return self.optimizer
+        try:
+            inspect.signature(self.optimizer).bind(parameters)
+        except TypeError as error:
+            raise TypeError(
+                f"the function that makes the optimizer must take parameters, as in "
+                f"lambda parameters: AdamW(parameters): {error}"
+            ) from None
         made = self.optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise TypeError(
