@@ -269,3 +269,12 @@ def test_a_value_of_one_row_is_for_all_samples() -> None:
     """EXA-7: T5 has one bias of attention for all samples; on a GPU, its capture expands it."""
     mode = plain_randomness.of(Work(1, 0, 0), batch_size=3)
     assert mode._at((0, 0, 1, None), [(3, 2), (1, 2), (2, 6), (5,)]) == [(0, 1), None, (1, 2), None]
+
+
+def test_categories_of_a_multinomial_are_no_samples() -> None:
+    """EXA-7: ViLT chooses patches by a multinomial; the number of weights may be a multiple of the batch."""
+    drawn = []
+    for rows in ((6,), (6,), (3, 6)):
+        with plain_randomness(seed=0, step=0, batch_size=3):
+            drawn.append(torch.multinomial(torch.ones(rows), 3))
+    assert torch.equal(*drawn[:2]) and drawn[2].shape == (3, 3)

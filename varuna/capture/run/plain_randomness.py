@@ -127,7 +127,7 @@ class plain_randomness(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         if name in _FACTORIES and not any(isinstance(leaf, Tensor) for leaf in leaves):
             return self._make(func, args, kwargs, ordinal)
-        argument_dims = self._argument_dims(leaves)
+        argument_dims = self._argument_dims(leaves, name)
         batched = any(dim is not None for dim in argument_dims)
         result_dims = []
         if batched:  # run the function on `meta` to find the sample dimensions of its results
@@ -144,14 +144,15 @@ class plain_randomness(TorchFunctionMode):
             return args[0].copy_(randomness.draw_in_place(func, args, kwargs, self._work, ordinal, **options))
         return randomness.draw(func, args, kwargs, self._work, ordinal, **options)
 
-    def _argument_dims(self, leaves: list[Any]) -> list[randomness.SampleDim | None]:
+    def _argument_dims(self, leaves: list[Any], name: str) -> list[randomness.SampleDim | None]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._known is not None and len(self._known.arguments) == len(tensors):
             given = self._at(self._known.arguments, [tensor.shape for tensor in tensors])
             known = {id(tensor): dim for tensor, dim in zip(tensors, given, strict=True)}
             return [known[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves]
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        found = None if first is None else sample_dim_by_size(first.shape, self._batch_size)
+        shape = () if first is None else first.shape[:-1] if name == "multinomial" else first.shape
+        found = sample_dim_by_size(shape, self._batch_size)  # the last dimension of a multinomial: categories
         if first is None or found is None:
             return [None] * len(leaves)
         dim, size = found[0], first.shape[found[0]]
