@@ -209,6 +209,18 @@ class Pairs(nn.Module):
         return self.compare(self.layer(x), y)
 
 
+class Mixes(nn.Module):
+    """Mixes samples in an order that it draws, or that is an input."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self.layer, self.draws = nn.Linear(6, 6), draws
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        other = x[torch.randperm(x.shape[0])] if self.draws else y
+        return self.layer(0.7 * x + 0.3 * other).square().mean()
+
+
 class Along(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.softmax(0)
@@ -663,6 +675,9 @@ WAYS: dict[str, Way] = {
     ),
     "coupled": model(
         f"{CHECKS}coupled_samples", Pairs(), "make the module of this line opaque", opaque(Pairs(), "compare")
+    ),
+    "shuffled": model(
+        f"{CHECKS}shuffled_samples", Mixes(draws=True), "Mix the samples in your script", Mixes(draws=False)
     ),
     "along": between(f"{CHECKS}reordered_samples", Along(), "opaque with varuna.opaque"),
     "buffer over a cut": model(

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow, base_name
-from varuna.capture.graph.randomness import bound
+from varuna.capture.graph.randomness import bound, draw
 from varuna.errors import CaptureError
 
 _ALONG_A_DIMENSION = frozenset(
@@ -29,6 +29,7 @@ def refuse_unsupported(flow: Flow) -> None:
     refuse_reordered_samples(flow.flat)
     refuse_embedding_options(flow.flat)
     refuse_changed_inputs(flow)
+    refuse_shuffled_samples(flow.flat)
 
 
 def refuse_coupled_samples(flat: FlatGraph) -> None:
@@ -80,6 +81,21 @@ def refuse_reordered_samples(flat: FlatGraph) -> None:
                     "the micro-batch size. Do it outside the pipeline or, if it may act on each micro-batch "
                     "separately, make its module opaque with varuna.opaque."
                 )
+
+
+def refuse_shuffled_samples(flat: FlatGraph) -> None:
+    """Refuse a random order of the samples, which a micro-batch cannot have."""
+    for node in flat.nodes:
+        operation: Any = node.args[0] if node.target is draw else None
+        if not isinstance(operation, torch._ops.OpOverload) or "randperm" not in operation._schema.name:
+            continue
+        found = flat.dim(node.meta["val"].shape[0])
+        if found is None or found.per_sample:
+            raise CaptureError(
+                f"{where(node)}: torch.randperm draws an order of the samples, but micro-batches and "
+                "replicas have some of them only. Mix the samples in your script (x[order]), and pass both as "
+                "inputs."
+            )
 
 
 def refuse_embedding_options(flat: FlatGraph) -> None:

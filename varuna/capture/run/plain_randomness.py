@@ -132,9 +132,12 @@ class plain_randomness(TorchFunctionMode):
         result_dims = []
         if batched:  # run the function on `meta` to find the sample dimensions of its results
             meta_args, meta_kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
-            with torch.no_grad():
-                results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
-            result_dims = self._result_dims([leaf.shape for leaf in results])
+            try:
+                with torch.no_grad():
+                    results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
+                result_dims = self._result_dims([leaf.shape for leaf in results])
+            except RuntimeError:  # it reads values, such as torch.multinomial: one draw for all samples
+                result_dims = [None]
         options: dict[str, Any] = {
             "parts": argument_dims,
             "results": None if None in result_dims else result_dims,
