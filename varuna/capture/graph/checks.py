@@ -93,8 +93,8 @@ def refuse_shuffled_samples(flat: FlatGraph) -> None:
         if found is None or found.per_sample:
             raise CaptureError(
                 f"{where(node)}: torch.randperm draws an order of the samples, but micro-batches and "
-                "replicas have some of them only. Mix the samples in your script (x[order]), and pass both as "
-                "inputs."
+                "replicas have some of them only. Mix the samples in your script (x[order]), and pass both "
+                "as inputs."
             )
 
 
