@@ -276,6 +276,10 @@ class SimulatedJob(SimulatedMachines):
             batch: list[events.Event] = []
             while self._queue and self._queue[0][0] <= at:
                 batch += heapq.heappop(self._queue)[2](at)
+            lists = [event for event in batch if isinstance(event, events.MachineListRead)]
+            if len(lists) > 1:  # many machines are lost at once: only the last list counts
+                batch = [event for event in batch if not isinstance(event, events.MachineListRead)]
+                batch.append(lists[-1])
             if batch:
                 self._happen(batch, at)
         self._report_steps(self._trace.end)
