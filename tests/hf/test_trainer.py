@@ -243,6 +243,23 @@ def test_what_does_not_work_is_refused_by_name(options: dict[str, Any], named: s
         VarunaTrainer(language_model(), args, train_dataset=sentences(4))
 
 
+class ShortStream(torch.utils.data.IterableDataset[Any]):
+    """Ends within an update: 3 batches, of which two make an update."""
+
+    def __iter__(self) -> Any:
+        yield from sentences(10)
+
+
+def test_a_stream_that_ends_within_an_update(tmp_path: Path) -> None:
+    """TRA-1: Trainer adds the gradient of the last batch to the next update, and clips their sum."""
+    logs = []
+    for kind in (transformers.Trainer, VarunaTrainer):
+        trainer = kind(language_model(), arguments(tmp_path, max_steps=4), train_dataset=ShortStream())
+        trainer.train()
+        logs.append(trainer.state.log_history)
+    assert_same_logs(logs[1], logs[0])
+
+
 def fail_by_reading(folder: str) -> str:
     """The second batch of the data cannot be read, on the rank that reads it."""
 

@@ -51,6 +51,7 @@ class TrainerPipeline:
     source: nn.Module | None = None  # the script's model
     grad_norm: float | None = None  # of the last update, if its step has clipped
     overflow: bool = False  # the last update must be skipped
+    has_gradient: bool = False  # of batches since the last update
     _joined: Collective | None = field(default=None, repr=False)
 
     @property
@@ -127,6 +128,7 @@ class TrainerPipeline:
         wrapped.iteration = iteration
         loss, overflow = wrapped.step(own_share(wrapped, inputs), max_norm)
         self.overflow |= overflow
+        self.has_gradient = True
         self.grad_norm = wrapped.grad_norm if max_norm is not None else None
         return loss
 

@@ -39,6 +39,7 @@ class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         self._is_overflow, self._pipeline.overflow = self._pipeline.overflow, False
+        self._pipeline.has_gradient = False
         if not self._is_overflow:
             self.optimizer.step()
 
@@ -241,7 +242,9 @@ class VarunaTrainer(TrainerCheckpoints):
         loss = 0.0
         if is_last or not joins:
             batches = join_batches(self._update) if joins else self._update
-            whole = is_last and len(batches) == 1 and not self._num_steps
+            # A stream that ends within an update leaves a gradient, to which Trainer adds the next one's.
+            starts = not self._num_steps and not pipeline.has_gradient
+            whole = is_last and len(batches) == 1 and starts and self.accelerator.sync_gradients
             first = self.state.global_step * self.args.gradient_accumulation_steps + self._num_steps
             for number, batch in enumerate(batches):
                 loss += pipeline.step(
