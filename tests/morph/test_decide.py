@@ -870,6 +870,9 @@ def test_survivors_of_a_lost_machine_go_on_in_place() -> None:
     assert [(m.previous, m.lost) for m in world.morphed] == [((1, 2), (0,))]
     world.passes(3, steps=1)
     assert world.state.phase == "running" and len(world.launched) == 1
+    world.go_silent("c")  # its connections stay open: the workers that wait for it are killed
+    world.passes(3, steps=1)
+    assert len(world.morphed) == 1 and world.generations[1:] == [("b",)]
 
 
 def test_a_loss_without_another_holder_of_a_stage_restarts_from_the_store() -> None:

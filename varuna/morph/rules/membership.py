@@ -130,8 +130,11 @@ def notice_withdrawn(decision: Decision, event: events.NoticeWithdrawn) -> None:
         decision.log("notice withdrawn", event.machine)
 
 
-def lose_machine(decision: Decision, member: Member, why: str) -> None:
-    """Give the machine up. If it comes back, its old workers are killed before it is used again."""
+def lose_machine(decision: Decision, member: Member, why: str, *, silent: bool = False) -> None:
+    """Give the machine up. If it comes back, its old workers are killed before it is used again.
+
+    `silent`: its connections are still open, so workers may wait for it until they are killed.
+    """
     if member.dismissed_at is not None:  # this was to be expected
         _forget(decision, member.name)
         if member.listed:  # again: it may have a new agent now
@@ -155,7 +158,8 @@ def lose_machine(decision: Decision, member: Member, why: str) -> None:
     decision.log("machine lost", f"{member.name}: {why}{waits}")
     if was_working:
         decision.set(losses=decision.state.losses + 1)
-        if decision.state.phase == "running" and can_recover(decision, member.name):
+        recovers = decision.state.phase == "running" and not silent and can_recover(decision, member.name)
+        if recovers:
             first = not (decision.state.failures or decision.state.lost)
             failed_at = decision.now if first else decision.state.failed_at
             decision.set(lost={**decision.state.lost, member.name: why}, failed_at=failed_at)
@@ -204,7 +208,7 @@ def lose_silent_machines(decision: Decision) -> None:
         if member.seen < since and member.agent:
             silence = decision.now - member.seen
             decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
-            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
+            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s", silent=True)
 
 
 def start_and_end_agents(decision: Decision) -> None:
