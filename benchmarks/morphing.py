@@ -202,7 +202,7 @@ class Led(Contender):
 class Hot(Led):
     """Ours, with workers that keep their processes."""
 
-    options = ("--hot", "--save-every", "off")
+    options = ("--save-every", "off")
     arguments = ("--fetch",)
 
     def back(self, since: float) -> Note:
@@ -322,7 +322,6 @@ class InPlace(msgspec.Struct, frozen=True):
     joined: float  # pause between two steps
     left: float
     killed: float  # to the end of the next step
-    cut: float
     redone: int
 
 
@@ -344,9 +343,8 @@ def morph_in_place(lab: Lab) -> InPlace:
         killed = job.back(now).at - now
         job.num_hosts += 1  # its machine joins again
         job.steady()
-        cut, _ = cut_off(job, last)
         steps = [note.step for note in job.read("step")]
-        return InPlace(joined, left, killed, cut, len(steps) - len(set(steps)))
+        return InPlace(joined, left, killed, len(steps) - len(set(steps)))
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -457,12 +455,6 @@ def rows_in_place(lives: Sequence[Life]) -> list[Row]:
             0.05,
         ),
         row("in place: kill -9 of a worker → next step", killed, [0.3], against=WANTED),
-        row(
-            "in place: machine cut off silently → next step",
-            [one.cut for one in found],
-            [1.6],
-            against=WANTED,
-        ),
         row("in place: steps redone", [one.redone for one in found], [0.0], against="none", unit="steps"),
     ]
 

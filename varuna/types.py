@@ -644,7 +644,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     slow_file: str = ""  # list of slow machines, written by the manager
     exclude_slow: bool = False
     morphing: bool = True  # False: end with the first failure
-    hot: bool = False  # workers that can morph in place do so
+    hot: bool = True  # workers that can morph in place do so
     hang_seconds: float | None = None  # None: default
     save_every_seconds: float | None = None  # 0: never; None: automatic
     manager_ip: str = ""

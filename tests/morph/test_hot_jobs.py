@@ -1,5 +1,7 @@
 """Real jobs whose workers morph in place: the losses of one process, the same process ids, no checkpoint."""
 
+import os
+import signal
 from pathlib import Path
 
 from tests.morph.jobs import TRAIN, Job, check
@@ -24,7 +26,7 @@ def test_machines_join_and_leave_without_a_restart_or_a_checkpoint(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:
     """HOT-1, HOT-2, HOT-5: one, two and three replicas, and rank 0 leaves."""
-    options = ("--hot", "--save-every", "off")
+    options = ("--save-every", "off")
     with Job(tmp_path, machines=2, script=NEVER_SAVES + FETCHES, options=options) as job:
         job.wait_for_steps(3)
         job.write_list(1, 2, 3)
@@ -41,7 +43,7 @@ def test_machines_join_and_leave_without_a_restart_or_a_checkpoint(
 
 def test_stages_move_to_machines_that_join_and_back(tmp_path: Path, reference: dict[int, float]) -> None:
     """HOT-1, HOT-2: two stages on two machines, on four, and on the two that joined."""
-    options = ("--hot", "--save-every", "off")
+    options = ("--save-every", "off")
     with Job(tmp_path, machines=2, stages=2, script=NEVER_SAVES + FETCHES, options=options) as job:
         job.wait_for_steps(3)
         job.write_list(1, 2, 3, 4)
@@ -60,9 +62,25 @@ def test_scripts_that_pass_tensors_restart_and_the_log_says_why(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:
     """HOT-2: the ladder."""
-    with Job(tmp_path, machines=2, script=TRAIN, options=("--hot",)) as job:
+    with Job(tmp_path, machines=2, script=TRAIN) as job:
         job.wait_for_steps(3)
         job.write_list(2)
         assert "cannot morph in place: rank 0: " in job.wait_for("warm restart: ")
         job.wait_for_change("generation: 2: 1 stage x 1 replica")
         check(job, reference)
+
+
+def test_a_killed_worker_costs_no_step_and_no_restart_of_the_others(
+    tmp_path: Path, reference: dict[int, float]
+) -> None:
+    """HOT-3, HOT-4: rank 0 is killed, the others go on, and its machine joins again."""
+    options = ("--save-every", "off")
+    with Job(tmp_path, machines=3, script=NEVER_SAVES + FETCHES, options=options) as job:
+        job.wait_for_steps(5)
+        pids = job.worker(2), job.worker(3)
+        os.kill(job.worker(1), signal.SIGKILL)
+        job.wait_for_all("recovering: rank 0", "morphed: 2: in place", "morphed: 3: in place")
+        job.wait_for_steps(3)
+        assert (job.worker(2), job.worker(3)) == pids
+        check(job, reference)
+    assert not saved(tmp_path)

@@ -41,7 +41,7 @@ while joins or not Path("hurry").exists():
 
 def test_workers_keep_their_processes_while_machines_join_leave_and_fail(tmp_path: Path) -> None:
     """HOT-1, HOT-2, HOT-3, HOT-5: also their logs, under the new ranks; no worker is saved or restarted."""
-    with Job(tmp_path, machines=2, script=OBEY, options=("--hot",)) as job:
+    with Job(tmp_path, machines=2, script=OBEY) as job:
         job.wait_for("[rank 0] pid")
         (tmp_path / "bad_joiners").touch()
         job.write_list(1, 2, 3)

@@ -71,7 +71,7 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
         bool | None,
         typer.Option(
             "--hot/--no-hot",
-            help="Workers that can, change the layout in place, without a restart. Default: off.",
+            help="Workers that can, change the layout in place, without a restart. Default: on.",
         ),
     ] = None
     save_every: Annotated[
@@ -229,7 +229,7 @@ def job_spec(options: RunOptions) -> JobSpec:
         slow_file=str(Path("slow_machines.out").absolute()),
         exclude_slow=bool(options.exclude_slow),
         morphing=not options.no_morphing,
-        hot=bool(options.hot),
+        hot=options.hot is not False,
         hang_seconds=options.hang_seconds,
         save_every_seconds=parse_save_every(options.save_every),
         manager_ip=options.manager_ip or "",
