@@ -1,7 +1,5 @@
 """Real jobs whose workers morph in place: the losses of one process, the same process ids, no checkpoint."""
 
-import os
-import signal
 from pathlib import Path
 
 from tests.morph.jobs import TRAIN, Job, check
@@ -68,19 +66,3 @@ def test_scripts_that_pass_tensors_restart_and_the_log_says_why(
         assert "cannot morph in place: rank 0: " in job.wait_for("warm restart: ")
         job.wait_for_change("generation: 2: 1 stage x 1 replica")
         check(job, reference)
-
-
-def test_a_killed_worker_costs_no_step_and_no_restart_of_the_others(
-    tmp_path: Path, reference: dict[int, float]
-) -> None:
-    """HOT-3, HOT-4: rank 0 is killed, the others go on, and its machine joins again."""
-    options = ("--save-every", "off")
-    with Job(tmp_path, machines=3, script=NEVER_SAVES + FETCHES, options=options) as job:
-        job.wait_for_steps(5)
-        pids = job.worker(2), job.worker(3)
-        os.kill(job.worker(1), signal.SIGKILL)
-        job.wait_for_all("recovering: rank 0", "morphed: 2: in place", "morphed: 3: in place")
-        job.wait_for_steps(3)
-        assert (job.worker(2), job.worker(3)) == pids
-        check(job, reference)
-    assert not saved(tmp_path)

@@ -1,7 +1,5 @@
 """The manager side of morphs in place, with real managers and agents, and workers that only obey orders."""
 
-import os
-import signal
 from pathlib import Path
 
 from tests.morph.jobs import Job
@@ -39,8 +37,8 @@ while joins or not Path("hurry").exists():
 """
 
 
-def test_workers_keep_their_processes_while_machines_join_leave_and_fail(tmp_path: Path) -> None:
-    """HOT-1, HOT-2, HOT-3, HOT-5: also their logs, under the new ranks; no worker is saved or restarted."""
+def test_workers_keep_their_processes_while_machines_join_and_leave(tmp_path: Path) -> None:
+    """HOT-1, HOT-2, HOT-5: also their logs, under the new ranks; no worker is saved or restarted."""
     with Job(tmp_path, machines=2, script=OBEY) as job:
         job.wait_for("[rank 0] pid")
         (tmp_path / "bad_joiners").touch()
@@ -61,10 +59,6 @@ def test_workers_keep_their_processes_while_machines_join_leave_and_fail(tmp_pat
         log = job.varuna("logs", "1")
         assert f"pid {third}\n" in log.stdout, log
         assert f"pid {third} is rank 1 of 2 in 4" in log.stdout
-        os.kill(third, signal.SIGKILL)
-        assert "rank 1 (stage 0, replica 1) was killed by SIGKILL" in job.wait_for("recovering: ")
-        job.wait_for_all("morphed: 5: in place", "preparing: 127.0.0.3", "morphed: 6: in place")
-        assert job.worker(2) == second and job.worker(3) != third
         assert job.finish() == 0, job.text
-    assert "saving" not in job.text and len(job.generations) == 5
+    assert "saving" not in job.text and len(job.generations) == 3
     assert job.processes_left() == []

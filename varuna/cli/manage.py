@@ -130,7 +130,7 @@ def open_contact(
 
 
 def settings_of(job: JobSpec) -> ManagerSettings:
-    settings = ManagerSettings(morphs=job.morphing, hot=job.hot)
+    settings = ManagerSettings(morphs=job.morphing, hot=job.hot, hot_losses=False)
     if job.hang_seconds is not None:
         settings = msgspec.structs.replace(settings, hang_seconds=job.hang_seconds)
     if job.starter != "ssh":

@@ -24,6 +24,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     morphs: bool = True  # False: keep the first machines, and end the job at the first failure
     hot: bool = False  # workers that can morph in place keep their processes and their state
+    hot_losses: bool = True  # survivors of a lost rank go on in place, too
     prepare_seconds: float = 600.0  # joiners must build their model within this time
     morph_seconds: float = 60.0  # limit of a morph in place, and at least `hang_steps` step times
     replan_seconds: float = 10.0  # limit of a plan for the survivors of a loss

@@ -45,7 +45,8 @@ def can_recover(decision: Decision, lost_machine: str = "") -> bool:
     would be raised again. Ranks commit their steps, and so can survive a loss, if every stage has replicas.
     """
     state, generation = decision.state, decision.generation
-    if not decision.settings.hot or not decision.settings.morphs or state.verdict is not None:
+    settings = decision.settings
+    if not (settings.hot and settings.hot_losses and settings.morphs) or state.verdict is not None:
         return False
     if any(
         o.failure is not None and (o.failure.error or (o.failure.exit_code or 0) >= 0) for o in state.failures
