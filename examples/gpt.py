@@ -119,11 +119,11 @@ def train(
     optimizer, scheduler = make_optimizer(wrapped.parameters(), steps)
     wrapped.set_optimizer(optimizer)
     wrapped.register("scheduler", scheduler)
-    first = wrapped.resume(store) if store else 0
+    if store:
+        wrapped.resume(store)
     order = SampleOrder(len(data), batch_size=batch_size, seed=SEED)
-    mine = {"replica": wrapped.rank_within_stage, "num_replicas": wrapped.data_depth}
-    for step, indices in enumerate(order.batches(**mine, first_step=first, num_steps=steps - first), first):
-        loss, overflow = wrapped.step({"tokens": data[indices]}, clip_grad_max_norm=1.0)
+    for step, inputs in wrapped.batches(lambda samples: {"tokens": data[samples]}, order, steps=steps):
+        loss, overflow = wrapped.step(inputs, clip_grad_max_norm=1.0)
         if not overflow:
             optimizer.step()
             scheduler.step()
@@ -131,6 +131,7 @@ def train(
         if store and (step + 1) % save_every == 0:
             wrapped.checkpoint(store, tempdir="memory", keep_last=3)  # training goes on meanwhile
         yield f"step {step}", loss
+    mine = {"replica": wrapped.rank_within_stage, "num_replicas": wrapped.data_depth}
     share = SampleOrder(batch_size, batch_size=batch_size, shuffle=False).replica(step=0, **mine)
     yield "held-out", wrapped.evaluate({"tokens": held_out[share]})
 

@@ -33,6 +33,7 @@ class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     machine: str | None = None  # as the machine list names it
     agent_socket: str | None = None  # abstract Unix socket that takes preemption notices
     progress_file: str | None = None  # shared memory page that the agent reads
+    hot: str | None = None  # "1": workers that can morph in place wait for an order when a rank is lost
     joins: str | None = None  # "1": this worker joins a running job; it waits for a `varuna.types.MorphOrder`
 
     # Set by users.

@@ -1,8 +1,11 @@
 """A job whose generations change in place, in the processes of the pool; the test gives the orders."""
 
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from tests.tasks import SEED, global_batch, make_optimizer, remembering, take
 from tests.toys import make_inputs, make_model
 from varuna import Varuna
 from varuna.environment import VarunaEnvironment
+from varuna.errors import PeerLost
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.types import Layout, MorphOrder, parse_stage_map
@@ -27,10 +31,54 @@ class Generation(NamedTuple):
     mapping: str
     members: tuple[int, ...]  # process of each rank
     steps: int = 2
+    lost: tuple[int, ...] = ()  # processes that die in the first step of this generation
 
     @property
     def layout(self) -> Layout:
         return Layout(parse_stage_map(self.mapping), BATCH, CHUNK)
+
+
+class Killed(Exception):
+    """This process plays one that was killed."""
+
+
+def own_sockets() -> set[int]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(entry).startswith("socket:"):
+                found.add(int(entry.name))
+    return found
+
+
+def die(kept: set[int]) -> None:
+    """Close all connections without a goodbye, as the kernel does for a killed process."""
+    for fd in own_sockets() - kept:
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.shutdown(socket.SHUT_RDWR)
+    raise Killed
+
+
+def give_when_waiting(progress: ProgressReader, orders: OrderWriter, order: MorphOrder) -> None:
+    """Play the agent: give the order when the worker has noticed the loss."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not progress.read().waits:
+        time.sleep(0.002)
+    orders.give(order)
+
+
+def break_commit(wrapped: Varuna) -> None:
+    """Let the next commit fail on this rank after it has reached all others."""
+    session, gather = wrapped._session, wrapped._session.gather_numbers
+
+    def broken(numbers: Sequence[float]) -> list[list[float]]:
+        found = gather(numbers)
+        if wrapped._trainer.uncommitted is not None:
+            raise PeerLost("another rank ended")
+        return found
+
+    session.gather_numbers = broken  # type: ignore[method-assign]
 
 
 def order_of(generations: Sequence[Generation], index: int, process: int, port: int) -> MorphOrder:
@@ -43,7 +91,12 @@ def order_of(generations: Sequence[Generation], index: int, process: int, port: 
         last_layout=last.layout,
         rank=following.members.index(process) if process in following.members else None,
         previous=tuple(ranks.get(member) for member in following.members),
-        leaving=tuple(rank for rank, member in enumerate(last.members) if member not in following.members),
+        leaving=tuple(
+            rank
+            for rank, member in enumerate(last.members)
+            if member not in following.members and member not in following.lost
+        ),
+        lost=tuple(ranks[member] for member in following.lost),
         master_addr="127.0.0.1",
         master_port=port,
         environment={**VarunaEnvironment(generation=index + 1, chunk_size=CHUNK).write()},
@@ -58,7 +111,7 @@ def managed(folder: str, first: Generation, process: int, ports: Sequence[int], 
     before = dict(os.environ)
     page = Path(folder) / f"progress_{process}"
     ours = VarunaEnvironment(
-        progress_file=str(page), generation=1, chunk_size=CHUNK, joins="1" if joins else None
+        progress_file=str(page), generation=1, chunk_size=CHUNK, joins="1" if joins else None, hot="1"
     )
     os.environ.update(
         RANK=str(0 if joins else first.members.index(process)),
@@ -90,11 +143,21 @@ def play(
     accumulate: int = 1,
     clip: float | None = None,
     clips_itself: bool = False,
+    registers: bool = True,
+    dies_in: str = "",  # "fetch", "backward" or "commit"
     model_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train through all generations; this process takes part in some of them."""
-    process, world = dist.get_rank(), dist.get_world_size()
+    process, world, kept = dist.get_rank(), dist.get_world_size(), own_sockets()
+    starts = [sum(one.steps for one in generations[:index]) for index in range(len(generations))]
+    doomed = {start for start, one in zip(starts, generations, strict=True) if process in one.lost}
+
+    def delay(op: str, number: int) -> float:
+        if dies_in == "backward" and op == "B" and number == 1 and wrapped.iteration in doomed:
+            die(kept)
+        return 0.0
+
     with managed(folder, generations[0], process, ports, world) as joins:
         page = Path(os.environ["VARUNA_PROGRESS_FILE"])
         progress, orders = ProgressReader(page, process), OrderWriter(page)
@@ -104,14 +167,22 @@ def play(
             wrapped = Varuna(
                 *(model, generations[0].mapping, sample, BATCH, CHUNK),
                 **{"device": "cpu", "seed": SEED + joins, "timeout_seconds": 30, **options},
+                compute_delay=delay,
             )
         opt = make_optimizer(optimizer, wrapped.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.7)
-        wrapped.register("schedule", schedule)
+        if registers:
+            wrapped.register("schedule", schedule)
         wrapped.set_optimizer(opt, init_loss_scale=1024)
         listed = list(wrapped.parameters())  # once, as many scripts do
         ends = [sum(one.steps for one in generations[: index + 1]) for index in range(len(generations))]
         enters = [index for index in range(1, len(generations)) if process in generations[index].members]
+        for index, one in enumerate(generations):
+            if one.lost and process in generations[index - 1].members and process not in one.lost:
+                order = order_of(generations, index, process, ports[index])
+                threading.Thread(
+                    target=give_when_waiting, args=(progress, orders, order), daemon=True
+                ).start()
         if joins:
             orders.give(order_of(generations, enters[0], process, ports[enters[0]]))
         groups = [(id(group), id(group["params"])) for group in opt.param_groups]
@@ -119,6 +190,8 @@ def play(
 
         def fetch(samples: Any) -> dict[str, object]:
             step, first = divmod(samples.start, BATCH)
+            if step in doomed and dies_in in ("fetch", "commit"):
+                die(kept)
             inputs = global_batch(name, step, BATCH, dtype)
             return take(inputs, range(first, first + len(samples)), BATCH)
 
@@ -128,15 +201,17 @@ def play(
                 ids = {n: id(p) for n, p in wrapped.named_parameters()}
                 result["kept"].append(all(ids[n] == known[n] for n in ids.keys() & known.keys()))
                 known = ids
-                result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
-                if step + 1 in ends[:-1]:
+                if step + 1 in ends[:-1] and not generations[ends.index(step + 1) + 1].lost:
                     index = ends.index(step + 1) + 1
                     orders.give(order_of(generations, index, process, ports[index]))
+                if dies_in == "commit" and process == 0 and generations[1].lost and step + 1 == ends[0]:
+                    break_commit(wrapped)
                 loss, overflow = wrapped.step(inputs, clip_grad_max_norm=None if clips_itself else clip)
                 assert not overflow
                 if clips_itself and clip is not None:
                     torch.nn.utils.clip_grad_norm_(listed, clip)
                 result["losses"][step] = loss
+                result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
                 if (step + 1) % accumulate == 0:
                     opt.step()
                     wrapped.zero_grad()
@@ -144,6 +219,8 @@ def play(
             result["state"] = wrapped.full_state_dict()
         except SystemExit as end:
             result["exit"] = end.code
+        except Killed:
+            result["killed"] = True
         result["seconds"] = progress.read().morph_seconds
         result["bytes"] = progress.read().morph_bytes
         result["generation"] = progress.read().generation

@@ -5,6 +5,7 @@ It takes every caller that sends the right small number for a rank. A filter in 
 packets of new connections; connections that exist are not affected. This module handles sockets only.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -39,8 +40,22 @@ def close_gloo_listeners() -> int:
     return closed
 
 
+def shut_gloo_connections() -> int:
+    """End all connections of gloo, so that operations that wait for a peer fail. Return their number."""
+    connections = gloo_sockets(listening=False)
+    for fd in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            found.shutdown(socket.SHUT_RDWR)
+    return len(connections)
+
+
 def gloo_listeners() -> list[int]:
-    """Return the file descriptors of gloo's listening sockets.
+    """Return the file descriptors of gloo's listening sockets."""
+    return gloo_sockets(listening=True)
+
+
+def gloo_sockets(*, listening: bool) -> list[int]:
+    """Return the file descriptors of gloo's sockets: those that listen, or those that are connected.
 
     They are TCP, in an epoll set, and would be inherited by other programs. Sockets of Python, libuv (torch's
     store) and gRPC are not inherited; those of NCCL are in no epoll set.
@@ -58,7 +73,8 @@ def gloo_listeners() -> list[int]:
     for fd, kind in kinds.items():
         if kind == "anon_inode:[eventpoll]":
             polled |= _polled_by(fd)
-    return sorted(fd for fd in polled if kinds.get(fd, "").startswith("socket:") and _is_gloo_like(fd))
+    sockets = (fd for fd in polled if kinds.get(fd, "").startswith("socket:"))
+    return sorted(fd for fd in sockets if _is_gloo_like(fd, listening=listening))
 
 
 def _polled_by(epoll: int) -> set[int]:
@@ -69,14 +85,13 @@ def _polled_by(epoll: int) -> set[int]:
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
 
 
-def _is_gloo_like(fd: int) -> bool:
+def _is_gloo_like(fd: int, *, listening: bool) -> bool:
     try:
         if fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
             return False
         with socket.socket(fileno=os.dup(fd)) as found:
-            return found.family in (socket.AF_INET, socket.AF_INET6) and bool(
-                found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            )
+            listens = bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            return found.family in (socket.AF_INET, socket.AF_INET6) and listens == listening
     except OSError:  # another thread has closed it
         return False
 

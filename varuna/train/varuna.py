@@ -20,11 +20,13 @@ from varuna.capture.model.stage_module import StageModule, stage_module
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
+from varuna.errors import PeerLost
 from varuna.execute.device.facts import find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
+from varuna.execute.update.reduce import StepTotals
 from varuna.execute.update.shard import shard_optimizer as shard
 from varuna.morph.run.order_page import open_orders
 from varuna.morph.run.progress_page import open_progress
@@ -36,6 +38,9 @@ from varuna.train.gather import gather_model
 from varuna.train.hot.eligible import report_if_hot, why_not_hot
 from varuna.train.hot.fetch import Fetch, FetchedInputs
 from varuna.train.hot.follow_orders import follow_order, join
+from varuna.train.hot.morph import compare_groups, morph
+from varuna.train.hot.moving import hash_groups
+from varuna.train.hot.recover import StepBackup, note_loss, recover, survives_losses
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
@@ -55,6 +60,7 @@ from varuna.train.validate import (
 )
 from varuna.types import (
     ChannelName,
+    MorphOrder,
     OnNan,
     Op,
     PrecisionName,
@@ -129,6 +135,9 @@ class Varuna(nn.Module):
     average_loss: float | None = None  # of the last step
     _overflow = False
     _fetches = False  # the library asks for the inputs of each step
+    _joined_at: int | None = None  # the step at which ranks have joined lately
+    _in_batches = False  # the script iterates over `batches`
+    _pending_order: MorphOrder | None = None  # to be carried out before the next step
     _reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
 
     @takes_get_batch_fn
@@ -209,6 +218,7 @@ class Varuna(nn.Module):
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
+        self._waits_for_orders = environment.hot == "1"
         self._progress = open_progress()
         self._orders = orders = open_orders()
         self._copies = weakref.WeakSet[StageCopy]()
@@ -323,9 +333,37 @@ class Varuna(nn.Module):
         """
         if with_norm and clip_grad_max_norm is None:
             clip_grad_max_norm = math.inf
-        self._fetches = callable(inputs) or isinstance(inputs, FetchedInputs)
+        can_fetch = callable(inputs) or isinstance(inputs, FetchedInputs)
+        self._fetches = can_fetch or self._in_batches
         self._reporter.pace.enter(time.perf_counter())
-        self._run_requests()
+        totals = None
+        while totals is None:
+            self._run_requests(can_fetch=can_fetch)
+            totals = self._attempt(inputs, order, clip_grad_max_norm, can_fetch=can_fetch)
+        # Not by __setattr__, which looks for the names in the model first.
+        vars(self).update(grad_norm=totals.norm, average_loss=totals.loss, _overflow=totals.overflow)
+        if self._progress.watched:
+            self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
+            report_if_hot(self)
+        if with_norm:
+            return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
+        return totals.loss, totals.overflow
+
+    def _attempt(
+        self,
+        inputs: Mapping[str, object] | Fetch,
+        order: SampleOrder | None,
+        max_norm: float | None,
+        *,
+        can_fetch: bool,
+    ) -> StepTotals | None:
+        """Run a step. Returns None if a rank was lost, and this rank must run the step again.
+
+        `can_fetch`: the library can fetch the inputs of another share.
+        """
+        backup = StepBackup(self) if can_fetch and survives_losses(self) else None
+        lost: PeerLost | None = None
+        totals: StepTotals | None = None
         with self._session.call("step", announce=False), self._report_errors("step"):
             self._progress.enter()
             inputs = self._fetched(inputs, order)
@@ -338,24 +376,26 @@ class Varuna(nn.Module):
             batch = self._programs.batch(inputs)
             check_share(batch.size, self._session, self.plan)
             self._programs.update_traits(self._trainer, inputs, batch)
-            totals = self._trainer.step(
-                inputs,
-                num_samples=batch.size,
-                dims=batch.dims,
-                training=self.training,
-                loss_scale=self._loss_scale,
-                max_norm=clip_grad_max_norm,
-            )
-            self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
-            self._reporter.report_if_due()
-        # Not by __setattr__, which looks for the names in the model first.
-        vars(self).update(grad_norm=totals.norm, average_loss=totals.loss, _overflow=totals.overflow)
-        if self._progress.watched:
-            self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
-            report_if_hot(self)
-        if with_norm:
-            return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
-        return totals.loss, totals.overflow
+            self._trainer.commits = backup is not None
+            try:
+                compare_groups(self)
+                totals = self._trainer.step(
+                    inputs,
+                    num_samples=batch.size,
+                    dims=batch.dims,
+                    training=self.training,
+                    loss_scale=self._loss_scale,
+                    max_norm=max_norm,
+                )
+                self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
+                self._reporter.report_if_due()
+            except PeerLost as error:
+                if backup is None or not note_loss(self, error):
+                    raise
+                lost = error
+        if totals is None and lost is not None:  # after a step, the next one notices the loss again
+            return recover(self, lost, backup)
+        return totals
 
     def batches(
         self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None
@@ -367,21 +407,24 @@ class Varuna(nn.Module):
 
         `fetch` and `order` are those of `step`. Train each batch once before the next one.
         """
-        last = -1
-        while True:
-            self._fetches = True
-            self._run_requests()
-            if steps is not None and self.iteration >= steps:
-                return
-            if self.iteration == last:
-                raise RuntimeError(
-                    f"the batch of step {last} was not trained (call model.step(inputs) for each batch, or "
-                    "use a loop of your own with model.step(fetch))"
-                )
-            last = self.iteration
-            with self._report_errors("fetching the inputs"):
-                inputs = self._fetched(fetch, order)
-            yield last, inputs
+        last, self._in_batches = -1, True
+        try:
+            while True:
+                self._fetches = True
+                self._run_requests(can_fetch=True)
+                if steps is not None and self.iteration >= steps:
+                    return
+                if self.iteration == last:
+                    raise RuntimeError(
+                        f"the batch of step {last} was not trained (call model.step(inputs) for each batch, "
+                        "or use a loop of your own with model.step(fetch))"
+                    )
+                last = self.iteration
+                with self._report_errors("fetching the inputs"):
+                    inputs = self._fetched(fetch, order)
+                yield last, inputs
+        finally:
+            self._in_batches = False
 
     def _fetched(
         self, inputs: Mapping[str, object] | Fetch, order: SampleOrder | None
@@ -399,20 +442,32 @@ class Varuna(nn.Module):
         join(self)
         return True
 
-    def _run_requests(self) -> None:
+    def _run_requests(self, *, can_fetch: bool) -> None:
         """Run the requests that all ranks have seen in the last step. All ranks call this between steps."""
         self._join()
+        if self._pending_order is not None:
+            pending, self._pending_order = self._pending_order, None
+            morph(self, pending)
         usr1.hold()
         if not self._trainer.reducer.request_seen:
             return
         with self._session.call("step", announce=False), self._report_errors("step"):
             self._trainer.reducer.request_seen = False
-            can = self._optimizer is not None and not why_not_hot(self)
-            morphs = self._saver.run_requests(
-                has_order=self._orders.is_pending,
-                groups=len(self._optimizer.param_groups) if can and self._optimizer else None,
-            )
-        if morphs:
+            optimizer = None if not can_fetch or why_not_hot(self) else self._optimizer
+            lost: PeerLost | None = None
+            morphs = False
+            try:
+                morphs = self._saver.run_requests(
+                    has_order=self._orders.is_pending,
+                    groups=hash_groups(optimizer),
+                )
+            except PeerLost as error:
+                if not (can_fetch and survives_losses(self) and note_loss(self, error)):
+                    raise
+                lost = error
+        if lost is not None:
+            recover(self, lost, None)
+        elif morphs:
             follow_order(self)
         self._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
 

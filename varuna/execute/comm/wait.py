@@ -37,6 +37,7 @@ class Waiter:
         self.failure: WorkerError | None = None  # set by the board's watcher thread
         self.call = ""  # the current call of the script that all ranks must make
         self.call_number = 0
+        self.cause_seconds = CAUSE_SECONDS
         self._patience = 1.0
         self._has_ended: Callable[[], bool] | None = None  # of a collective that may have been abandoned
 
@@ -137,7 +138,7 @@ class Waiter:
         if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
             raise error
         self._compare_call()
-        posted = self.failure or self.board.read_error(wait_seconds=CAUSE_SECONDS)
+        posted = self.failure or self.board.read_error(wait_seconds=self.cause_seconds)
         if posted is not None:
             raise posted from error
         if isinstance(error, PeerLost):

@@ -3,21 +3,24 @@
 All of torch.distributed's part of a morph is here: torch is about to get a function that reconfigures groups.
 """
 
+import os
 from datetime import timedelta
 from typing import Any, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
+from varuna import codec
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import prove_members
 from varuna.execute.comm.job_store import close_job_stores
 from varuna.execute.comm.session import Session
-from varuna.secure.listeners import close_gloo_listeners
+from varuna.secure.listeners import close_gloo_listeners, shut_gloo_connections
 from varuna.types import MorphOrder
 
 _own_world = 0  # identity of the group that the library has made
@@ -36,13 +39,39 @@ def owns_world() -> bool:
     return not dist.is_initialized() or id(dist.group.WORLD) == _own_world
 
 
-def leave_generation(session: Session) -> None:
-    """Say goodbye to the other ranks, and close links, groups and stores."""
+def leave_generation(session: Session, *, abandons: bool = False) -> None:
+    """Say goodbye to the other ranks, and close links, groups and stores.
+
+    `abandons`: all ranks have abandoned their operations. Some may wait for a peer that is gone or has given
+    up, and gloo would wait for them when a group is freed.
+    """
     session.close()
+    if abandons:
+        shut_gloo_connections()
     session.group = session.replicas = None
     if dist.is_initialized():
         dist.destroy_process_group()
     close_job_stores()
+
+
+class SurvivorStep(msgspec.Struct, frozen=True):
+    """The progress of a rank that survives the loss of another one."""
+
+    iteration: int  # number of finished steps
+    whole: bool  # its gradients of the next step are whole, and it took part in the commit
+
+
+def exchange_steps(
+    order: MorphOrder, old_rank: int, own: SurvivorStep, *, seconds: float
+) -> list[SurvivorStep]:
+    """Return the progress of all survivors, through the store of the next generation."""
+    timeout = timedelta(seconds=seconds)
+    survivors = sorted({*(rank for rank in order.previous if rank is not None), *order.leaving})
+    os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
+    found, _, _ = next(iter(rendezvous("env://", old_rank, len(survivors), timeout=timeout)))
+    store = distributed_c10d.PrefixStore("steps", found)
+    store.set(str(old_rank), codec.encode(own))
+    return [codec.decode(store.get(str(rank)), SurvivorStep, f"step of rank {rank}") for rank in survivors]
 
 
 def enter_generation(order: MorphOrder, old_rank: int, *, timeout_seconds: float) -> Collective:

@@ -92,6 +92,8 @@ class Trainer:
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
     norm: ModelNorm | None = None  # None: torch's clipping functions are not used
+    commits: bool = False  # a step counts when all ranks know that the gradients of all are whole
+    uncommitted: StepTotals | None = None  # of a step whose gradients are whole here, until its commit
     _checked: set[bool] = field(default_factory=set)  # a batch of evaluation (False), of training (True)
     _known_programs: set[int] = field(default_factory=set)
 
@@ -115,7 +117,7 @@ class Trainer:
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
             jobs = with_totals(jobs, shares.totals)
         self.reducer.begin()
-        before = self._copy_buffers() if self.losses.skips else {}
+        before = self.copy_buffers() if self.losses.skips else {}
         with self._patience(jobs), self._synchronized_buffers(shares):
             self._run(jobs, shares.total_weight, loss_scale)
             self.engine.where = f"stage {self.session.stage}, reducing the gradients"
@@ -131,13 +133,17 @@ class Trainer:
             self.engine.recorder.add("reduce", -1, started, time.perf_counter())
         loss_scale.update(overflow=totals.overflow)
         if not math.isfinite(totals.loss):
-            self._restore_buffers(before)
+            self.restore_buffers(before)
         self.losses.handle(
             totals.loss,
             self.iteration,
             self.reducer.weights,
             lambda search: self._repeat_forward(search, inputs, num_samples, dims, training, shares),
         )
+        if self.commits:
+            self.uncommitted = totals
+            self.session.gather_numbers([float(self.iteration)])
+            self.uncommitted = None
         self.iteration += 1
         return totals
 
@@ -192,17 +198,17 @@ class Trainer:
     def _buffers_restored(self, jobs: Sequence[MicroBatchJob]) -> Iterator[None]:
         """Restore buffers afterwards: a model may change them in evaluation too."""
         names = dict.fromkeys(name for job in jobs for name in job.program.mutated)
-        before = self._copy_buffers(names)
+        before = self.copy_buffers(names)
         try:
             yield
         finally:
-            self._restore_buffers(before)
+            self.restore_buffers(before)
 
-    def _copy_buffers(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    def copy_buffers(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Copy buffers; None: those that forwards change."""
         return {name: self.state.tensor(name).clone() for name in (self.mutated if names is None else names)}
 
-    def _restore_buffers(self, before: Mapping[str, Tensor]) -> None:
+    def restore_buffers(self, before: Mapping[str, Tensor]) -> None:
         for name, value in before.items():
             self.state.tensor(name).data.copy_(value)
 

@@ -24,7 +24,7 @@ from varuna.execute.rebuild.generation import enter_generation, leave_generation
 from varuna.execute.rebuild.handover import hand_over
 from varuna.morph.run.order_page import apply_environment
 from varuna.train import build
-from varuna.train.hot.moving import MovingState, group_options, set_group_options
+from varuna.train.hot.moving import MovingState, group_options, hash_groups, set_group_options
 from varuna.train.layout import Prediction
 from varuna.train.programs import CapturedModel
 from varuna.train.report import Reporter
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("varuna")
 
 
+COMPARED_STEPS = 4096
+"""Compare the optimizers of all ranks for this many steps after a join: in steps 1, 2, 4, 8, ..."""
+
+
 def morph(model: "Varuna", order: MorphOrder) -> None:
     """Carry out an order. All ranks of the old generation that live, and all joiners, call this.
 
@@ -48,7 +52,7 @@ def morph(model: "Varuna", order: MorphOrder) -> None:
     old, environment = model._session, VarunaEnvironment.read(os.environ)
     model._programs.tensors.follow()  # values that the script has assigned
     follows_launcher = environment.chunk_size == model._options.microbatch_size
-    leave_generation(old)
+    leave_generation(old, abandons=bool(order.lost))
     apply_environment(order, os.environ)
     os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
     if order.rank is not None:
@@ -66,6 +70,8 @@ def morph(model: "Varuna", order: MorphOrder) -> None:
     except Exception as error:
         session.report_error(error, f"stage {session.stage}, entering generation {order.generation}")
         raise
+    if None in order.previous:
+        model._joined_at = model._trainer.iteration
     seconds = time.perf_counter() - started
     model._progress.morphed(order.generation, seconds=seconds, num_bytes=num_bytes)
     log.info(
@@ -89,7 +95,8 @@ def _rebuild(model: "Varuna", session: Session, options: WrapOptions, group: Col
     """Build this rank's part of the next layout; return the bytes that arrived from other ranks."""
     environment = VarunaEnvironment.read(os.environ)
     is_joiner = model._session.provisional
-    sampled = _same_model(model._programs.sampled, session)
+    groups = "" if is_joiner else hash_groups(model._optimizer) or ""
+    sampled = _same_model(model._programs.sampled, session, groups)
     plan, prediction = build.choose_plan(sampled, options, session, environment)
     own = plan.stages[session.stage]
     state = moved_state(
@@ -108,17 +115,45 @@ def _rebuild(model: "Varuna", session: Session, options: WrapOptions, group: Col
     return num_bytes
 
 
-def _same_model(sampled: CapturedModel, session: Session) -> CapturedModel:
-    """Check that joiners have the same model; return it with the machines of the next generation."""
+def _same_model(sampled: CapturedModel, session: Session, groups: str) -> CapturedModel:
+    """Check that joiners have the same model; return it with the machines of the next generation.
+
+    `groups`: hash of the optimizer's groups; "" on a joiner, which takes the options of the others.
+    """
     own = sampled.captured.graph.fingerprint
-    everyone = session.gather((own, machine_identity()), tuple[str, str])
-    differing = [rank for rank, (other, _) in zip(session.ranks, everyone, strict=True) if other != own]
+    everyone = session.gather((own, machine_identity(), groups), tuple[str, str, str])
+    differing = [rank for rank, (other, _, _) in zip(session.ranks, everyone, strict=True) if other != own]
     if differing:
         raise WorkerError(
             f"ranks {differing} have wrapped another model than rank {session.rank} (run the same version of "
             "the script on all machines)"
         )
-    return sampled._replace(machines=[machine for _, machine in everyone])
+    if len({found for _, _, found in everyone if found}) > 1:
+        raise WorkerError(
+            "the optimizers of the ranks have different parameter groups, so their parameters cannot move in "
+            "place (make the same groups, with the same options, on all ranks)"
+        )
+    return sampled._replace(machines=[machine for _, machine, _ in everyone])
+
+
+def compare_groups(model: "Varuna") -> None:
+    """Check in some steps after a join that the optimizers of all ranks have the same hyper-parameters.
+
+    A learning rate scheduler that is not registered starts from step 0 on a joiner.
+    """
+    if model._joined_at is None:
+        return
+    since = model._trainer.iteration - model._joined_at
+    if since < 1 or since & (since - 1):
+        return
+    if since >= COMPARED_STEPS:
+        model._joined_at = None
+    found = model._session.gather(hash_groups(model._optimizer) or "", str)
+    if len(set(found)) > 1:
+        raise WorkerError(
+            "since a worker has joined, the ranks have different learning rates or other options of the "
+            "optimizer (register the learning rate scheduler: model.register('schedule', scheduler))"
+        )
 
 
 def _use(

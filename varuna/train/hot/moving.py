@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from varuna.capture import StageState
-from varuna.checkpoint.format.optimizer import SPEED_OPTIONS
+from varuna.checkpoint.format.manifest import hash_of
+from varuna.checkpoint.format.optimizer import SPEED_OPTIONS, pack_groups
 from varuna.checkpoint.format.tree import pack, unpack
 from varuna.errors import WorkerError
 from varuna.execute.rebuild.handover import Unit
@@ -137,6 +138,16 @@ class MovingState:
 def _group_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
     groups = optimizer.param_groups
     return {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+
+
+def hash_groups(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return a hash of the hyper-parameters of all groups; None if there are none, or they cannot be sent."""
+    if optimizer is None:
+        return None
+    try:
+        return hash_of(b"\0".join(pack_groups(optimizer)))
+    except TypeError:
+        return None
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class RankRequest:
     autosave_store: str | None = None  # where an autosave is due
     fits_in_memory: bool = True  # a snapshot fits, so an autosave can run in the background
     has_order: bool = False  # the manager wants the ranks to enter the next generation
-    groups: int | None = None  # number of the optimizer's groups; None: this rank cannot morph in place
+    groups: str | None = None  # hash of the optimizer's groups; None: this rank cannot morph in place
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,10 @@ class Saver:
         self._session.close()
         usr1.release(self.requests)
 
-    def run_requests(self, *, has_order: bool = False, groups: int | None = None) -> bool:
+    def run_requests(self, *, has_order: bool = False, groups: str | None = None) -> bool:
         """Run the requests of all ranks. All ranks call this. Raises SystemExit if the job must end.
 
-        `has_order`: this rank has an order to morph. `groups`: number of the optimizer's groups, None if this
+        `has_order`: this rank has an order to morph. `groups`: hash of the optimizer's groups, None if this
         rank cannot morph in place. Returns True if all ranks must enter the next generation now.
         """
         self._trainer.engine.where = f"stage {self._session.stage}, a save request between two steps"
