@@ -68,13 +68,16 @@ def give_when_waiting(progress: ProgressReader, orders: OrderWriter, order: Morp
     orders.give(order)
 
 
-def break_commit(wrapped: Varuna) -> None:
-    """Let the next commit fail on this rank after it has reached all others."""
+def break_commit(wrapped: Varuna, others: Sequence[Path]) -> None:
+    """Let the next commit fail on this rank after it has succeeded on others, which write files then."""
     session, gather = wrapped._session, wrapped._session.gather_numbers
 
     def broken(numbers: Sequence[float]) -> list[list[float]]:
         found = gather(numbers)
         if wrapped._trainer.uncommitted is not None:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline and not all(path.exists() for path in others):
+                time.sleep(0.002)
             raise PeerLost("another rank ended")
         return found
 
@@ -205,12 +208,14 @@ def play(
                     index = ends.index(step + 1) + 1
                     orders.give(order_of(generations, index, process, ports[index]))
                 if dies_in == "commit" and process == 0 and generations[1].lost and step + 1 == ends[0]:
-                    break_commit(wrapped)
+                    break_commit(wrapped, [Path(folder) / f"done_{other}" for other in (1, 2)])
                 loss, overflow = wrapped.step(inputs, clip_grad_max_norm=None if clips_itself else clip)
                 assert not overflow
                 if clips_itself and clip is not None:
                     torch.nn.utils.clip_grad_norm_(listed, clip)
                 result["losses"][step] = loss
+                if step + 1 == ends[0]:
+                    (Path(folder) / f"done_{process}").touch()
                 result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
                 if (step + 1) % accumulate == 0:
                     opt.step()
