@@ -695,7 +695,7 @@ class MorphOrder(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[int, ...] = ()  # old ranks that are gone: the others may be in different steps
     master_addr: str  # store of the next generation
     master_port: int
-    environment: Mapping[str, str] = {}  # all variables of this worker that change: RANK, VARUNA_PLAN, ...
+    environment: Mapping[str, str] = {}  # all variables of this worker that change: RANK, the plan, ...
     why: str = ""
 
     def __repr__(self) -> str:
