@@ -475,6 +475,49 @@ def test_a_loss_that_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPat
         Varuna(model, "0;", batch, BATCH, 2, device="cpu", from_cache=False)
 
 
+class DividedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / len(grad)
+
+
+COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted": lambda h: h.sort(0)[0],
+    "positions": lambda h: h * torch.arange(len(h)).view(-1, 1, 1),
+    "attention": lambda h: F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1),
+    "convolution": lambda h: F.conv1d(h.permute(1, 2, 0), torch.ones(6, 6, 3), padding=1).permute(2, 0, 1),
+    "triangle": lambda h: h.transpose(0, 1).tril().transpose(0, 1),
+    "backward": DividedGradient.apply,
+}
+
+
+@pytest.mark.parametrize("how", COUPLED)
+def test_operations_that_couple_samples_are_found_by_comparing(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EXA-2: no rule forbids these operations, because they can also work on single samples."""
+    monkeypatch.setitem(REFUSED, "refused", LOSSES["ignored labels"])
+    batch = {name: value.float() if name == "x" else value for name, value in make_batch(0).items()}
+    model = Tagger("refused")
+    model.cut.register_forward_hook(lambda module, args, h: COUPLED[how](h))
+    found = r"differs from the model itself" if how == "backward" else r"test_losses\.py:\d+.*from two parts"
+    with pytest.raises(CaptureError, match=found):
+        Varuna(model, "0;", batch, BATCH, 2, device="cpu", from_cache=False)
+
+
+def test_positions_that_only_choose_a_row_of_each_sample_are_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """EXA-2: `x[torch.arange(len(x)), last]` stays right."""
+    monkeypatch.setitem(REFUSED, "refused", lambda m, s, y, k: s[torch.arange(len(s)), k.sum(1) - 1].mean())
+    batch = {name: value.float() if name == "x" else value for name, value in make_batch(0).items()}
+    Varuna(Tagger("refused"), "0;", batch, BATCH, 2, device="cpu", from_cache=False).close()
+
+
 def test_large_mixtures_of_experts_are_known_to_be_separable(monkeypatch: pytest.MonkeyPatch) -> None:
     """EXA-2: counts of rows for each expert divide the rows of a micro-batch; nothing has to be compared."""
     monkeypatch.setattr(varuna.train.validate, "CHECKED_PARAMETERS", 20)

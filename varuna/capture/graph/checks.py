@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow, base_name
 from varuna.capture.graph.randomness import bound, draw
+from varuna.capture.trace.custom_function import FunctionCall
 from varuna.errors import CaptureError
 
 _ALONG_A_DIMENSION = frozenset(
@@ -96,6 +97,42 @@ def refuse_shuffled_samples(flat: FlatGraph) -> None:
                 "replicas have some of them only. Mix the samples in your script (x[order]), and pass both "
                 "as inputs."
             )
+
+
+def find_coupling(flat: FlatGraph) -> fx.Node | None:
+    """Return an operation that may couple samples, although rules allow it: sorting, positions in a batch.
+
+    None where BatchNorm couples the samples of a micro-batch anyway.
+    """
+    suspects = [node for node in flat.nodes if _may_couple(flat, node)]
+    names = {base_name(node) for node in flat.nodes} if suspects else set()
+    return suspects[0] if suspects and not any("batch_norm" in name for name in names) else None
+
+
+def _may_couple(flat: FlatGraph, node: fx.Node) -> bool:
+    name = base_name(node)
+    if isinstance(node.target, FunctionCall):  # its backward may use the number of samples
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if name == "arange":
+        return _has_samples(flat, node.meta.get("val"), slice(None))
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if name in ("sort", "argsort", "msort"):
+        dim = bound(node.target, node.args, node.kwargs).get("dim", 0 if name == "msort" else -1)
+        is_float = isinstance(value, Tensor) and value.is_floating_point()  # experts sort integers
+        return is_float and _has_samples(flat, value, slice(dim, dim + 1 or None))
+    if name.startswith(("conv", "_convolution")):
+        return _has_samples(flat, value, slice(1, None))
+    if name in ("tril", "triu") or "scaled_dot_product" in name:
+        return _has_samples(flat, value, slice(-2, None))
+    return False
+
+
+def _has_samples(flat: FlatGraph, value: Any, dims: slice) -> bool:
+    """Return whether one of these dimensions of a value has the batch in it."""
+    found = [flat.dim(size) for size in value.shape[dims]] if isinstance(value, Tensor) else []
+    return any(dim is not None and dim.per_sample for dim in found)
 
 
 def refuse_embedding_options(flat: FlatGraph) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from varuna.capture.graph.checks import where
+from varuna.capture.graph.checks import find_coupling, where
 from varuna.capture.graph.flat_graph import FlatGraph
 from varuna.capture.graph.flow import Flow, base_name, tensors_of
 from varuna.capture.graph.randomness import bound
@@ -120,6 +120,7 @@ class LossForm:
     kinds: Sequence[Fact]  # of each result
     edits: Sequence[Edit] = ()
     rows: frozenset[fx.Node] = frozenset()  # values of which each sample has a row, without doubt
+    coupling: fx.Node | None = None  # an operation that may couple samples; the rules allow it
 
     @property
     def sums(self) -> tuple[bool, ...]:
@@ -134,6 +135,10 @@ class LossForm:
 
 def find_form(flat: FlatGraph, flow: Flow, batched: Mapping[str, int]) -> LossForm:
     """Analyse a graph with a symbolic batch size; it stays as it is."""
+    return replace(_find_form(flat, flow, batched), coupling=find_coupling(flat))
+
+
+def _find_form(flat: FlatGraph, flow: Flow, batched: Mapping[str, int]) -> LossForm:
     analysis = _Analysis(flat, flow, batched)
     for node in flat.graph.nodes:
         analysis.visit(node)

@@ -47,13 +47,15 @@ def explain_parts(
 
     Where the graph proves it, nothing runs. The model and all random generators stay as they are. Of a model
     with more than `limit` parameters, or on `meta`, only the part after the last values of single samples
-    runs, on numbers in their place.
+    runs, on numbers in their place; operations that may couple samples, but need not, are not compared then.
     """
     doubts = [fact.doubt for fact in captured.loss.kinds if fact.doubt is not None]
-    if not doubts:
-        return None
     parameters = list(model.parameters())
     is_whole = not any(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) <= limit
+    if not doubts and captured.loss.coupling is not None and is_whole:
+        doubts = [captured.loss.coupling]
+    if not doubts:
+        return None
     program = captured.carve(0, captured.num_segments) if is_whole else captured.carve_tail()
     tensors = named_tensors(model)
     size = sum(tensors[name].numel() for name in program.state)
