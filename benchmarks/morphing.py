@@ -321,7 +321,6 @@ class InPlace(msgspec.Struct, frozen=True):
 
     joined: float  # pause between two steps
     left: float
-    killed: float  # to the end of the next step
     redone: int
 
 
@@ -337,14 +336,8 @@ def morph_in_place(lab: Lab) -> InPlace:
         job.add(last)
         joined = job.pause(now)
         job.steady()
-        pid, now = job.worker(1), time.time()
-        os.kill(pid, signal.SIGKILL)
-        job.num_hosts -= 1
-        killed = job.back(now).at - now
-        job.num_hosts += 1  # its machine joins again
-        job.steady()
         steps = [note.step for note in job.read("step")]
-        return InPlace(joined, left, killed, len(steps) - len(set(steps)))
+        return InPlace(joined, left, len(steps) - len(set(steps)))
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -434,7 +427,6 @@ def rows_of(lives: Sequence[Life]) -> list[Row]:
 
 def rows_in_place(lives: Sequence[Life]) -> list[Row]:
     found = [life.in_place for life in lives]
-    killed = [one.killed for one in found]
     return [
         row(
             "in place: machine added, pause between two steps",
@@ -448,13 +440,6 @@ def rows_in_place(lives: Sequence[Life]) -> list[Row]:
             [0.3],
             against=WANTED,
         ),
-        row(
-            "in place: kill -9 of a worker → next step",
-            killed,
-            [life.torchruns.killed for life in lives],
-            0.05,
-        ),
-        row("in place: kill -9 of a worker → next step", killed, [0.3], against=WANTED),
         row("in place: steps redone", [one.redone for one in found], [0.0], against="none", unit="steps"),
     ]
 
