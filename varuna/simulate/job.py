@@ -14,6 +14,8 @@ from varuna.morph import commands, events
 from varuna.morph.accounting import Accountant
 from varuna.morph.decide import decide_all
 from varuna.morph.interval import SaveRhythm
+from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.workers import keep_facts
 from varuna.morph.state import Heartbeat, JobState, ManagerSettings, Outcome, WorkerProgress
 from varuna.observe.ledger import Ledger
 from varuna.simulate.costs import Costs
@@ -300,7 +302,7 @@ class SimulatedJob(SimulatedMachines):
         training.boundary += self._costs.save_seconds
         training.saves_at = training.boundary + self._interval(training.boundary)
         step = training.iteration
-        self._push(training.boundary + self._costs.write_seconds, lambda now: self._written(step))
+        self._push(training.boundary + self._costs.write_seconds, lambda now: self._written(step, now))
         return True
 
     def _report_steps(self, until: float) -> bool:
@@ -315,9 +317,16 @@ class SimulatedJob(SimulatedMachines):
         self._happen(self._progress(), max(training.last_end, self.ledger.at))
         return True
 
-    def _written(self, step: int) -> Sequence[events.Event]:
+    def _written(self, step: int, now: float) -> Sequence[events.Event]:
+        """A save is complete. While the job trains, this changes facts and decides nothing."""
         self._written_step = max(self._written_step, step)
-        return self._progress()
+        if self._training is None or self.state.phase != "running" or self.state.saved_step < 0:
+            return self._progress()
+        decision = Decision(self.state, now)
+        keep_facts(decision, [self._worker(self._training)])
+        self.state = decision.state
+        self._accountant.observe(self.state, now)
+        return ()
 
     def _interval(self, now: float) -> float:
         rhythm = SaveRhythm(

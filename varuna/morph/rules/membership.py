@@ -157,13 +157,13 @@ def lose_machine(decision: Decision, member: Member, why: str, *, silent: bool =
     waits = _describe_wait(decision, decision.state.members[member.name])
     decision.log("machine lost", f"{member.name}: {why}{waits}")
     if was_working:
-        decision.set(losses=decision.state.losses + 1)
         recovers = decision.state.phase == "running" and not silent and can_recover(decision, member.name)
         if recovers:
             first = not (decision.state.failures or decision.state.lost)
             failed_at = decision.now if first else decision.state.failed_at
             decision.set(lost={**decision.state.lost, member.name: why}, failed_at=failed_at)
-        elif decision.state.phase != "ending":
+        elif decision.state.phase != "ending":  # else an earlier loss has ended the generation
+            decision.set(losses=decision.state.losses + 1)
             decision.end_generation(f"{member.name} was lost: {why}")
 
 

@@ -26,7 +26,7 @@ def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
                     _add_failure(decision, outcome)
         decision.put("ended", event.machine, event.outcomes)
         if event.progress:
-            _keep_facts(decision, event.progress)
+            keep_facts(decision, event.progress)
     elif not decision.state.store:  # a journal that was cut does not name it
         stores = (worker.store for worker in event.progress if worker.store)
         decision.set(store=next(stores, ""))
@@ -94,7 +94,7 @@ def tick(decision: Decision, event: events.Tick) -> None:
         )
         if decision.state.failed_before < 0:
             decision.set(failed_before=decision.state.failed_saves)
-        _keep_facts(decision, progress)
+        keep_facts(decision, progress)
     lose_silent_machines(decision)
     _end_if_not_begun(decision, event)
 
@@ -112,7 +112,7 @@ def _end_if_not_begun(decision: Decision, event: events.Tick) -> None:
             return
 
 
-def _keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
+def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
     """Keep the facts that stay valid after the workers have ended."""
     state = decision.state
     saved = max(progress, key=lambda worker: worker.saved_step)
