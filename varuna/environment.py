@@ -6,6 +6,8 @@ from typing import Self
 import msgspec
 
 PREFIX = "VARUNA_"
+RUN_PREFIX = "VARUNA_RUN"
+"""VARUNA_RUN_BATCH_SIZE is the option --batch-size of `varuna run`."""
 
 
 class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,15 +45,18 @@ def add_command(
     name: str | None = None,
     *,
     ends_with_script: bool = False,
+    variables: str | None = None,
 ) -> None:
     """Add a command. It accepts `-` and `_` alike in its flags: `--batch-size` and `--batch_size`.
 
-    With `ends_with_script`, all arguments from the first positional one on belong to that script.
+    With `ends_with_script`, all arguments from the first positional one on belong to that script. With
+    `variables`, environment variables that begin with it set options that are not given.
     """
     settings: dict[str, Any] = {
         "token_normalize_func": lambda flag: flag.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
         "allow_interspersed_args": not ends_with_script,
+        "auto_envvar_prefix": variables,
     }
     app.command(name, context_settings=settings)(function)
 

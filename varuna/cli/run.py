@@ -14,12 +14,13 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
+from varuna.cli.config import CONFIG_FILE, show_config, use_config
 from varuna.cli.launch import ScriptOptions, launch, script_spec
 from varuna.cli.ledger import prices_of
 from varuna.cli.manage import manage
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.codec import decode, encode
-from varuna.environment import VarunaEnvironment
+from varuna.environment import RUN_PREFIX, VarunaEnvironment
 from varuna.errors import check_name
 from varuna.files import write_atomic
 from varuna.morph.interval import SaveRhythm
@@ -36,7 +37,11 @@ from varuna.types import JobSpec, MachineWorkers, StarterName
 DEFAULT_DEVICES = 4
 DEFAULT_MACHINE_LIST = "available_machines.out"
 DEFAULT_ENV_FILE = "varuna.env"
-NOT_SAVED = {"code_dir", "log_dir", "resume_step", "resume", "force"}
+NOT_SAVED = {"code_dir", "log_dir", "resume_step", "resume", "force", "config", "show_config"}
+
+
+def read_options(context: typer.Context, path: str | None) -> str | None:
+    return use_config(context, path, RunOptions)
 
 
 class RunOptions(ScriptOptions, frozen=True, kw_only=True):
@@ -113,6 +118,19 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     on_demand_price: Annotated[
         float | None, typer.Option(min=0.0, help="Price of a machine-hour that is never taken away.")
     ] = None
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            is_eager=True,
+            callback=read_options,
+            help=f"TOML file with options below [run]; flags win. Default: {CONFIG_FILE}, if present.",
+        ),
+    ] = None
+    show_config: Annotated[
+        bool,
+        typer.Option("--show-config", help="Print all options and where they come from; start nothing."),
+    ] = False
 
 
 class PreparedRun(msgspec.Struct, frozen=True):
@@ -130,6 +148,9 @@ class PreparedRun(msgspec.Struct, frozen=True):
 @takes(RunOptions)
 def run(options: RunOptions) -> None:
     """Start a job on the machines of a list. Adapt it as machines join, leave or fail."""
+    if options.show_config:
+        typer.echo(show_config())
+        raise typer.Exit
     with exit_2_on_error():
         ready = prepare(options, home=home_folder())
     if not ready.job.morphing and len(ready.machines) == 1 and is_loopback(ready.machines[0]):
@@ -146,7 +167,7 @@ def run(options: RunOptions) -> None:
 
 def main() -> None:
     app = new_app()
-    add_command(app, run, ends_with_script=True)
+    add_command(app, run, ends_with_script=True, variables=RUN_PREFIX)
     run_app(app, "python -m varuna.run_varuna")
 
 

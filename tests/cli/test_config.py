@@ -1,0 +1,114 @@
+"""Options of `varuna run` from varuna.toml and the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Cli
+from varuna.cli import run as run_command
+from varuna.cli.run import RunOptions
+
+FILE = """
+[run]
+machine-list = "machines"
+batch_size = 32
+nstages = 2
+chunk_size = 4
+save_every = 30
+hot = false
+hang_seconds = 5
+command = ["script.py", "--lr", "0.1"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "varuna.toml").write_text(FILE)
+    return tmp_path
+
+
+def typed(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
+    """Run the command up to the point where it has its options."""
+    found: list[RunOptions] = []
+
+    def stop(options: RunOptions, **_: object) -> None:
+        found.append(options)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(run_command, "prepare", stop)
+    assert cli("run", *arguments) == 2
+    assert found, cli.err
+    return found[0]
+
+
+def test_flags_win_over_variables_and_variables_over_the_file(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each option comes from the first place that gives it; both spellings work in the file."""
+    monkeypatch.setenv("VARUNA_RUN_NSTAGES", "3")
+    monkeypatch.setenv("VARUNA_RUN_BATCH_SIZE", "48")
+    options = typed(cli, monkeypatch, "--batch_size", "64")
+    assert (options.batch_size, options.nstages, options.chunk_size) == (64, 3, 4)
+    assert (options.save_every, options.hot, options.hang_seconds) == ("30", False, 5.0)
+    assert options.machine_list == "machines" and options.command == ["script.py", "--lr", "0.1"]
+    assert typed(cli, monkeypatch, "--hot", "other.py", "--x").command == ["other.py", "--x"]
+
+
+def test_another_file_names_paths_relative_to_itself(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "jobs").mkdir()
+    (folder / "varuna.toml").rename(folder / "jobs" / "night.toml")
+    options = typed(cli, monkeypatch, "--config", "jobs/night.toml")
+    assert options.machine_list == "jobs/machines" and options.batch_size == 32
+    assert typed(cli, monkeypatch, "script.py").batch_size is None  # no varuna.toml here
+
+
+def test_show_config_names_where_every_option_comes_from(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VARUNA_RUN_NSTAGES", "3")
+    assert cli("run", "--show-config", "--batch-size", "64") == 0
+    rows = {line.split()[0]: line.split("  ") for line in cli.out.splitlines()}
+    found = {name: [cell.strip() for cell in row if cell][1:] for name, row in rows.items()}
+    assert found["batch_size"] == ["64", "command line"]
+    assert found["nstages"] == ["3", "environment"]
+    assert found["chunk_size"] == ["4", "file"]
+    assert found["command"] == ["script.py --lr 0.1", "file"]
+    assert found["log_dir"] == ["varuna_logs", "default"] and found["plan"] == ["-", "default"]
+    assert "show_config" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run]\nbatchsize = 3", "varuna.toml: 'batchsize' is not known (did you mean 'batch_size'?)"),
+        ("[run]\nxyzzy = 3", "'xyzzy' is not known (`varuna run --help` lists all options)"),
+        ('[run]\nbatch_size = "many"', "'batch_size' must be a whole number, not 'many'"),
+        ("[run]\nbatch_size = true", "'batch_size' must be a whole number, not True"),
+        ('[run]\nhot = "yes"', "'hot' must be true or false, not 'yes'"),
+        ("[run]\nmachine_list = [1]", "'machine_list' must be text"),
+        ('[run]\ncommand = "train.py"', "'command' must be a list of texts"),
+        ("[run]\nresume = true", "'resume' belongs to one call (pass it on the command line)"),
+        ("[run]\nbatch_size = 1\nbatch-size = 2", "given twice"),
+        ("batch_size = 3", "below a line [run]"),
+        ("[plan]\nx = 1", "'plan' is not known"),
+        ("[run\n", "is no valid TOML file"),
+        ("\xff", "is no valid TOML file"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_file_and_key(folder: Path, cli: Cli, text: str, message: str) -> None:
+    (folder / "varuna.toml").write_bytes(text.encode("latin-1"))
+    assert cli("run", "script.py") == 2
+    assert "varuna.toml" in cli.err and message in cli.err
+
+
+def test_a_file_that_is_missing_and_an_unknown_variable_are_refused(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("run", "--config", "none.toml", "script.py") == 2
+    assert "cannot read the configuration 'none.toml'" in cli.err
+    monkeypatch.setenv("VARUNA_RUN_NSTAGE", "3")
+    assert cli("run", "script.py") == 2
+    assert "VARUNA_RUN_NSTAGE is not known (did you mean 'VARUNA_RUN_NSTAGES'?)" in cli.err
