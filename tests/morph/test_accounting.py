@@ -70,6 +70,21 @@ def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
     assert "b was lost" in ledger.interruptions[-1].why
 
 
+def test_steps_that_no_heartbeat_reported_count_once_they_are_found_in_a_checkpoint() -> None:
+    """PRO-4: a machine may be lost between a save and its next heartbeat."""
+    world = AccountedWorld("a", "b")
+    world.passes(1)
+    world.passes(2, steps=1)
+    world.starts_agents = False
+    world.iteration = 100
+    world.lose_agent("b")
+    world.carry_out()
+    world.passes(20, steps=1)
+    ledger = world.accountant.ledger
+    assert ledger.best_iteration >= 100 and ledger.steps == ledger.best_iteration
+    world.check()
+
+
 def test_a_morph_in_place_costs_its_pause_only_and_no_step() -> None:
     """PRO-4, HOT-2, HOT-3"""
     world = AccountedWorld("a", "b", hot=True)

@@ -9,7 +9,7 @@ paid again when an agent connects.
 """
 
 from varuna.morph.failures import shorten_reason
-from varuna.morph.state import JobState, Member
+from varuna.morph.state import Generation, JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
 
 TRAINING = ("running", "morphing", "saving")
@@ -156,10 +156,12 @@ class Accountant:
             self._interrupt(state, "change")
         ledger.phase = state.phase
         if changed and state.generation is not None:
-            ledger.generation = number
+            is_first, ledger.generation = not ledger.periods, number
             if not morphs:
                 ledger.iteration = state.generation.resume_step or 0
                 ledger.has_stepped = False
+                if not is_first:
+                    self._count_unseen_steps(state.generation)
             ledger.periods.append(
                 LayoutPeriod(
                     at=ledger.at,
@@ -168,6 +170,14 @@ class Accountant:
                     machines=len(state.generation.machines),
                 )
             )
+
+    def _count_unseen_steps(self, generation: Generation) -> None:
+        """Count steps that were saved, but whose end no heartbeat has reported: their machine was lost."""
+        ledger = self.ledger
+        unseen = max(0, ledger.iteration - ledger.best_iteration)
+        ledger.steps += unseen
+        ledger.samples += unseen * generation.layout.batch_size
+        ledger.best_iteration += unseen
 
     def _cause_at_end(self, state: JobState, *, lost: bool) -> Cause:
         """Return the cause of the time since the last step of a generation that ends."""
