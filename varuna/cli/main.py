@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import varuna
-from varuna.cli import checkpoint, jobs, ledger, plan, profile, run, verify
+from varuna.cli import checkpoint, doctor, jobs, ledger, plan, profile, run, verify
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app
 from varuna.environment import RUN_PREFIX
 
@@ -14,6 +14,7 @@ app = new_app(no_args_is_help=True, help="Train PyTorch models on many devices."
 for command in (profile.profile, verify.verify, plan.plan, plan.explain, plan.show, plan.simulate):
     add_command(app, exit_2_on_error()(command))
 add_command(app, exit_2_on_error()(ledger.ledger))
+add_command(app, doctor.doctor)
 add_command(app, run.run, ends_with_script=True, variables=RUN_PREFIX)
 for command in (jobs.status, jobs.stop, jobs.drain, jobs.logs):
     add_command(app, command)
