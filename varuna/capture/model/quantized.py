@@ -233,7 +233,7 @@ def make_quantized_traceable(model: nn.Module) -> None:
         if isinstance(module, QuantizedLinear):
             FORMATS[repr(module._quantized)] = module._quantized
             continue
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         found = None if weight is None else _find(path, module, weight)
         if found is None:
             continue
