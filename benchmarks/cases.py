@@ -1,5 +1,6 @@
 """Each benchmark: what it compares, at which sizes, and what is to be reached."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,11 +23,21 @@ from benchmarks.measure import Contender, Sample, Settings, Spread, spread, take
 from benchmarks.memory import Held, held
 from benchmarks.models import MEDIUM, TINY, Size, chain
 from benchmarks.morphing import manager, morphing
+from benchmarks.moving import moving
+from benchmarks.observing import observing
 from benchmarks.partition import partition_rows
 from benchmarks.planning_rows import planning, planning_memory
+from benchmarks.replicas import torchft
 from benchmarks.report import Row
 from benchmarks.strangers import strangers
-from benchmarks.trainers import Kind, seconds_per_update
+from benchmarks.trainers import (
+    BATCH,
+    Kind,
+    UpdateTimes,
+    computed_seconds,
+    times_of_updates,
+    tokens_per_second,
+)
 from tests.pool import Pool
 from varuna.types import ScheduleName
 
@@ -34,6 +45,7 @@ JITTER = {TINY.name: Jitter(0.003), MEDIUM.name: Jitter(0.01)}
 """Link delay, about as long as a stage computes for one micro-batch."""
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.008, 0.016
 HOUR = 3600.0
+NAIVE = "one stage at a time (device_map)"
 
 
 @dataclass(frozen=True)
@@ -212,7 +224,7 @@ def loading(lab: Lab) -> list[Row]:
     return [
         Row(
             benchmark="loading",
-            case=f"peak memory of a rank that reads a Hugging Face folder, Llama, stage {stage}",
+            case=f"peak memory of a rank that reads a Hugging Face folder, Llama, {found.stage / 1e6:.0f} MB",
             against="its stage",
             unit="MB",
             ours=spread([found.grown / 1e6]),
@@ -220,42 +232,67 @@ def loading(lab: Lab) -> list[Row]:
             ratio=spread([found.grown / found.stage]),
             target=1.2,
         )
-        for stage, found in enumerate(loading_peaks(lab.run, quick=lab.quick))
+        for found in loading_peaks(lab.run, quick=lab.quick)
     ]
 
 
 def trainer(lab: Lab) -> list[Row]:
-    """VarunaTrainer in one process, and over four workers; each worker has one core."""
-    layers, width, updates = (2, 64, 2) if lab.quick else (8, 256, 6)
-
-    def measured(kind: Kind, world: int, stages: int = 1) -> list[float]:
-        everyone = lab.run(seconds_per_update, world, kind, updates, layers, width, stages)
-        return [1000 * max(times) for times in zip(*everyone, strict=True)]
-
-    model = f"Llama, {layers} layers, {width} wide"
-    alone = measured("transformers", 1)
-    rows = [_of_updates(f"one process, {model}", "transformers.Trainer", measured("varuna", 1), alone, 1.02)]
+    """VarunaTrainer in one process, and over several workers with one core each; all sides in turn."""
+    layers, width, updates, rounds = (2, 64, 2, 1) if lab.quick else (8, 256, 2, 3)
     workers = 2 if lab.quick else 4
-    stages = measured("varuna", workers, workers)
-    rows.append(
-        _of_updates(f"{workers} stages, {model}", "one stage at a time (device_map)", stages, alone, 0.4)
-    )
-    replicas = measured("varuna", workers)
-    rows.append(
-        _of_updates(
-            f"{workers} replicas, {model}", "Trainer with DDP", replicas, measured("ddp", workers), None
-        )
-    )
-    rows.append(
-        _of_updates(f"{workers} stages, {model}", "torch's FSDP2", stages, measured("fsdp2", workers), None)
-    )
+    times: dict[str, list[list[UpdateTimes]]] = {}
+
+    def measure(name: str, kind: Kind, world: int, stages: int = 1, accumulated: int = 1) -> None:
+        found = lab.run(times_of_updates, world, kind, updates, layers, width, stages, False, accumulated)
+        times.setdefault(name, []).extend([*ranks] for ranks in zip(*found, strict=True))
+
+    for _ in range(rounds):
+        measure("alone", "transformers", 1)
+        measure("one", "varuna", 1)
+        measure("two", "varuna", 2, 2)
+        measure("stages", "varuna", workers, workers)
+        measure("replicas", "varuna", workers)
+        measure("ddp", "ddp", workers)
+        measure("fsdp2", "fsdp2", workers)
+    measure("alone, accumulated", "transformers", 1, 1, 4)
+    measure("stages, accumulated", "varuna", workers, workers, 4)
+
+    walls = {name: [1000 * max(t.wall for t in ranks) for ranks in all_] for name, all_ in times.items()}
+    model = f"Llama, {layers} layers, {width} wide"
+    rows = [
+        _of_updates(f"one process, {model}", "transformers.Trainer", walls["one"], walls["alone"], 1.02),
+        _of_updates(f"2 stages, {model}", NAIVE, walls["two"], walls["alone"], None),
+    ]
+    for name in ("", ", accumulated"):
+        samples = BATCH * (4 if name else 1)
+        case = f"{workers} stages, {samples} samples, {model}"
+        ours, other = walls[f"stages{name}"], walls[f"alone{name}"]
+        if len(os.sched_getaffinity(0)) < workers:
+            case += " (computed from CPU times)"
+            ours = [1000 * computed_seconds(ranks) for ranks in times[f"stages{name}"]]
+            other = [1000 * ranks[0].cpu for ranks in times[f"alone{name}"]]
+        rows.append(_of_updates(case, NAIVE, ours, other, 0.4, samples))
+    for name, case, against in (
+        ("replicas", f"{workers} replicas, {model}", "ddp"),
+        ("stages", f"{workers} stages, {model}", "fsdp2"),
+    ):
+        rival = {"ddp": "Trainer with DDP", "fsdp2": "torch's FSDP2"}[against]
+        rows.append(_of_updates(case, rival, walls[name], walls[against], None))
     return rows
 
 
-def _of_updates(case: str, against: str, ours: list[float], other: list[float], target: float | None) -> Row:
+def _of_updates(
+    case: str,
+    against: str,
+    ours: list[float],
+    other: list[float],
+    target: float | None,
+    samples: int = BATCH,
+) -> Row:
+    speeds = [f"{tokens_per_second(spread(times).median, samples):,.0f}" for times in (ours, other)]
     return Row(
         benchmark="trainer",
-        case=case,
+        case=f"{case}; {speeds[0]} and {speeds[1]} tokens/s",
         against=against,
         unit="ms",
         ours=spread(ours),
@@ -263,6 +300,22 @@ def _of_updates(case: str, against: str, ours: list[float], other: list[float], 
         ratio=spread([spread(ours).median / spread(other).median]),
         target=target,
     )
+
+
+def lightning(lab: Lab) -> list[Row]:
+    """Lightning's Trainer and Fabric in one process, with the strategy "varuna" and without, in turn."""
+    from benchmarks.lightning import seconds_with_fabric, seconds_with_trainer
+
+    layers, width, updates, rounds = (2, 64, 2, 1) if lab.quick else (8, 256, 5, 3)
+    rows = []
+    for name, measure in (("Trainer", seconds_with_trainer), ("Fabric", seconds_with_fabric)):
+        times: dict[str, list[float]] = {"auto": [], "varuna": []}
+        for _ in range(rounds):
+            for strategy, found in times.items():
+                found += lab.run(measure, 1, strategy, updates, layers, width)[0]
+        case = f"CPU time of Lightning's {name}, Llama, {layers} layers, {width} wide"
+        rows.append(of_time("lightning", case, f"{name} alone", times["varuna"], times["auto"], 1.05))
+    return rows
 
 
 def adapters(lab: Lab) -> list[Row]:
@@ -515,6 +568,7 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "memory": memory,
     "loading": loading,
     "trainer": trainer,
+    "lightning": lightning,
     "adapters": adapters,
     "overhead": overhead,
     "schedules": schedules,
@@ -524,7 +578,10 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "partition": lambda lab: partition_rows(quick=lab.quick),
     "accuracy": accuracy,
     "rannc": rannc,
-    "morphing": lambda lab: morphing(min(lab.settings.repeats, 5), quick=lab.quick),
+    "moving": lambda lab: moving(lab.run, min(lab.settings.repeats, 3), quick=lab.quick),
+    "morphing": lambda lab: morphing(min(lab.settings.repeats, 10), quick=lab.quick),
+    "torchft": lambda lab: torchft(min(lab.settings.repeats, 10), quick=lab.quick),
     "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
     "strangers": lambda lab: strangers(quick=lab.quick),
+    "observing": lambda lab: observing(min(lab.settings.repeats, 5), quick=lab.quick),
 }

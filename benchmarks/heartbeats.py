@@ -60,9 +60,10 @@ class Elsewhere:
         return Running()
 
 
-def plan(machines: tuple[str, ...]) -> MachinePlan:
-    layout = lay_out(len(machines) * DEVICES, STAGES, batch_size=2**16, microbatch_size=1)
-    ranks = tuple(ranks_of_machine(layout, i, devices_per_machine=DEVICES) for i in range(len(machines)))
+def plan(machines: tuple[str, ...], devices: int = 0) -> MachinePlan:
+    devices = devices or DEVICES
+    layout = lay_out(len(machines) * devices, STAGES, batch_size=2**16, microbatch_size=1)
+    ranks = tuple(ranks_of_machine(layout, i, devices_per_machine=devices) for i in range(len(machines)))
     return MachinePlan(machines, machines, ranks, layout)
 
 

@@ -64,11 +64,15 @@ def _status(name: str) -> int:
 
 
 def loading_peaks(run: Any, *, quick: bool) -> list[LoadingPeak]:
-    """Return the peaks of 4 stages of a model of 200 MB."""
+    """Return the peak of the rank that needs most for its stage, of 4, for each size of the model."""
+    depth = 2 if quick else 4
+    peaks = []
     with tempfile.TemporaryDirectory() as folder:
-        tiny, large = Path(folder) / "tiny", Path(folder) / "large"
+        tiny = Path(folder) / "tiny"
         write_model(tiny, 16)
-        write_model(large, 64 if quick else 448)
-        depth = 2 if quick else 4
-        found: list[LoadingPeak] = run(peak_of_loading, depth, str(tiny), str(large), depth)
-        return found
+        for width in (64,) if quick else (448, 1280):
+            large = Path(folder) / str(width)
+            write_model(large, width)
+            found: list[LoadingPeak] = run(peak_of_loading, depth, str(tiny), str(large), depth)
+            peaks.append(max(found, key=lambda peak: peak.grown / peak.stage))
+    return peaks

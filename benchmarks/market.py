@@ -1,14 +1,19 @@
 """Goodput on spot markets, simulated: `python -m benchmarks.market TRACE [--costs FILE] [--profile DIR]`.
 
 Prints a table in Markdown for each trace, a file in a format of docs/simulate.md: every policy with the given
-costs. With `--large`, it prints how long 1,000 machines × 30 days of a made-up market take.
+costs. With `--large`, it prints how long a simulation of a made-up market takes, 1,000 machines × 30 days by
+default, and writes that to a file:
+
+    python -m benchmarks.market --large [--machines 10000] [--days 30] [--out FILE]
 """
 
 import argparse
+import json
 import random
 import time
 from pathlib import Path
 
+from benchmarks.report import machine
 from varuna.observe.ledger import LOST
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import LayoutRequest
@@ -53,6 +58,32 @@ def made_up(machines: int, days: float, *, seed: int = 7, zones: int = 8) -> Mar
     return MarketTrace(f"made up, seed {seed}", tuple(changes), days * DAY)
 
 
+def time_large(
+    planner: CachedPlanner, costs: Costs, *, machines: int, days: float
+) -> list[dict[str, float | str]]:
+    """Simulate a made-up market in place and with restarts; return what each took."""
+    trace = made_up(machines, days)
+    rows: list[dict[str, float | str]] = []
+    for hot in (True, False):
+        started, busy, planned = time.perf_counter(), time.process_time(), planner.planning_seconds
+        ledger = simulate_policy("varuna", Question(trace=trace, costs=costs, hot=hot), planner)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - busy
+        row: dict[str, float | str] = {
+            "machines": machines,
+            "days": days,
+            "changes": len(trace.changes),
+            "changed": "in place" if hot else "by restarts",
+            "generations": len(ledger.periods),
+            "seconds": round(seconds, 1),
+            "cpu_seconds": round(cpu, 1),
+            "planning_seconds": round(planner.planning_seconds - planned, 1),
+            "goodput": round(ledger.amounts["useful"] / sum(ledger.amounts.values()), 4),
+        }
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.market", description=__doc__)
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
@@ -61,7 +92,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--step-seconds", type=float, default=4.0, help="without a profile, on 24 machines")
     parser.add_argument("--stages", type=int)
-    parser.add_argument("--large", action="store_true", help="time 1,000 machines x 30 days")
+    parser.add_argument("--large", action="store_true", help="time the simulation of a large market")
+    parser.add_argument("--machines", type=int, default=1000, help="of the large market")
+    parser.add_argument("--days", type=float, default=30.0, help="of the large market")
+    parser.add_argument("--out", type=Path, help="JSON file for the times of the large market")
     arguments = parser.parse_args()
     costs = read_costs(arguments.costs) if arguments.costs else Costs()
     request = LayoutRequest(
@@ -84,19 +118,14 @@ def main() -> None:
             for one in compare(("varuna",) if hot else POLICIES, question, planner):
                 report = one.report
                 lost = (f"{report.lost_seconds[cause] / report.paid_seconds:.2%}" for cause in LOST)
-                name = one.policy + " --hot" * hot
+                name = one.policy + " --no-hot" * (one.policy == "varuna" and not hot)
                 cells = (f"{notice:.0f} s", name, one.costs.split(":")[0], f"{report.goodput:.2%}", *lost)
                 print(f"| {' | '.join(cells)} |")
     if arguments.large:
-        trace = made_up(1000, 30)
-        started = time.perf_counter()
-        ledger = simulate_policy("varuna", Question(trace=trace, costs=costs), planner)
-        taken = time.perf_counter() - started
-        useful = ledger.amounts["useful"] / sum(ledger.amounts.values())
-        print(
-            f"\n1,000 machines x 30 days, {len(trace.changes)} changes, {len(ledger.periods)} generations: "
-            f"{taken:.1f} s, goodput {useful:.2%}"
-        )
+        rows = time_large(planner, costs, machines=arguments.machines, days=arguments.days)
+        if arguments.out is not None:
+            result = {"machine": machine(), "runs": rows}
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,13 +40,12 @@ from benchmarks.heartbeats import DEVICES, manager_share
 from benchmarks.measure import spread
 from benchmarks.report import Row
 from tests.launch.jobs import environment
-from tests.morph.hosts.lab import ROOT, Host, Lab
+from varuna.chaos.hosts.lab import ROOT, Host, Lab
 
 Job = TypeVar("Job", bound="Contender")
 SCRIPT = Path(__file__).with_name("morphing_train.py")
 STEADY_STEPS = 30
 """Between two faults: more than between two checkpoints."""
-PATIENCE_SECONDS = 120.0
 RENDEZVOUS = {
     "is_host": "false",
     "join_timeout": "60",
@@ -73,6 +72,8 @@ class Note(msgspec.Struct, frozen=True):
 
 class Contender:
     """A job on the first hosts of a lab, known by what its workers note in its folder."""
+
+    patience_seconds = 120.0
 
     def __init__(self, lab: Lab, folder: Path, num_hosts: int) -> None:
         self.lab = lab
@@ -119,14 +120,14 @@ class Contender:
 
     def wait(self, find: Callable[[list[Note]], Note | None]) -> Note:
         """For a step that is found among all that were done."""
-        deadline = time.time() + PATIENCE_SECONDS
+        deadline = time.time() + self.patience_seconds
         while time.time() < deadline:
             if found := find(self.read("step")):
                 return found
             time.sleep(0.01)
         said = (self.folder / "output").read_text()[-5000:]
         raise RuntimeError(
-            f"training does not go on within {PATIENCE_SECONDS:.0f} s; the job's last words:\n{said}"
+            f"training does not go on within {self.patience_seconds:.0f} s; the job's last words:\n{said}"
         )
 
     def steady(self) -> Note:
@@ -199,11 +200,8 @@ class Led(Contender):
         return next(at for at in times if at > since)
 
 
-class Hot(Led):
-    """Ours, with workers that keep their processes."""
-
-    options = ("--save-every", "off")
-    arguments = ("--fetch",)
+class InPlaceJob(Contender):
+    """A job whose workers keep their processes when others come and go."""
 
     def back(self, since: float) -> Note:
         """The first step of that many hosts after that moment."""
@@ -222,11 +220,24 @@ class Hot(Led):
 
         return self.wait(find)
 
+    def worker_of(self, host: Host) -> int:
+        """The process id of the newest worker of a host, as it is outside of it."""
+        note = [note for note in self.read("begun") if note.host == host.name][-1]
+        (pid,) = (pid for pid in host.processes() if inner_pid(pid) == note.pid)
+        return pid
+
     def pause(self, since: float) -> float:
         """Seconds between the last step before the change and the first one after it."""
         after = self.back(since)
         before = [note for note in self.read("step") if note.at < after.at][-1]
         return after.at - before.at
+
+
+class Hot(InPlaceJob, Led):
+    """Ours, with workers that keep their processes."""
+
+    options = ("--save-every", "off")
+    arguments = ("--fetch",)
 
 
 class Elastic(Contender):
@@ -321,6 +332,9 @@ class InPlace(msgspec.Struct, frozen=True):
 
     joined: float  # pause between two steps
     left: float
+    killed: float  # from the kill of a worker to the end of the next step
+    cut: float  # from the silence of a machine to the end of the next step
+    detected: float  # of this, until the manager noticed it
     redone: int
 
 
@@ -335,9 +349,23 @@ def morph_in_place(lab: Lab) -> InPlace:
         now = time.time()
         job.add(last)
         joined = job.pause(now)
-        job.steady()
+        pid = job.worker_of(lab.hosts[1])
+        killed, _ = lose_in_place(job, lambda: os.kill(pid, signal.SIGKILL))
+        cut, cut_at = lose_in_place(job, last.cut)
         steps = [note.step for note in job.read("step")]
-        return InPlace(joined, left, len(steps) - len(set(steps)))
+        redone = len(steps) - len(set(steps))
+        return InPlace(joined, left, killed, cut, job.told_at("machine lost", cut_at) - cut_at, redone)
+
+
+def lose_in_place(job: InPlaceJob, lose: Callable[[], object]) -> tuple[float, float]:
+    """Seconds to the end of the first step of the survivors, and when the loss was."""
+    job.steady()
+    now = time.time()
+    lose()
+    job.num_hosts -= 1
+    seconds = job.back(now).at - now
+    job.num_hosts += 1  # it comes back
+    return seconds, now
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -440,6 +468,17 @@ def rows_in_place(lives: Sequence[Life]) -> list[Row]:
             [0.3],
             against=WANTED,
         ),
+        row(
+            "in place: kill -9 of a worker → next step",
+            [one.killed for one in found],
+            [life.torchruns.killed for life in lives],
+            0.05,
+        ),
+        row(
+            "in place: kill -9 of a worker → next step", [one.killed for one in found], [0.3], against=WANTED
+        ),
+        row("in place: machine cut off → next step", [one.cut for one in found], [1.6], against=WANTED),
+        row("in place: machine cut off → detected", [one.detected for one in found], [1.4], against=WANTED),
         row("in place: steps redone", [one.redone for one in found], [0.0], against="none", unit="steps"),
     ]
 

@@ -1,4 +1,4 @@
-"""Training script of the benchmark `morphing`, run by `varuna run` and by torchrun.
+"""Training script of the benchmark `morphing`, run by `varuna run`, by torchrun and with torchft.
 
 Every rank notes when it begins, and the first one when a step is done, in the file `notes.jsonl`. Model,
 data, batch, optimizer and the steps between two checkpoints are the same on both sides. Under torchrun
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,5 +124,56 @@ def train_plainly() -> None:
         time.sleep(STEP_SECONDS)
 
 
+def train_with_torchft() -> None:
+    """One replica: it joins the others, and goes on without those that are lost."""
+    sys.path.append(os.environ["TORCHFT_PACKAGES"])
+    from torchft import DistributedDataParallel as ReplicatedModel
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(  # noqa: F841  # it lives as long as the worker
+        address, port, is_master=True, wait_for_workers=False
+    )
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    inner = torch.optim.Adam(net.parameters(), lr=1e-3)
+
+    def load(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    seconds = timedelta(seconds=PEER_SECONDS)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=seconds),
+        load_state_dict=load,
+        state_dict=lambda: {"model": net.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=seconds,
+        connect_timeout=seconds,
+        quorum_timeout=timedelta(seconds=60),
+        heartbeat_interval=timedelta(milliseconds=100),
+        replica_id=socket.gethostname(),
+        hostname=address,
+    )
+    model, optimizer = ReplicatedModel(manager, net), Optimizer(manager, inner)
+    notes = Notes(0, 0)
+    while True:
+        optimizer.zero_grad()
+        step, rank, world = manager.current_step(), manager.participating_rank(), manager.num_participants()
+        x, y = samples(step, rank or 0, world)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        if rank == 0 and manager.current_step() > step:  # else the step was dropped
+            notes.write("step", step=step, world=world)
+        time.sleep(STEP_SECONDS)
+
+
 if __name__ == "__main__":
-    (train_plainly if "--plain" in sys.argv else train_with_library)()
+    if "--torchft" in sys.argv:
+        train_with_torchft()
+    elif "--plain" in sys.argv:
+        train_plainly()
+    else:
+        train_with_library()

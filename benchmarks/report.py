@@ -30,13 +30,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached(self) -> bool | None:
-        """None where nothing is to be reached. Judged by the medians, to the two digits that are printed."""
+        """None where nothing is to be reached. Judged by the medians, to the digits that are printed."""
         if self.target is None:
             return None
-        fast = round(self.ratio.median, 2) <= self.target
+        fast = round(self.ratio.median, digits(self.target)) <= self.target
         if self.cpu_target is None or self.cpu_ratio is None:
             return fast
-        return fast and round(self.cpu_ratio.median, 2) <= self.cpu_target
+        return fast and round(self.cpu_ratio.median, digits(self.cpu_target)) <= self.cpu_target
 
 
 COLUMNS = (
@@ -54,19 +54,29 @@ COLUMNS = (
 )
 
 
+def digits(target: float | None) -> int:
+    """Return the digits of ratios: two, or four where the target has three."""
+    return 2 if target is None or round(target, 2) == target else 4
+
+
+def _limit(target: float) -> str:
+    """Return a target with two digits, or three where it has three."""
+    return f"{target:.3f}".removesuffix("0")
+
+
 def cells(row: Row) -> tuple[str, ...]:
-    reach = [] if row.target is None else [f"≤ {row.target:.2f}"]
-    reach += [] if row.cpu_target is None else [f"CPU ≤ {row.cpu_target:.2f}"]
+    reach = [] if row.target is None else [f"≤ {_limit(row.target)}"]
+    reach += [] if row.cpu_target is None else [f"CPU ≤ {_limit(row.cpu_target)}"]
     return (
         row.benchmark,
         row.case,
         row.against,
         _amount(row.ours, row.unit),
         _amount(row.other, row.unit),
-        _ratio(row.ratio),
+        _ratio(row.ratio, digits(row.target)),
         _amount(row.cpu_ours, "ms"),
         _amount(row.cpu_other, "ms"),
-        _ratio(row.cpu_ratio),
+        _ratio(row.cpu_ratio, digits(row.cpu_target)),
         ", ".join(reach),
         {True: "yes", False: "NO", None: ""}[row.reached],
     )
@@ -79,12 +89,12 @@ def _amount(value: Spread | None, unit: str) -> str:
     return f"{text} {unit}"
 
 
-def _ratio(value: Spread | None) -> str:
+def _ratio(value: Spread | None, places: int) -> str:
     if value is None:
         return ""
     if value.low == value.high:
-        return f"{value.median:.2f}"
-    return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
+        return f"{value.median:.{places}f}"
+    return f"{value.median:.{places}f} ({value.low:.{places}f} to {value.high:.{places}f})"
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -3,8 +3,9 @@
     python examples/morphing.py --out morphing.svg
 
 The machines are loopback addresses on this computer. Two start; two more join; a worker is killed; one
-machine leaves. The job continues each time with the same global batch. The exit status is 1 if its losses
-differ from those of one plain process by more than rounding.
+machine leaves. The job continues each time with the same global batch: in place, without the killed worker
+until its machine is ready again. The exit status is 1 if its losses differ from those of one plain process
+by more than rounding.
 """
 
 import argparse
@@ -25,14 +26,13 @@ import gpt
 
 BATCH_SIZE = 8
 TOLERANCE = 1e-4  # another number of replicas adds floating-point numbers in another order
-EVENTS = ("two machines", "two join", "worker killed", "one leaves")
-COLOURS = ("#4e79a7", "#e15759", "#59a14f", "#b07aa1")
+COLOURS = ("#4e79a7", "#e15759", "#59a14f", "#b07aa1", "#f28e2b")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 330, 56, 76, 40
 
 
 @dataclass
 class Generation:
-    """The steps that one start of all workers trained."""
+    """The steps that the job trained in one layout."""
 
     event: str
     layout: str
@@ -44,6 +44,7 @@ class Job:
 
     def __init__(self, folder: Path, steps: int, pause: float) -> None:
         self.folder = folder
+        self.events = {0: "two machines"}  # by the number of generations before
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -82,9 +83,9 @@ class Job:
         """Read the manager's output, which holds what rank 0 prints."""
         found: list[Generation] = []
         for line in (self.folder / "output").read_text().splitlines():
-            if start := re.match(r"varuna: generation: (\d+): (\d+) stages? x (\d+) replica", line):
-                event = EVENTS[min(int(start[1]), len(EVENTS)) - 1]
-                found.append(Generation(event, f"{start[2]} stages × {start[3]}"))
+            if start := re.match(r"varuna: generation: \d+: (\d+) stages? x ([\d+]+) replica", line):
+                event = self.events.get(len(found), "it is back")
+                found.append(Generation(event, f"{start[1]} stages × {start[2]}"))
             elif step := re.match(r"\[rank 0\] step (\d+) loss (\S+)", line):
                 found[-1].losses[int(step[1])] = float(step[2])
         return found
@@ -92,12 +93,15 @@ class Job:
     def last_lines(self) -> str:
         return "\n".join((self.folder / "output").read_text().splitlines()[-30:])
 
-    def train_until(self, generation: int, steps: int) -> None:
-        """Wait until a generation has trained some steps."""
+    def change(self, event: str, action: Callable[[], None], layout: str, *, steps: int) -> None:
+        """Do something, and wait until the job has trained some steps in the layout that follows."""
+        before = len(self.generations())
+        self.events[before] = event
+        action()
 
         def is_there() -> bool:
             found = self.generations()
-            return len(found) > generation and len(found[generation].losses) >= steps
+            return len(found) > before and found[-1].layout == layout and len(found[-1].losses) >= steps
 
         self.wait_for(is_there)
 
@@ -113,13 +117,10 @@ def run_job(folder: Path, steps: int, pause: float) -> list[Generation]:
     job = Job(folder, steps, pause)
     some = steps // 8
     try:
-        job.train_until(0, some)
-        job.list_machines(1, 2, 3, 4)  # two machines join
-        job.train_until(1, some)
-        job.kill_a_worker()
-        job.train_until(2, some)
-        job.list_machines(1, 2, 4)  # one machine leaves
-        job.train_until(3, 1)
+        job.wait_for(lambda: any(len(generation.losses) >= some for generation in job.generations()))
+        job.change("two join", lambda: job.list_machines(1, 2, 3, 4), "2 stages × 2", steps=some)
+        job.change("worker killed", job.kill_a_worker, "2 stages × 2", steps=some)
+        job.change("one leaves", lambda: job.list_machines(1, 2, 4), "2 stages × 1", steps=1)
         if job.process.wait(600):
             sys.exit(f"the job failed:\n{job.last_lines()}")
     finally:

@@ -293,6 +293,7 @@ class RaNNCModule(PartMembers):
 
     @property
     def plan(self) -> Plan:
+        """The plan that the model was partitioned by. Available after the first call."""
         return self._require_partitioned("plan").pinned.plan
 
     def save_deployment(self, file: str | os.PathLike[str]) -> None:

@@ -32,7 +32,7 @@ from varuna.execute.comm.values import PlainValue
 from varuna.execute.step.outputs import Reduction
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.initial_values import share_initial_values
-from varuna.execute.update.shard import shard_optimizer
+from varuna.execute.update.shard import OptimizerShards
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, write_plan
@@ -197,9 +197,8 @@ class ModelPartitioning:
             return
         before = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         if session.replicas is not None:
-            owners = shard_optimizer(optimizer.optimizer, replica=session.replica, group=session.replicas)
             reducer = partitioned.pipeline.trainer.reducer
-            reducer.owned = frozenset(p for p in reducer.weights if owners.get(p, 0) == session.replica)
+            reducer.owned = OptimizerShards(optimizer.optimizer, session).counted(reducer.weights)
         # Ranks whose stage has one replica take part as well: gathering is collective.
         optimizer.shard(
             self.model,

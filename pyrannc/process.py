@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -11,49 +11,7 @@ import torch.distributed as dist
 
 from varuna.plan.plan_file import read_plan
 from varuna.plan.tables import console, show_plan
-
-FAMILIES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    # Slurm. SLURM_PROCID is also set in a batch script, which is not started by srun; the number of tasks of
-    # a step is not. Last, because an mpirun under Slurm runs in a step, but its processes are not Slurm's.
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-)
-LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-PORT = 29500
-
-
-class ProcessRank(NamedTuple):
-    """Rank of this process, and the address at which all processes meet."""
-
-    rank: int
-    world: int
-    local_rank: int  # -1: unknown
-    address: str
-    port: int
-
-
-def find_rank(environment: Mapping[str, str]) -> ProcessRank:
-    """Read the rank from the environment; without any variables, the process is alone."""
-    for rank, world, local in FAMILIES:
-        if rank in environment and world in environment:
-            number, size = int(environment[rank]), int(environment[world])
-            local_rank = int(environment.get(local, -1))
-            address, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", PORT))
-            if not address and size > 1 and _spans_machines(environment, size):
-                raise RuntimeError(
-                    f"the {size} processes run on several machines, but MASTER_ADDR, the address of the "
-                    "first one, is not set (mpirun -x MASTER_ADDR=first.host -x MASTER_PORT=29500 ..., "
-                    "or export both before srun)"
-                )
-            return ProcessRank(number, size, local_rank, address or "127.0.0.1", port)
-    return ProcessRank(0, 1, -1, "127.0.0.1", PORT)
-
-
-def _spans_machines(environment: Mapping[str, str], size: int) -> bool:
-    here = [int(environment[name]) for name in LOCAL_SIZES if name in environment]
-    return min(here) < size if here else int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1
+from varuna.train.process_rank import ProcessRank, find_rank
 
 
 def join(environment: Mapping[str, str] = os.environ) -> ProcessRank:
@@ -72,10 +30,12 @@ def join(environment: Mapping[str, str] = os.environ) -> ProcessRank:
 
 
 def get_rank() -> int:
+    """Return the rank of this process; 0 if there is only one."""
     return dist.get_rank() if dist.is_initialized() else find_rank(os.environ).rank
 
 
 def get_world_size() -> int:
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else find_rank(os.environ).world
 
 

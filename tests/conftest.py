@@ -10,6 +10,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import atexit
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -47,11 +48,20 @@ def pool() -> Iterator[Pool]:
 
 
 # Tests that start whole jobs with deadlines of seconds run one at a time; the longest groups start first.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 WHOLE_MACHINE = (
     "tests/morph/test_morphing.py",
     "tests/morph/test_managed_jobs.py",
+    "tests/morph/test_hot_jobs.py",
+    "tests/page/test_live_page.py",
+    "tests/morph/test_metrics.py",
+    "tests/cli/test_trace.py",
+    "tests/cli/test_status.py",
     "tests/morph/test_full_disks.py",
     "tests/morph/test_soak.py",
+    "tests/chaos/test_chaos.py",
     "tests/morph/test_strangers.py",
     "tests/morph/test_hosts.py",
     "tests/morph/test_ssh.py",
@@ -59,7 +69,7 @@ WHOLE_MACHINE = (
     "tests/morph/test_slurm.py",
     "tests/checkpoint/test_kills.py",
 )
-EACH_ALONE = ("tests/examples/", "tests/benchmarks/", "tests/docs/", "tests/launch/")
+EACH_ALONE = ("tests/examples/", "tests/benchmarks/", "tests/docs/test_docs.py", "tests/launch/")
 """Tests that share nothing with others of their file, and may run beside them."""
 LONGEST_FIRST = (*WHOLE_MACHINE, *EACH_ALONE, "tests/pyrannc/", "tests/train/", "tests/checkpoint/")
 

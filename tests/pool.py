@@ -20,6 +20,10 @@ from tests.ports import free_port
 ROOT = Path(__file__).parent.parent
 
 
+CONNECT_TRIES = 3
+"""Attempts to connect the ranks: gloo gives up on a machine that is busy."""
+
+
 class TaskFailed(AssertionError):
     pass
 
@@ -38,13 +42,35 @@ class Pool:
         grace: float = 20,
         **kwargs: Any,
     ) -> list[Any]:
-        """Runs `task(*args, **kwargs)` on ranks 0 to world - 1; its results by rank."""
-        while len(self._workers) < world:
-            self._start()
-        port = free_port()
+        """Runs `task(*args, **kwargs)` on ranks 0 to world - 1; its results by rank.
+
+        The task starts when all ranks have connected. If one of them cannot, new processes try again.
+        """
         call = pickle.dumps((task.__module__, task.__qualname__, args, kwargs))
+        for _ in range(CONNECT_TRIES):
+            while len(self._workers) < world:
+                self._start()
+            port = free_port()
+            for rank in range(world):
+                self._workers[rank][1].send((rank, world, port, call))
+            _, failures = self._answers(world, timeout, grace)
+            if not failures:
+                break
+            self.close()
+        else:
+            raise TaskFailed(f"the ranks cannot connect\n{_listed(failures)}")
         for rank in range(world):
-            self._workers[rank][1].send((rank, world, port, call))
+            self._workers[rank][1].send("run the task")
+        results, failures = self._answers(world, timeout, grace)
+        if failures:
+            self.close()
+            raise TaskFailed(f"task {task.__name__} failed\n{_listed(failures)}")
+        for rank in range(world):
+            self._workers[rank][1].send("all have finished")
+        return [results[rank] for rank in range(world)]
+
+    def _answers(self, world: int, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Wait for one answer of each rank; return the results, and the errors."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         pending = {self._workers[rank][1]: rank for rank in range(world)}
@@ -64,11 +90,7 @@ class Pool:
                 (results if fine else failures)[rank] = value
                 if not fine:
                     timeout = min(timeout, grace)  # the others have little to wait for
-        if failures:
-            self.close()
-            text = "\n".join(f"--- rank {rank}:\n{failure}" for rank, failure in sorted(failures.items()))
-            raise TaskFailed(f"task {task.__name__} failed\n{text}")
-        return [results[rank] for rank in range(world)]
+        return results, failures
 
     def close(self) -> None:
         for process, connection in self._workers:
@@ -83,6 +105,10 @@ class Pool:
         process.start()
         theirs.close()
         self._workers.append((process, ours))
+
+
+def _listed(failures: dict[int, str]) -> str:
+    return "\n".join(f"--- rank {rank}:\n{failure}" for rank, failure in sorted(failures.items()))
 
 
 def _serve(connection: Connection, path: list[str]) -> None:
@@ -109,10 +135,14 @@ def _serve(connection: Connection, path: list[str]) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
             )
+            connection.send((True, None))
+            connection.recv()
             value = task(*args, **kwargs)
-            dist.barrier()
-            dist.destroy_process_group()
             connection.send((True, value))
+            connection.recv()  # a rank that left earlier could reset connections that others still read
+            dist.destroy_process_group()
+        except EOFError:
+            return
         except BaseException:
             connection.send((False, traceback.format_exc()))
             if dist.is_initialized():

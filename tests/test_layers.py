@@ -17,15 +17,15 @@ LEVELS = {
     ),
     **dict.fromkeys(["schedule", "observe"], 1),
     **dict.fromkeys(["capture", "measure", "plan", "execute", "checkpoint", "morph"], 2),
-    **dict.fromkeys(["train", "profile", "simulate"], 3),
+    **dict.fromkeys(["train", "profile", "simulate", "page"], 3),
     **dict.fromkeys(["pyrannc", "hf"], 4),
-    **dict.fromkeys(["verification", "lightning"], 5),
+    **dict.fromkeys(["verification", "lightning", "chaos", "demo"], 5),
     **dict.fromkeys(["cli"], 6),
     **dict.fromkeys(["__main__", "run_varuna", "launcher"], 7),
 }
 """Every package and top-level file, from the bottom up; a file imports only from lower levels."""
 BASE = {name for name, level in LEVELS.items() if level == 0}
-TORCH_FREE = BASE | {"schedule", "observe", "plan", "morph", "simulate", "cli"}
+TORCH_FREE = BASE | {"schedule", "observe", "plan", "morph", "simulate", "page", "chaos", "cli"}
 MOST_FILES_AT_THE_TOP = 14
 MOST_FILES_IN_A_FOLDER = 16
 FILES = [*sorted((ROOT / "varuna").rglob("*.py")), *sorted((ROOT / "pyrannc").rglob("*.py"))]

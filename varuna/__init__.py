@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varuna.capture import CutPoint, cut_after, opaque, plain_randomness
+    from varuna.morph.metrics.log import log
     from varuna.plan.search.auto_config import AutoConfig
     from varuna.profile.profiler import Profiler
     from varuna.train.data import SampleOrder
@@ -31,6 +32,7 @@ __all__ = [
     "cut_after",
     "get_this_rank_config_varuna",
     "get_varuna_config",
+    "log",
     "newest_checkpoint",
     "notify_manager_preempt",
     "opaque",
@@ -49,6 +51,7 @@ _HOMES = {
     "cut_after": "varuna.capture",
     "get_this_rank_config_varuna": "varuna.train.varuna",
     "get_varuna_config": "varuna.train.varuna",
+    "log": "varuna.morph.metrics.log",
     "newest_checkpoint": "varuna.train.saving.checkpoints",
     "notify_manager_preempt": "varuna.train.notify",
     "opaque": "varuna.capture",

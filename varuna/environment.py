@@ -16,32 +16,36 @@ class VarunaEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     A variable that is not set, or set to the empty string, is None.
     """
 
-    # Set for every worker by whatever starts it.
+    # Set for every worker, by `varuna run` and the launcher.
     stage_to_rank_map: str | None = None  # "0,2;1,3;"
     batch_size: int | None = None  # samples per step of the whole job
     replica_batch_size: int | None = None  # samples per step of this worker
     chunk_size: int | None = None  # samples per micro-batch
     resume_step: int | None = None  # checkpoint to load
-    log_dir: str | None = None
+    log_dir: str | None = None  # folder of logs of this job on this machine
     plan: str | None = None  # a `varuna.types.Proposal` as JSON
     profile: str | None = None  # folder of the profile
     saves: str | None = None  # a `varuna.morph.interval.SaveRhythm` as JSON
-    manager_ip: str | None = None
+    manager_ip: str | None = None  # address of the manager's machine
     force_claim: str | None = None  # "1": take the store of checkpoints over from another job
 
     # Set by an agent for the workers of a managed job.
-    job_id: str | None = None
-    generation: int | None = None
+    job_id: str | None = None  # name of the job, the same in all its generations
+    generation: int | None = None  # counts the starts of all workers
     machine: str | None = None  # as the machine list names it
     agent_socket: str | None = None  # abstract Unix socket that takes preemption notices
     progress_file: str | None = None  # shared memory page that the agent reads
     hot: str | None = None  # "1": workers that can morph in place wait for an order when a rank is lost
     joins: str | None = None  # "1": this worker joins a running job; it waits for a `varuna.types.MorphOrder`
 
+    # Set by `varuna chaos` for its jobs.
+    losses: str | None = None  # folder to which workers write the loss of each step
+
     # Set by users.
     checkpoint_store: str | None = None  # store of checkpoints on demand
     home: str | None = None  # saved job options and manager addresses; default: ~/.varuna
     cache: str | None = None  # cut positions and costs of models; default: ~/.cache/varuna
+    track: str | None = None  # curves of a job without a manager: file, tensorboard, ...; see metrics
     debug: str | None = None  # "1": commands print full tracebacks
     nccl_on_shared_gpus: str | None = None  # "1", for tests: each rank has an NCCL_HOSTID of its own
 

@@ -56,6 +56,8 @@ class StoreTaken(CheckpointError):
 
     by_this_job = False
     by_this_launch = False  # by another generation of the same managed job
+    is_given_up = False  # the manager has taken the store from it; its machine may be frozen
+    runs_here = False  # by a live process of this machine
 
 
 class StoreOfOtherJob(StoreTaken):

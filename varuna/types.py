@@ -645,6 +645,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     exclude_slow: bool = False
     morphing: bool = True  # False: end with the first failure
     hot: bool = True  # workers that can morph in place do so
+    greedy: bool = False  # change at every chance; False: only if it is worth it
     hang_seconds: float | None = None  # None: default
     save_every_seconds: float | None = None  # 0: never; None: automatic
     manager_ip: str = ""
@@ -692,7 +693,9 @@ class MorphOrder(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None  # of this worker in the next generation; None: it hands tensors over, then exits with 0
     previous: tuple[int | None, ...]  # old rank of each new rank; None: a joiner, which has no state
     leaving: tuple[int, ...] = ()  # old ranks that hand their tensors over, then exit
-    lost: tuple[int, ...] = ()  # old ranks that are gone: the others may be in different steps
+    lost: tuple[int, ...] = ()  # old ranks that are gone: the others may be in different steps (or a number
+    # that no old rank has: all live, but must abandon an earlier order)
+    old_rank: int | None = None  # of this worker; None: it joins
     master_addr: str  # store of the next generation
     master_port: int
     environment: Mapping[str, str] = {}  # all variables of this worker that change: RANK, the plan, ...

@@ -7,8 +7,10 @@ import mmap
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -377,6 +379,29 @@ def test_a_run_that_was_disowned_writes_no_more_and_the_next_of_its_job_takes_ov
         store.claim(Owner(job="mine", token="2", host="there", pid=1))
     earlier.release()
     store.claim(Owner(job="mine", token="2", host="there", pid=1)).release()
+
+
+def test_a_managed_job_takes_its_folder_from_a_frozen_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V42, REL-2: it keeps its lock, and must find that it lost the claim. A live worker here keeps it."""
+    store = LocalStore(str(tmp_path))
+    monkeypatch.setattr(claim_module, "EARLIER_RUN_SECONDS", 0.0)
+    frozen = store.claim(Owner("mine", "1", "there", 7, since=1.0, launch="launch"))
+    later = Owner("mine", "2", socket.gethostname(), os.getpid(), since=time.time(), launch="launch")
+    with pytest.raises(StoreTaken, match="another run of this job"):
+        claim_after_earlier_run(store, later, wait=False)  # the first save waits for it
+    second = claim_after_earlier_run(store, later)
+    with pytest.raises(StoreTaken):
+        frozen.check()
+    with pytest.raises(StoreTaken):
+        claim_after_earlier_run(store, Owner("mine", "3", "there", 8, since=1.0, launch="launch"))
+    store.disown("launch")  # the manager restarts the job
+    third = claim_after_earlier_run(store, Owner("mine", "4", "there", 9, launch="launch"), wait=False)
+    third.check()
+    with pytest.raises(StoreTaken):
+        second.check()
+    third.release()
 
 
 def test_a_claim_survives_a_cleared_folder_but_not_another_owner(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Options of `varuna run` from varuna.toml and the environment."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.commands import Cli
 from varuna.cli import run as run_command
-from varuna.cli.run import RunOptions
+from varuna.cli.run import PreparedRun, RunOptions, prepare
 
 FILE = """
 [run]
@@ -19,6 +20,14 @@ hot = false
 hang_seconds = 5
 command = ["script.py", "--lr", "0.1"]
 """
+SAVED: dict[str, Any] = {
+    "nstages": 2,
+    "batch_size": 32,
+    "chunk_size": 4,
+    "gpus_per_node": 8,
+    "save_every": "off",
+    "command": ["script.py"],
+}
 
 
 @pytest.fixture
@@ -63,6 +72,62 @@ def test_another_file_names_paths_relative_to_itself(
     options = typed(cli, monkeypatch, "--config", "jobs/night.toml")
     assert options.machine_list == "jobs/machines" and options.batch_size == 32
     assert typed(cli, monkeypatch, "script.py").batch_size is None  # no varuna.toml here
+
+
+def test_a_price_in_another_file_is_a_number_or_a_file_beside_it(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "jobs").mkdir()
+    for value, found in [
+        ('"prices.csv"', "jobs/prices.csv"),
+        ("0.92", "0.92"),
+        ('"0.92"', "0.92"),
+        ('"10.0.*,0.9"', "10.0.*,0.9"),
+    ]:
+        (folder / "jobs" / "night.toml").write_text(f"[run]\nprice = {value}")
+        assert typed(cli, monkeypatch, "--config", "jobs/night.toml", "script.py").price == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nstages"),
+    [
+        ([], 2),  # as saved
+        (["--nstages", "3"], 3),
+        (["--config", "varuna.toml"], 5),
+        (["--config", "varuna.toml", "--nstages", "3"], 3),
+    ],
+)
+def test_resume_prefers_what_is_given_now_then_what_was_saved_to_the_default_file(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[str], nstages: int
+) -> None:
+    (folder / "machines").write_text("127.0.0.1\n")
+    (folder / "script.py").write_text("")
+    monkeypatch.setenv("VARUNA_HOME", str(folder / "home"))
+    prepared = prepare(RunOptions(machine_list="machines", **SAVED), home=folder / "home")
+    (folder / "varuna.toml").write_text('[run]\nnstages = 5\nlog_dir = "other"\ncommand = ["new.py"]\n')
+    (folder / "new.py").write_text("")
+    found: list[PreparedRun] = []
+
+    def stop(ready: PreparedRun) -> None:
+        found.append(ready)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(run_command, "open_page", stop)
+    assert cli("run", "--resume", *arguments) == 2 and found, cli.err
+    job = found[0].job
+    assert found[0].choice.layout.depth == nstages
+    assert Path(job.script).name == ("new.py" if "--config" in arguments else "script.py")
+    assert Path(job.log_dir).parent.name == "other"  # it is not saved, so the file counts
+    assert job.save_every_seconds == prepared.job.save_every_seconds == 0.0
+
+
+def test_variables_override_the_saved_options_at_resume(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "varuna.toml").write_text("[run]\nnstages = 5\nchunk_size = 3\nhot = true\n")
+    monkeypatch.setenv("VARUNA_RUN_NSTAGES", "3")
+    options = typed(cli, monkeypatch, "--resume", "--no-hot")
+    assert (options.nstages, options.chunk_size, options.hot) == (3, None, False)
 
 
 def test_show_config_names_where_every_option_comes_from(

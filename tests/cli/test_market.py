@@ -1,7 +1,9 @@
-"""`varuna simulate --trace` and `varuna ledger`, as users type them (PRO-3, PRO-4)."""
+"""`varuna simulate --trace` and `varuna ledger`, as users type them (B5, B6, PRO-3, PRO-4)."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from tests.cli.commands import Cli
 from tests.plan.profiles import profile, segment
 from varuna.codec import encode
 from varuna.observe.ledger import Interruption, Ledger
+from varuna.plan.search.choose import Choice, choose
 from varuna.simulate.costs import Costs, read_costs
 
 TRACE = "0,add,a\n0,add,b\n0,add,c\n600000,remove,a\n900000,add,d\n3600000,remove,b\n"
@@ -23,7 +26,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_a_trace_is_played_with_a_profile(cli: Cli, tmp_path: Path, trace: Path) -> None:
-    """PRO-3: all policies, as a table, as JSON and as a page; every paid second has a cause."""
+    """B5, PRO-3: all policies, as a table, as JSON and as a page; every paid second has a cause."""
     (tmp_path / "profile.json").write_text(encode(profile([segment(1e-2)] * 4, [0] * 16)))
     page, picture = tmp_path / "page.html", tmp_path / "layouts.svg"
     asked = ["simulate", "--trace", trace, "--profile", tmp_path, "--batch-size", 32, "--per-machine", 1]
@@ -46,8 +49,35 @@ def test_a_trace_is_played_with_a_profile(cli: Cli, tmp_path: Path, trace: Path)
     assert "goodput" in cli.out and "torchrun" not in cli.out and "best fixed save interval" in cli.out
 
 
+def test_the_best_save_interval_is_shown_however_long_planning_took(
+    cli: Cli, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B5, PRO-3: each plan takes ten seconds of a clock that stands still otherwise; plans are made once."""
+    now = [0.0]
+
+    def plan_slowly(*given: Any, **more: Any) -> Choice:
+        now[0] += 10.0
+        return choose(*given, **more)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("varuna.simulate.planner.choose", plan_slowly)
+    asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--per-machine", 1]
+    assert cli(*asked, "--policies", "varuna") == 0, cli.err
+    assert "best fixed save interval" in cli.out
+    assert "simulated in 0.0 s" in cli.out and "plans in " in cli.out and "plans in 0" not in cli.out
+
+
+def test_a_price_table_that_misses_machines_is_reported(cli: Cli, tmp_path: Path, trace: Path) -> None:
+    """B6, PRO-4"""
+    prices = tmp_path / "prices.csv"
+    prices.write_text("machine,price\na,1\nb,1\n")
+    asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--per-machine", 1]
+    assert cli(*asked, "--policies", "varuna", "--price", prices) == 0, cli.err
+    assert "no price for c, d: counted as free" in cli.err
+
+
 def test_costs_are_measured_from_a_ledger(cli: Cli, tmp_path: Path, trace: Path) -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     change = Interruption(
         at=5.0, why="b joins", kind="change", seconds={"saving": 3.0, "gathering": 0.5, "starting": 7.0}
     )
@@ -60,7 +90,13 @@ def test_costs_are_measured_from_a_ledger(cli: Cli, tmp_path: Path, trace: Path)
     assert costs.leave_seconds == 2.0 and "save_seconds" in costs.estimated
     asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--costs", out]
     assert cli(*asked, "--policies", "varuna", "--per-machine", 1) == 0, cli.err
-    assert "costs that were not measured: end_seconds, save_seconds, write_seconds" in cli.out
+    missing = "detect_seconds, end_seconds, save_seconds, write_seconds"
+    assert f"costs that were not measured: {missing}" in cli.out
+    assert cli(*asked, "--policies", "varuna", "--per-machine", 1, "--json") == 0, cli.err
+    in_place = json.loads(cli.out)["policies"][0]["report"]
+    assert cli(*asked, "--policies", "varuna", "--per-machine", 1, "--json", "--no-hot") == 0, cli.err
+    restarts = json.loads(cli.out)["policies"][0]["report"]
+    assert in_place["goodput"] > restarts["goodput"], "in place by default, as `varuna run`"
     assert cli("ledger", tmp_path, "--price", "2", "--html", tmp_path / "page.html") == 0, cli.err
     assert "no machine was paid yet" in cli.out
 
@@ -98,7 +134,7 @@ def test_costs_are_measured_from_a_ledger(cli: Cli, tmp_path: Path, trace: Path)
     ],
 )
 def test_wrong_options_are_refused_in_one_line(cli: Cli, trace: Path, arguments: list[str], why: str) -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     given = [argument.replace("{trace}", str(trace)) for argument in arguments]
     assert cli("simulate", *given) == 2
     assert why in cli.err and cli.err.count("\n") == 1

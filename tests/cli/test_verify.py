@@ -1,4 +1,4 @@
-"""`varuna verify`: the function that it calls, its output, and its exit codes."""
+"""`varuna verify`: the function that it calls, its output, and its exit codes (PRO-1, B1)."""
 
 import json
 from pathlib import Path
@@ -70,11 +70,14 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_exit_code_says_whether_all_layouts_are_equal(cli: Cli, script: Path) -> None:
-    """PRO-1: the function is that of `varuna profile`."""
+    """B1, PRO-1: the function is that of `varuna profile`."""
     options = ("--layouts", "1x2", "--steps", "2", "--batch_size", "5")
     assert cli("verify", f"{script}:make", *options) == 0, cli.err
     assert "Net: 2 steps of 5 samples in fp64, varuna" in cli.out
     assert "verdict: equal: all 1 layouts train as one plain process does" in cli.out
+    assert "layers.0.weight" not in cli.out
+    assert cli("verify", f"{script}:make", *options, "--verbose") == 0, cli.err
+    assert "layers.0.weight  parameter  " in cli.out and "verdict: equal" in cli.out
     assert cli("verify", f"{script}:make", *options, "--json", "--", "coupled") == 1, cli.err
     found = json.loads(cli.out)
     assert found["status"] in ("differs", "refused") and "train.py:" in cli.out
@@ -98,6 +101,6 @@ def test_the_exit_code_says_whether_all_layouts_are_equal(cli: Cli, script: Path
 def test_a_function_that_cannot_be_used_is_exit_code_2(
     cli: Cli, script: Path, target: str, words: str
 ) -> None:
-    """PRO-1: the error names what is wrong and what to do."""
+    """B1, PRO-1: the error names what is wrong and what to do."""
     assert cli("verify", target.format(script=script)) == 2
     assert words in cli.err

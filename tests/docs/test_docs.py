@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if path.exists())
+DOCUMENTS = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/tutorial.md"})
+"""Without the tutorial: `test_tutorial.py` runs it, with its commands."""
 BLOCK = re.compile(r"^```python(?P<tag>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
+OTHER_NAMES = re.compile(r"^ *```(?:py|py3|python3|Python|pycon)\b", re.MULTILINE)
+"""Other names of Python blocks, which `BLOCK` does not find."""
 # How many `no-run` blocks a file may hold: shown for reading, because they need what a test cannot have.
 NO_RUN_ALLOWED: dict[str, int] = {}
 
@@ -26,7 +29,9 @@ def blocks(text: str) -> list[tuple[bool, str]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_python_block_runs_in_order(document: Path, tmp_path: Path) -> None:
-    found = blocks(document.read_text())
+    text = document.read_text()
+    assert not OTHER_NAMES.findall(text), "a block of another name does not run: call it python"
+    found = blocks(text)
     for _, code in found:
         compile(code, str(document), "exec")
     name = str(document.relative_to(ROOT))
@@ -52,3 +57,4 @@ def test_every_python_block_runs_in_order(document: Path, tmp_path: Path) -> Non
 def test_a_block_is_found_with_its_tag_and_its_line() -> None:
     text = "Title\n```python\nx = 1\n```\n```python no-run\nx = 2\n```\n```bash\nls\n```\n"
     assert blocks(text) == [(True, "\n\nx = 1\n"), (False, "\n\n\n\n\nx = 2\n")]
+    assert not OTHER_NAMES.findall(text) and OTHER_NAMES.findall("Text\n  ```py\nx = 1\n```\n")

@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def manifest() -> dict[str, Any]:
-    (text,) = BLOCK.findall((ROOT / "docs/clusters.md").read_text())
+    (text,) = BLOCK.findall((ROOT / "docs/kubernetes.md").read_text())
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 

@@ -67,7 +67,7 @@ def plain_gpt(batch: int) -> list[float]:
 @pytest.mark.timeout(300)
 def test_the_demo_ends_with_losses_equal_to_one_process(tmp_path: Path) -> None:
     """V10, V16: 2 stages x 2 replicas under the launcher."""
-    output = run([sys.executable, script("demo"), "--steps", "5"], tmp_path)
+    output = run([sys.executable, "-m", "varuna", "demo", "--steps", "5"], tmp_path)
     assert "losses of all 5 steps over 4 workers equal the single process's" in output
     assert float(re.search(r"largest difference: (\S+) relative", output)[1]) <= 1e-5  # type: ignore[index]
 
@@ -149,7 +149,7 @@ def plain_hugging_face(name: str) -> list[float]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "stages"), [("gpt2", 3), ("gpt2", 4), ("bert", 4), ("llama", 4)])
+@pytest.mark.parametrize(("name", "stages"), [("gpt2", 3), ("bert", 2), ("llama", 2)])
 def test_hugging_face_models_train_as_they_are(tmp_path: Path, name: str, stages: int) -> None:
     """B8, V2, V6: unedited, with tied weights, RoPE, dropout, and Bert's loss over some of the tokens."""
     given = [script("huggingface"), "--model", name, "--steps", "2"]
@@ -231,8 +231,12 @@ def test_trainer(tmp_path: Path) -> None:
     assert len(alone) == 3
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "two" / "final")
     assert saved.config.num_hidden_layers == 4
-    sft = [*TORCHRUN, "2", script("trainer"), "--steps", "2", "--stages", "2", "--sft", "--output", "sft"]
-    assert len(losses(run(sft, tmp_path))) == 2
+    trainer = module("trainer").make_sft_trainer(str(tmp_path / "one"), 3, None)
+    trainer.train()
+    alone = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(alone) == 3 and alone[0] > alone[-1]
+    command = [*TORCHRUN, "2", script("trainer"), "--steps", "3", "--stages", "2", "--sft"]
+    assert losses(run(command, tmp_path)) == pytest.approx(alone, **TOLERANCE)
 
 
 def test_the_example_of_verify_is_equal_at_its_layouts(tmp_path: Path) -> None:

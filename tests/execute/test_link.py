@@ -458,6 +458,26 @@ def test_a_loopback_address_of_another_machine_is_explained() -> None:
         address._dial(own, peer, time.monotonic() + PATIENCE)
 
 
+@pytest.mark.parametrize("unix", [False, True])
+def test_an_order_of_the_manager_ends_a_call_to_a_silent_machine(unix: bool) -> None:
+    """HOT-3: a survivor must not wait for the timeout of a connection."""
+    silent = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    with silent, contextlib.ExitStack() as others:
+        silent.bind(f"\0varuna-test-{os.getpid()}" if unix else ("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(4):  # its queue is full: it answers no other caller
+            other = others.enter_context(socket.socket(silent.family, socket.SOCK_STREAM))
+            other.setblocking(False)
+            other.connect_ex(silent.getsockname())
+        own = RankAddress(0, "here", "127.0.0.1", 1, "", "")
+        path, port = ("", silent.getsockname()[1]) if not unix else (silent.getsockname()[1:].decode(), 1)
+        peer = RankAddress(1, "here" if unix else "there", "127.0.0.1", port, path, "")
+        orders = iter([False, False, True])
+        with pytest.raises(PeerLost, match="the manager has ordered this rank to go on"):
+            address._dial(own, peer, time.monotonic() + PATIENCE, lambda: next(orders))
+        assert not list(orders)
+
+
 # ---------------------------------------------------------------- with a real second process
 
 

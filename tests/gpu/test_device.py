@@ -22,6 +22,7 @@ from tests.gpu.tasks import (
 )
 from tests.pool import Pool, TaskFailed
 from tests.tasks import compare, train, train_plainly
+from varuna.cli.doctor.this_machine import check_nccl
 from varuna.schedule.orders import held
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,11 @@ def test_stages_of_one_machine_share_device_memory(pool: Pool) -> None:
     by every test with several stages."""
     for found in pool.run(channels_used, 3):
         assert found and set(found.values()) == {"shared device memory (CUDA IPC)"}
+
+
+def test_the_doctor_forms_an_nccl_group_and_shares_gpu_memory() -> None:
+    findings = {one.what: one for one in check_nccl()}
+    assert {name: one.result for name, one in findings.items()} == {"NCCL": "ok", "CUDA IPC": "ok"}, findings
 
 
 def test_a_stage_that_dies_with_work_queued_is_named(pool: Pool, tmp_path: Path) -> None:

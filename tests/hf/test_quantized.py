@@ -1,6 +1,10 @@
 """LoRA over a base of 4-bit weights (QLoRA) trains, saves and exports as in one process."""
 
+import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import torch
 from torch import nn
 
 from pyrannc import RaNNCModule
+from tests.environments import environment
 from tests.hf.adapters import BATCH, SEED, make_optimizer, train_plain, train_steps, wrap_adapted
 from tests.hf.models import make_batch, make_model
-from tests.pool import Pool
+from tests.pool import ROOT, Pool
 from varuna import wrap
 from varuna.errors import CaptureError
 from varuna.hf import save_adapter
@@ -161,3 +166,21 @@ def test_quantized_layers_that_are_refused() -> None:
     model.layer = bnb.nn.Linear4bit(8, 8)
     with pytest.raises(CaptureError, match=r"'layer' has 4-bit weights.*model.to"):
         wrap(model, torch.optim.SGD(model.head.parameters(), 0.1), batch_size=2, sample=sample, device="cpu")
+
+
+def test_torchao_bases_train_as_one_process() -> None:
+    """TRA-2: int8 weights of torchao at two layouts; layers that round their inputs are refused."""
+    folder = environment("torchao", Path(__file__).with_name("torchao-constraints.txt"))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT), str(packages)]).strip(os.pathsep)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.hf.torchao_bases"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(ran.stdout.splitlines()[-1])
+    for layout in ("2x1", "1x2"):
+        assert found[layout] == pytest.approx(found["plain"], rel=1e-5), layout
+    assert re.search(r"'layer' rounds its inputs.*Int8WeightOnlyConfig", found["refusal"])

@@ -1,8 +1,6 @@
 """VarunaTrainer trains as transformers' Trainer does in one process, at every layout."""
 
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -142,37 +140,6 @@ def test_metrics_early_stopping_and_the_best_model(pool: Pool, tmp_path: Path) -
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
 
 
-class Preemption(transformers.TrainerCallback):
-    """The manager's signal, within the third step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_options: Any) -> None:
-        if state.global_step == 3 and "VARUNA_GENERATION" not in os.environ:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_a_restarted_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRA-1: a signal saves a checkpoint folder and ends the process; the next generation continues there."""
-
-    def train(folder: Path, *callbacks: Any) -> Any:
-        args = arguments(folder, max_steps=6)
-        trainer = VarunaTrainer(
-            language_model(), args, train_dataset=sentences(44), callbacks=list(callbacks), stages=1
-        )
-        trainer.train()
-        return trainer.state.log_history
-
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        whole = train(tmp_path / "whole")
-        with pytest.raises(SystemExit):
-            train(tmp_path / "parts", Preemption())
-        assert [path.name for path in (tmp_path / "parts").iterdir()] == ["checkpoint-4"]
-        monkeypatch.setenv("VARUNA_GENERATION", "2")
-        assert_same_logs(train(tmp_path / "parts", Preemption())[:6], whole[:6])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def train_sft(kind: str, folder: str, stages: int | None = None) -> Any:
     """Fine-tune on prompts and completions of different lengths, with dropout and an evaluation."""
     import trl
@@ -220,27 +187,6 @@ def test_dropout_does_not_depend_on_the_layout(pool: Pool, tmp_path: Path) -> No
     """TRA-1: with dropout and recompute, two stages and two replicas log the same."""
     (one, _), (two, _) = (pool.run(train_with_dropout, 2, str(tmp_path), stages) for stages in (1, 2))
     assert_same_logs(one, two)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"fsdp": "full_shard"}, "fsdp"),
-        ({"optim": "galore_adamw"}, "galore_adamw"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode"),
-        ({"bf16_full_eval": True}, "bf16_full_eval"),
-        ({"debug": ["underflow_overflow"]}, "underflow_overflow"),
-    ],
-)
-def test_what_does_not_work_is_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """TRA-1"""
-    args = arguments(tmp_path)
-    for name, value in options.items():  # transformers itself refuses some of them on this machine
-        setattr(args, name, value)
-    with pytest.raises(ValueError, match=named):
-        VarunaTrainer(language_model(), args, train_dataset=sentences(4))
 
 
 class ShortStream(torch.utils.data.IterableDataset[Any]):

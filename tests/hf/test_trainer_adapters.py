@@ -68,3 +68,32 @@ def test_adapters_resume_at_another_layout(expected: Any, pool: Pool, tmp_path: 
     for resumed in (f"{mine}/checkpoint-10", f"{one}/checkpoint-10"):
         found = pool.run(train_adapters, 2, "VarunaTrainer", str(tmp_path / "on"), 1, resumed)[0]
         assert_same_logs(found[:-1], logs[:-1])
+
+
+def train_to_best(kind: str, folder: str, stages: int | None = None) -> Any:
+    """Train too fast, so that an early step is the best; return its loss, and that of the loaded model."""
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], modules_to_save=["ln_f"], init_lora_weights=False
+    )
+    strategies = {f"{name}_strategy": "steps" for name in ("eval", "save")}
+    best = {"load_best_model_at_end": True, "save_only_model": True, "save_steps": 1, "eval_steps": 1}
+    torch.manual_seed(2)
+    trainer: Any = (transformers.Trainer if kind == "Trainer" else VarunaTrainer)(
+        peft.get_peft_model(language_model(), config),
+        arguments(folder, max_steps=3, warmup_steps=0, learning_rate=0.3, **strategies, **best),
+        train_dataset=sentences(44),
+        eval_dataset=sentences(8, seed=2),
+        **({} if kind == "Trainer" else {"stages": stages}),
+    )
+    trainer.train()
+    return trainer.state.best_global_step, trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_adapter_is_loaded_from_its_file(pool: Pool, tmp_path: Path) -> None:
+    """TRA-2: with save_only_model there is no store."""
+    step, metric, loss = train_to_best("Trainer", str(tmp_path / "one"))
+    assert step < 3 and metric == pytest.approx(loss)
+    mine = tmp_path / "mine"
+    for found in pool.run(train_to_best, 2, "VarunaTrainer", str(mine), 2):
+        assert found == (step, pytest.approx(metric, rel=1e-5), pytest.approx(loss, rel=1e-5))
+    assert not list(mine.glob("checkpoint-*/varuna"))

@@ -37,7 +37,13 @@ VarunaTrainer(language_model(), args, train_dataset=sentences(44), callbacks=[Re
 
 
 def test_a_trainer_survives_a_killed_worker_and_a_machine_that_leaves(tmp_path: Path) -> None:
-    """TRA-1, V47: two stages on three machines; all losses are those of transformers' Trainer."""
+    """TRA-1, V47: two stages on three machines; all losses are those of transformers' Trainer.
+
+    The output folder has a later checkpoint of another run, which no generation may take.
+    """
+    other = tmp_path / "out" / "checkpoint-99"
+    other.mkdir(parents=True)
+    (other / "trainer_state.json").write_text("{}")
     args = arguments(tmp_path / "plain", max_steps=STEPS, gradient_accumulation_steps=3)
     plain = transformers.Trainer(language_model(), args, train_dataset=sentences(44))
     plain.train()

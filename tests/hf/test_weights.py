@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyrannc import RaNNCModule
@@ -17,6 +18,7 @@ from tests.tasks import logged, remembering, stage_map
 from varuna import Varuna, cut_after, get_this_rank_config_varuna
 from varuna.errors import CheckpointError
 from varuna.hf import empty_model, from_pretrained, hf_weights, save_pretrained
+from varuna.hf.folder import find_tensors
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (3, 1)]
 BLOCKS = {"gpt2": "transformer.h.*", "llama": "model.layers.*", "bert": "bert.encoder.layer.*"}
@@ -186,6 +188,27 @@ def test_folders_without_usable_weights_are_refused(tmp_path: Path) -> None:
     torch.save(make_model("gpt2").state_dict(), tmp_path / "a/pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, which is not read \(convert"):
         wrap(tmp_path / "a")
+
+
+def test_reading_needs_no_memory_beside_the_tensors(tmp_path: Path) -> None:
+    """TRA-3: tensors of several sizes are read into their own memory, not through buffers of their size."""
+    sizes = [200_000, 800_000, 200_000, 3_200_000] * 8
+    tensors = {f"t{number}": torch.ones(size // 4) for number, size in enumerate(sizes)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    places, held = find_tensors(tmp_path), []
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    for place in places.values():
+        held.append(place.read(torch.float32, torch.device("cpu")))
+    grown = resident_bytes("VmHWM") - before
+    assert grown <= 1.1 * sum(sizes)
+    assert all(bool((tensor == 1).all()) for tensor in held)
+
+
+def resident_bytes(name: str = "VmRSS") -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def test_weights_that_do_not_fit_are_named_with_the_way_out(tmp_path: Path) -> None:

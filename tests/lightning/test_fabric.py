@@ -16,6 +16,7 @@ import varuna.lightning
 from tests.lightning.modules import AutoEncoder, data
 from tests.pool import Pool
 from varuna import CutPoint
+from varuna.lightning.losses import explain_divisors, loss_divisors
 
 STAGES = {"partition_num": 2, "pipeline_num": 2}
 
@@ -97,6 +98,71 @@ def test_a_lightning_module_trains_with_fabric(pool: Pool) -> None:
     expected = steps_of_lightning_modules(wrapped=False)
     for found in pool.run(steps_of_lightning_modules, 2, **STAGES):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+MASK = torch.tensor([1.0, 0, 1, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "divisor"),
+    [
+        (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), 4),
+        (lambda x: (x.sum(1) * MASK).sum() * (1 / MASK.sum()), 4),
+        (lambda x: (x.sum(1) * MASK / MASK.sum()).sum(), 4),
+        (lambda x: x.sum(1)[MASK > 0].mean(), 4),
+        (lambda x: F.mse_loss(x[MASK > 0], torch.ones(4, 2)), 8),
+        (lambda x: F.cross_entropy(x, torch.where(MASK > 0, 1, -100)), 4),
+        (lambda x: 0.5 * x.mean(-1).mean(), 24),
+        (lambda x: x.sum() / len(x) / 3, 18),
+        (lambda x: x.sum() / MASK.sum() * float(MASK.sum()) / 10, 10),
+    ],
+)
+def test_the_divisors_of_a_loss_are_found(loss: Any, divisor: float) -> None:
+    """TRA-5"""
+    assert loss_divisors(loss(torch.ones(6, 2, requires_grad=True))) == pytest.approx([divisor])
+
+
+def test_divisors_that_do_not_follow_the_samples_are_explained() -> None:
+    """TRA-5"""
+    assert explain_divisors([[8.0, 5.0], [6.0, 5.0]], [4, 3]) is None
+    assert explain_divisors([[4.0], []], [6, 6]) is None, "other losses"
+    found = explain_divisors([[12.0, 4.0], [12.0, 3.0]], [6, 6])
+    assert (
+        found is not None
+        and "by 4 for the 6 samples of rank 0, and by 3 for the 6 samples of rank 1" in found
+    )
+
+
+def masked_loop(divides: str, *, wrapped: bool = True) -> Any:
+    """Train with a mean over some samples, written by hand; return the weights, or the error."""
+    world = dist.get_world_size() if wrapped else 1
+    strategy: Any = varuna.lightning.VarunaFabricStrategy(measure=False, **STAGES) if wrapped else "auto"
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    plain = net()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for x, y in fabric.setup_dataloaders(DataLoader(data(), batch_size=12 // world)):
+        mask = (x[:, 0] < 0).double()
+        loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum()
+        count = mask.sum()
+        if divides == "by all" and wrapped:
+            count = fabric.all_reduce(count, reduce_op="sum") / world
+        try:
+            fabric.backward(loss / count)
+        except ValueError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_a_masked_mean_over_one_rank_is_refused(pool: Pool) -> None:
+    """TRA-5: written by hand; divided by the labels of all ranks, it trains as one process does."""
+    for error in pool.run(masked_loop, 2, "by own"):
+        assert "the loss is no mean over samples: it divides by" in error and "check_loss=False" in error
+    expected = masked_loop("by all", wrapped=False)
+    for found in pool.run(masked_loop, 2, "by all"):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def names() -> list[str]:

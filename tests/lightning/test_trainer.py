@@ -1,9 +1,11 @@
 """Lightning's Trainer with the strategy "varuna" trains as one process does on the whole batch."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,38 @@ def test_a_loss_weight_makes_a_masked_loss_that_of_the_whole_batch(
     options = {"partition_num": 2, "pipeline_num": 1, "loss_weight": count_labels}
     for found in pool.run(fit, 2, kind, str(tmp_path), options=options):
         torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-9)
+
+
+def fit_in_a_managed_job(folder: str) -> list[Any]:
+    """Return the handlers of SIGUSR1 before, during and after two calls of fit."""
+    before = signal.signal(signal.SIGUSR1, note_signal)
+    found = [signal.getsignal(signal.SIGUSR1)]
+    try:
+        for _ in range(2):
+            os.environ.update(VARUNA_GENERATION="1", WORLD_SIZE="1")  # Lightning removes the second one
+            fit("AutoEncoder", folder, steps=1, callbacks=[NotingHandler(found)])
+            found.append(signal.getsignal(signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        del os.environ["VARUNA_GENERATION"]
+    return [handler is note_signal for handler in found]
+
+
+def note_signal(_number: int, _frame: Any) -> None:
+    """A handler of the script."""
+
+
+class NotingHandler(L.Callback):
+    def __init__(self, handlers: list[Any]) -> None:
+        self.handlers = handlers
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.handlers.append(signal.getsignal(signal.SIGUSR1))
+
+
+def test_the_scripts_signal_handler_is_back_after_fit(pool: Pool, tmp_path: Path) -> None:
+    """TRA-5: within fit, the manager's signal saves and ends the job."""
+    assert pool.run(fit_in_a_managed_job, 1, str(tmp_path)) == [[True, False, True, False, True]]
 
 
 def fit_pytorch_lightning(folder: str, options: dict[str, Any] | None) -> list[Tensor]:

@@ -22,9 +22,9 @@ from typing import Self
 
 import msgspec
 
-from tests.morph.hosts.lab import ROOT, Host, Lab
 from tests.morph.jobs import TRAIN, Job
 from tests.morph.stranger_attacks import ATTACKS, Order, Target, listening_sockets
+from varuna.chaos.hosts.lab import ROOT, Host, Lab
 
 SECONDS = 10.0
 """Duration of an attack that nobody refuses: longer than any time limit for strangers."""

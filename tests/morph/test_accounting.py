@@ -1,4 +1,4 @@
-"""The ledger: every paid machine-second has one cause, whatever happens to the job (PRO-4)."""
+"""The ledger: every paid machine-second has one cause, whatever happens to the job (B6, PRO-4)."""
 
 import hypothesis.strategies as st
 import msgspec
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from tests.morph.test_decide import World, killed
 from varuna.morph import events
 from varuna.morph.accounting import Accountant
+from varuna.morph.state import WorkerProgress
 from varuna.observe.ledger import (
     Ledger,
     amounts_by_cause,
@@ -16,6 +17,7 @@ from varuna.observe.ledger import (
     read_prices,
     report_ledger,
 )
+from varuna.observe.ledger_page import machine_table, money_table
 
 
 class AccountedWorld(World):
@@ -39,7 +41,7 @@ class AccountedWorld(World):
 
 
 def test_a_job_that_trains_undisturbed_is_useful_but_for_its_start() -> None:
-    """PRO-4"""
+    """B6, PRO-4"""
     world = AccountedWorld("a", "b")
     world.passes(1)
     world.passes(100, steps=1)
@@ -50,7 +52,7 @@ def test_a_job_that_trains_undisturbed_is_useful_but_for_its_start() -> None:
 
 
 def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
-    """PRO-4: the checkpoint is up to ten steps old, and the interrupted step is lost too."""
+    """B6, PRO-4: the checkpoint is up to ten steps old, and the interrupted step is lost too."""
     world = AccountedWorld("a", "b")
     world.passes(1)
     world.passes(2, steps=1)
@@ -71,7 +73,7 @@ def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
 
 
 def test_steps_that_no_heartbeat_reported_count_once_they_are_found_in_a_checkpoint() -> None:
-    """PRO-4: a machine may be lost between a save and its next heartbeat."""
+    """B6, PRO-4: a machine may be lost between a save and its next heartbeat."""
     world = AccountedWorld("a", "b")
     world.passes(1)
     world.passes(2, steps=1)
@@ -86,7 +88,7 @@ def test_steps_that_no_heartbeat_reported_count_once_they_are_found_in_a_checkpo
 
 
 def test_a_morph_in_place_costs_its_pause_only_and_no_step() -> None:
-    """PRO-4, HOT-2, HOT-3"""
+    """B6, PRO-4, HOT-2, HOT-3"""
     world = AccountedWorld("a", "b", hot=True)
     world.passes(1)
     world.passes(5, steps=1)
@@ -102,8 +104,89 @@ def test_a_morph_in_place_costs_its_pause_only_and_no_step() -> None:
     assert amounts["morphing"] - before["morphing"] == pytest.approx(4 * 0.1 * 8 / 4, rel=1)
 
 
+class ShortEpochs(AccountedWorld):
+    """Every fifth step has 7 samples instead of 12."""
+
+    def progress(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
+        missing = self.iteration // 5 * 5
+        workers = super().progress(machine, in_step=in_step)
+        return tuple(msgspec.structs.replace(worker, missing_samples=missing) for worker in workers)
+
+
+def test_short_steps_at_the_end_of_an_epoch_count_with_their_own_samples() -> None:
+    """B6, PRO-4: prices per sample and samples/s are those of samples that were trained."""
+    world = ShortEpochs("a", "b")
+    world.passes(1)
+    world.passes(25, steps=1)
+    ledger = world.accountant.ledger
+    assert ledger.steps == 100 and ledger.samples == 100 * 12 - 20 * 5
+    world.passes(1)  # nothing new
+    assert ledger.samples == 100 * 12 - 20 * 5
+
+
+def test_steps_that_survivors_repeat_from_copies_are_redone() -> None:
+    """B6, PRO-4, HOT-3: one replica; c replaces b, and both stages go back by seven steps."""
+    world = AccountedWorld("a", "b", "c", stages=2, hot=True)
+    world.copies = True
+    world.passes(1)
+    world.passes(5, steps=1)
+    before, best = world.check(), world.iteration
+    world.starts_agents = False
+    world.lose_agent("b")
+    world.carry_out()
+    world.iteration -= 7
+    world.passes(1)
+    assert world.morphed and world.state.phase == "running"
+    world.passes(10, steps=1)
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert ledger.steps_redone == 7 and ledger.steps == world.iteration == best + 33
+    seven = 7 / 40 * 10 * 2  # of 40 steps in 10 s, on two machines
+    assert seven <= amounts["redoing"] - before["redoing"] < seven + 2
+    assert amounts["useful"] - before["useful"] == pytest.approx(20 - seven, abs=1)
+    assert world.state.history.loss_seconds[-1] == pytest.approx(7.5 * 0.5, abs=0.2), (
+        "and the interrupted one"
+    )
+
+
+def test_survivors_that_hold_their_state_wait_and_redo_only_the_interrupted_step() -> None:
+    """B6, PRO-4, HOT-3: the machine that is left waits for 20 s until another one comes."""
+    world = AccountedWorld("a", "b", stages=2, hot=True)
+    world.copies = True
+    world.passes(1)
+    world.passes(5, steps=1)
+    before = world.check()
+    world.unreachable.add("b")
+    world.lose_agent("b")
+    world.passes(20)
+    assert world.state.holding
+    world.happens(events.MachineListRead(("a", "c")))
+    world.passes(2)
+    world.passes(5, steps=1)
+    amounts, ledger = world.check(), world.accountant.ledger
+    lost = ledger.interruptions[-1]
+    assert [one.kind for one in ledger.interruptions] == ["start", "loss"] and "b was lost" in lost.why
+    assert amounts["redoing"] - before["redoing"] < 0.5
+    assert 20 <= lost.lost["waiting"] < 22 and 20 <= lost.seconds["waiting"] < 22
+    assert world.state.history.loss_seconds[-1] < 1.0, "the wait for a machine is no cost of a loss"
+
+
+def test_the_time_until_the_order_after_a_loss_is_booked_once() -> None:
+    """B6, PRO-4: workers count it as part of their pause; it was in the step that is lost."""
+    world = AccountedWorld("a", "b", "c", hot=True)
+    world.passes(1)
+    world.passes(10, steps=1)
+    world.waited = 3.0
+    world.starts_agents = False
+    world.lose_agent("b")
+    before = world.check()
+    world.passes(5, steps=1)
+    amounts = world.check()
+    assert world.morphed and amounts["morphing"] - before["morphing"] < 1.0
+    assert amounts["useful"] - before["useful"] > 5.0
+
+
 def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing() -> None:
-    """PRO-4"""
+    """B6, PRO-4"""
     world = AccountedWorld("a", "b", stages=2)
     world.passes(1)
     world.passes(2, steps=1)
@@ -131,7 +214,7 @@ ACTIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.integers(1, 2))
 def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float]], stages: int) -> None:
-    """PRO-4: the causes add up to the paid time after any sequence of events."""
+    """B6, PRO-4: the causes add up to the paid time after any sequence of events."""
     world = AccountedWorld("a", "b", stages=stages)
     listed = {"a", "b"}
     for action, machine, seconds in actions:
@@ -156,7 +239,7 @@ def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float
 
 
 def test_a_restarted_manager_continues_the_ledger() -> None:
-    """PRO-4: the time without a manager is paid, and counts as what the workers did in it."""
+    """B6, PRO-4: the time without a manager is paid, and counts as what the workers did in it."""
     world = AccountedWorld("a", "b")
     world.passes(1)
     world.passes(10, steps=1)
@@ -171,7 +254,7 @@ def test_a_restarted_manager_continues_the_ledger() -> None:
 
 
 def test_money_follows_from_prices_by_name_and_pattern() -> None:
-    """PRO-4"""
+    """B6, PRO-4"""
     world = AccountedWorld("a", "b")
     world.passes(1)
     world.passes(100, steps=1)
@@ -184,6 +267,21 @@ def test_money_follows_from_prices_by_name_and_pattern() -> None:
     assert report.money.useful + sum(report.money.lost.values()) == pytest.approx(report.money.paid)
     assert report.money.on_demand == pytest.approx(report.useful_seconds * 7.2 / 3600)
     assert ledger_lines(report)[1].startswith("money: 0.15, of which")
+    assert report.money.unpriced == () and len(ledger_lines(report)) == 2
+
+
+def test_machines_without_a_price_are_named() -> None:
+    """B6, PRO-4: a table that does not fit is not a cheaper job."""
+    paid = {"a": 3600.0, **{f"node{index}": 3600.0 for index in range(10)}}
+    ledger = Ledger(at=3600.0, machines=paid, amounts={"useful": 11 * 3600.0}, prices={"a": 2.0})
+    report = report_ledger(ledger)
+    assert report.money is not None and report.money.paid == 2.0
+    assert report.money.unpriced == tuple(f"node{index}" for index in range(10))
+    last = ledger_lines(report)[-1]
+    assert (
+        last.startswith("money: no price for node0, node1, ") and "node7 and 2 more: counted as free" in last
+    )
+    assert "no price for node0" in money_table(report) and ">-</td>" in machine_table(ledger)
 
 
 @pytest.mark.parametrize(

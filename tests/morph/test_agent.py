@@ -1,7 +1,9 @@
-"""Agents: what they do while their manager is away."""
+"""Agents: a manager that is away, and orders that come too late."""
 
 import asyncio
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,3 +50,18 @@ def test_a_stranger_on_the_managers_port_does_not_end_an_agent(monkeypatch: pyte
         return own.over.is_set()
 
     assert not asyncio.run(knock())
+
+
+def test_an_agent_opens_another_store_if_an_order_used_it_after_its_workers_had_ended() -> None:
+    """REL-2: the manager counts the store as used, and waits for another one before it starts workers."""
+    opened: list[str] = []
+    late: Any = SimpleNamespace(
+        address="127.0.0.1",
+        start=SimpleNamespace(generation=1),
+        reported_end=True,
+        supervisor=SimpleNamespace(store_port=4000, open_store=opened.append),
+    )
+    for port, ranks in ((4000, (0,)), (4001, (0,)), (4000, ())):
+        order: Any = SimpleNamespace(generation=2, workers=SimpleNamespace(ranks=ranks, master_port=port))
+        agent.Agent.morph_workers(late, order)
+    assert opened == ["127.0.0.1"]  # its own store, for workers of its own

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from varuna.morph import commands, events
 from varuna.morph.decide import decide, decide_all
 from varuna.morph.failures import BROKEN, SCRIPT_MISTAKE, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
-from varuna.morph.state import Generation, JobState, MachinePlan, ManagerSettings, Outcome, WorkerProgress
+from varuna.morph.run.worker_env import ranks_of_machine
+from varuna.morph.state import (
+    Generation,
+    JobState,
+    MachinePlan,
+    ManagerSettings,
+    MorphParts,
+    Outcome,
+    WorkerProgress,
+)
 from varuna.plan.search.choose import lay_out
 
 WELL = Outcome(None)
@@ -29,13 +38,22 @@ def killed(rank: int) -> Outcome:
 class World:
     """Simulated machines, agents and workers that follow the commands; the clock is a number."""
 
-    def __init__(self, machines: Sequence[str], *, stages: int = 1, hot: bool = False) -> None:
+    def __init__(
+        self, machines: Sequence[str], *, stages: int = 1, hot: bool = False, devices: int = 1
+    ) -> None:
         self.state = JobState(settings=ManagerSettings(hot=hot))
+        self.devices = devices  # of each machine
+        self.new: set[str] = set()  # machines whose workers have made no step
+        self.copies = False  # each worker has a copy of the state of the one before it
         self.why_not = ""  # why workers cannot morph in place
+        self.waited = 0.0  # from the notice of a loss to the order: part of the pause
         self.prepares = True  # joiners get prepared
         self.morphs = True  # workers carry orders out
         self.entered: dict[str, int] = {}  # machine: generation that its workers report
-        self.ranks: dict[str, int] = {}  # machine: rank of its worker
+        self.ranks: dict[str, tuple[int, ...]] = {}  # machine: ranks of its live workers
+        self.busy: set[str] = set()  # machines whose workers do not see their orders yet
+        self.taken: dict[str, int] = {}  # machine: last order that its workers have taken
+        self.bytes_move = False  # workers report progress while they morph
         self.morphed: list[commands.Morph] = []
         self.prepared: list[commands.Prepare] = []
         self.stages = stages
@@ -49,6 +67,7 @@ class World:
         self.logged: list[str] = []
         self.released: list[str] = []
         self.iteration = 0
+        self.steps_before = 0  # steps of the workers that were repeated after losses
         self.num_agents = 0
         self.starts_agents = True
         self.unreachable: set[str] = set()  # no agent can be started there
@@ -81,7 +100,7 @@ class World:
         for machine, agent in zip(generation.machines, generation.agents, strict=True):
             assert self.state.members[machine].agent == agent != ""
             assert self.state.members[machine].listed or self.state.members[machine].kept
-        assert generation.layout.num_ranks == len(generation.machines)
+        assert generation.layout.num_ranks == sum(map(len, generation.ranks))
         assert generation.number > max((one.generation.number for one in self.launched), default=0)
         self.launched.append(launch)
 
@@ -89,12 +108,17 @@ class World:
         """HOT-1, HOT-3: the old ranks that stay or leave hold every stage, and none of them is lost."""
         alive = {rank for rank in (*morph.previous, *morph.leaving) if rank is not None}
         assert not alive & set(morph.lost)
-        assert all(alive & set(stage) for stage in morph.last.layout.stage_map)
-        assert alive | set(morph.lost) == set(range(morph.last.layout.num_ranks))
+        held = alive | {self.copied(rank, morph.last) for rank in alive if self.copies}
+        assert all(held & set(stage) for stage in morph.last.layout.stage_map)
+        everyone = set(range(morph.last.layout.num_ranks))
+        assert alive | set(morph.lost) & everyone == everyone
         assert morph.generation.number > morph.last.number and morph.generation.master_port
         for machine, agent in zip(morph.generation.machines, morph.generation.agents, strict=True):
             assert self.state.members[machine].agent == agent != ""
         self.morphed.append(morph)
+
+    def copied(self, rank: int, generation: Generation) -> int:
+        return (rank - 1) % generation.layout.num_ranks
 
     def given_up(self) -> set[str]:
         """Return the machines that the manager has given up; their workers cannot disturb the job."""
@@ -119,7 +143,7 @@ class World:
                 if command.unresponsive or command.machine not in self.slow_to_exit:
                     self.lose_agent(command.machine)
             elif isinstance(command, commands.MakePlan):
-                self.happens(events.PlanReady(self.plan(command.machines)))
+                self.happens(events.PlanReady(self.plan(command.machines, command.devices)))
             elif isinstance(command, commands.FindCheckpoint):
                 self.happens(self.checkpoint or events.CheckpointFound(self.iteration // 10 * 10))
             elif isinstance(command, commands.Launch):
@@ -131,6 +155,8 @@ class World:
                     self.entered[machine] = 0
             elif isinstance(command, commands.Morph):
                 self.morph(command)
+            elif isinstance(command, commands.RepeatOrders):
+                self.morph(command.morph, command.machines)
             elif isinstance(command, commands.SaveAndEnd) and self.cannot_save:
                 self.num_tries += 1
                 self.failed_saves += 1
@@ -161,33 +187,43 @@ class World:
             self.workers[machine] = self.last[agent] = number
 
     def start_all(self, generation: Generation, machines: tuple[str, ...]) -> None:
-        for machine, (rank,) in zip(generation.machines, generation.ranks, strict=True):
+        for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             if machine in machines and machine in self.agents and machine not in self.unresponsive:
                 self.start_workers(machine, generation.number)
-                self.ranks[machine], self.entered[machine] = rank, generation.number
+                self.ranks[machine], self.entered[machine] = ranks, generation.number
                 self.happens(events.StoreReady(machine, self.agents[machine], 2000))
 
-    def morph(self, morph: commands.Morph) -> None:
-        """Let the workers carry the order out, if all of them hear it."""
+    def morph(self, morph: commands.Morph, machines: Sequence[str] = ()) -> None:
+        """Let the workers carry the order out, if all of them hear it. `machines`: only these get it."""
         stay, number = morph.generation.machines, morph.generation.number
         leave = [name for name in morph.last.machines if name not in stay and name in self.workers]
-        for machine, (rank,) in zip(stay, morph.generation.ranks, strict=True):
+        for machine, ranks in zip(stay, morph.generation.ranks, strict=True):
+            if machines and machine not in machines:
+                continue
             if machine in self.agents and machine in self.workers and machine not in self.unresponsive:
                 self.workers[machine] = self.last[self.agents[machine]] = number
-                self.ranks[machine] = rank
+                self.ranks[machine] = ranks
                 self.happens(events.StoreReady(machine, self.agents[machine], 3000))
-        if self.morphs and all(self.workers.get(name) == number for name in stay):
+                if machine not in self.busy:
+                    self.taken[machine] = number
+        if self.morphs and all(
+            self.workers.get(name) == self.taken.get(name) == number != self.entered.get(name)
+            for name in stay
+        ):
             self.entered.update(dict.fromkeys(stay, number))
             for machine in leave:
                 self.end_workers(machine, WELL)
 
-    def plan(self, machines: tuple[str, ...]) -> MachinePlan:
+    def plan(self, machines: tuple[str, ...], devices: int = 0) -> MachinePlan:
+        number = devices or self.devices
         try:
-            layout = lay_out(len(machines), self.stages, batch_size=12, microbatch_size=1)
+            layout = lay_out(len(machines) * number, self.stages, batch_size=12, microbatch_size=1)
         except ValueError as error:
-            return MachinePlan(machines, problem=str(error))
-        used = machines[: layout.num_ranks]
-        return MachinePlan(machines, used, tuple((rank,) for rank in range(len(used))), layout)
+            return MachinePlan(machines, problem=str(error), devices=devices)
+        places = range(len(machines))
+        ranks = [ranks_of_machine(layout, place, devices_per_machine=number) for place in places]
+        used = tuple(name for name, found in zip(machines, ranks, strict=True) if found)
+        return MachinePlan(machines, used, tuple(filter(None, ranks)), layout, devices=devices)
 
     # ------------------------------------------------------------ events
 
@@ -223,6 +259,16 @@ class World:
             generation = self.workers.pop(machine)
             self.happens(events.WorkersEnded(machine, self.agents[machine], generation, (outcome,)))
 
+    def kill_worker(self, machine: str, rank: int) -> None:
+        """Kill one worker; the machine may have others."""
+        if machine not in self.workers or machine not in self.agents or machine in self.unresponsive:
+            return
+        self.ranks[machine] = tuple(other for other in self.ranks[machine] if other != rank)
+        if self.ranks[machine]:
+            self.fail_worker(machine, killed(rank))
+        else:
+            self.end_workers(machine, killed(rank))
+
     def fail_worker(self, machine: str, outcome: Outcome) -> None:
         if machine in self.workers and machine in self.agents and machine not in self.unresponsive:
             self.happens(events.WorkerFailed(machine, self.agents[machine], self.workers[machine], outcome))
@@ -250,24 +296,31 @@ class World:
     def progress(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
         if machine not in self.workers:
             return ()
-        return (
+        has_copy = self.copies and self.entered[machine]
+        generation = self.state.generation if has_copy else None
+        moved = int(self.now * 4) if self.bytes_move and self.entered[machine] < self.workers[machine] else 0
+        return tuple(
             WorkerProgress(
-                self.ranks[machine],
-                hot=not self.why_not,
+                rank,
+                copy_of=None if generation is None else self.copied(rank, generation),
+                taken=self.taken.get(machine, 0),
+                hot=not self.why_not and machine not in self.new,
                 why_not=self.why_not,
                 waits=self.prepares and not self.entered[machine],
                 generation=self.entered[machine],
-                morph_seconds=0.1 if self.morphed else 0.0,
+                morph_seconds=0.1 + self.waited if self.morphed else 0.0,
+                morph_parts=MorphParts(waited=self.waited),
                 iteration=self.iteration,
-                steps=self.iteration,
-                activity=self.iteration + (ord(machine[-1]) if self.progress_differs else 0),
+                steps=0 if machine in self.new else self.iteration + self.steps_before,
+                activity=self.iteration + moved + (ord(machine[-1]) if self.progress_differs else 0),
                 in_step=in_step,
                 step_seconds=0.5 if self.iteration else 0.0,
                 store="/store",
                 saving=self.saving,
                 failed_saves=self.failed_saves,
                 save_problem="no space left" if self.failed_saves else "",
-            ),
+            )
+            for rank in self.ranks[machine]
         )
 
     @property
@@ -275,8 +328,8 @@ class World:
         return [launch.generation.machines for launch in self.launched]
 
 
-def begun(*machines: str, stages: int = 1, hot: bool = False) -> World:
-    world = World(machines, stages=stages, hot=hot)
+def begun(*machines: str, stages: int = 1, hot: bool = False, devices: int = 1) -> World:
+    world = World(machines, stages=stages, hot=hot, devices=devices)
     world.passes(1)
     world.passes(2, steps=1)
     return world
@@ -834,6 +887,20 @@ def test_a_joiner_that_fails_is_tried_again_and_nothing_happens_to_the_others() 
     assert any("joiners have failed 3 times in a row" in line for line in world.logged)
 
 
+def test_a_change_right_after_a_join_waits_for_the_first_step_of_the_joiner() -> None:
+    """HOT-2: until then it does not know whether it can morph in place."""
+    world = begun("a", "b", hot=True)
+    world.new.add("c")
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(3, steps=1)
+    world.happens(events.MachineListRead(("a", "c")))
+    world.passes(3, steps=1)
+    assert world.workers == {"a": 2, "b": 2, "c": 2} and len(world.morphed) == 1
+    world.new.clear()
+    world.passes(1, steps=1)
+    assert world.workers == {"a": 3, "c": 3} and len(world.morphed) == 2 and len(world.launched) == 1
+
+
 def test_a_machine_with_a_deadline_leaves_before_another_one_joins() -> None:
     """HOT-2, HOT-5"""
     world = begun("a", "b", hot=True)
@@ -870,9 +937,9 @@ def test_survivors_of_a_lost_machine_go_on_in_place() -> None:
     assert [(m.previous, m.lost) for m in world.morphed] == [((1, 2), (0,))]
     world.passes(3, steps=1)
     assert world.state.phase == "running" and len(world.launched) == 1
-    world.go_silent("c")  # its connections stay open: the workers that wait for it are killed
+    world.go_silent("c")  # its connections stay open: the order frees the workers that wait for it
     world.passes(3, steps=1)
-    assert len(world.morphed) == 1 and world.generations[1:] == [("b",)]
+    assert [(m.previous, m.lost) for m in world.morphed[1:]] == [((0,), (1,))] and len(world.launched) == 1
 
 
 def test_a_loss_without_another_holder_of_a_stage_restarts_from_the_store() -> None:
@@ -884,18 +951,114 @@ def test_a_loss_without_another_holder_of_a_stage_restarts_from_the_store() -> N
     assert not world.morphed and world.generations == [("a", "b")] * 2
 
 
-def test_a_loss_or_a_timeout_in_a_morph_restarts_from_the_store() -> None:
-    """HOT-3: the ladder."""
-    for loss in (True, False):
+def test_survivors_that_are_too_few_hold_their_state_until_a_machine_replaces_the_lost_one() -> None:
+    """HOT-3: the machine of a killed worker; another one that joins later; none in time."""
+    world = begun("a", "b", stages=2, hot=True)
+    world.copies = True
+    world.passes(3, steps=1)
+    world.end_workers("b", killed(1))
+    world.passes(1)
+    assert [(m.previous, m.leaving, m.lost) for m in world.morphed] == [((0, None), (), (1,))]
+    assert world.workers == {"a": 2, "b": 2} and world.state.phase == "running"
+    world.passes(3, steps=1)
+    world.unreachable.add("a")
+    world.lose_agent("a")
+    world.passes(20)
+    assert world.state.phase == "running" and world.state.holding and world.workers == {"b": 2}
+    world.happens(events.MachineListRead(("b", "c")))
+    world.passes(2)
+    assert [(m.previous, m.lost) for m in world.morphed[1:]] == [((1, None), (0,))]
+    assert world.workers == {"b": 3, "c": 3} and len(world.launched) == 1 and world.state.crashes == 1
+    world.passes(3, steps=1)
+    world.unreachable.add("c")
+    world.lose_agent("c")
+    world.passes(44)
+    assert world.state.holding and world.workers == {"b": 3}
+    world.passes(2)
+    assert world.state.phase == "gathering" and not world.workers and len(world.morphed) == 2
+    assert "cold restart: no machine has replaced the lost one in time" in world.logged
+    world.unreachable.clear()
+    world.passes(60)
+    assert world.generations == [("a", "b"), ("b", "c")]
+
+
+def test_survivors_hold_their_state_only_if_a_machine_may_come_and_can_be_stopped() -> None:
+    """HOT-3: the lost machine leaves; joiners fail again and again; the user stops the job."""
+    for end in ("leaves", "fails", "stop"):
+        world = begun("a", "b", stages=2, hot=True)
+        world.copies = True
+        world.prepares = False
+        world.passes(3, steps=1)
+        if end == "leaves":
+            world.happens(events.NoticeReceived("b", world.now + 0.1, "the cloud takes it away"))
+        world.end_workers("b", killed(1))
+        world.passes(1)
+        assert world.state.holding == (end != "leaves")
+        if end == "fails":
+            for _ in range(3):
+                world.end_workers("b", raised(1))
+                world.passes(10)
+        elif end == "stop":
+            world.happens(events.StopRequested("enough"))
+            world.carry_out()
+            assert world.verdict is not None and world.verdict.verdict.how == "stopped"
+        assert not world.morphed and (end != "fails" or len(world.launched) == 2)
+
+
+def test_a_loss_right_after_a_start_waits_for_the_next_reports_of_the_survivors() -> None:
+    """HOT-3: a first step may be newer than the last heartbeat. Workers that cannot morph restart at once."""
+    for why_not in ("", "the script passes tensors to step()"):
+        for dies in (False, True):
+            world = World(["a", "b", "c"], hot=True)
+            world.passes(1)
+            world.why_not = why_not
+            world.passes(0.25, steps=1)
+            if not why_not:
+                world.state = msgspec.structs.replace(world.state, progress={})
+            if dies:
+                world.lose_agent("b")
+            else:
+                world.end_workers("b", killed(1))
+            world.carry_out()
+            assert len(world.launched) == 1 + bool(why_not) and not world.morphed
+            world.passes(2, steps=1)
+            assert [m.lost for m in world.morphed[:1]] == ([] if why_not else [(1,)])
+            assert len(world.launched) == 1 + bool(why_not)
+
+
+def test_survivors_of_a_loss_in_a_morph_go_on_in_place() -> None:
+    """HOT-3: a rank or the joiner itself is lost while the workers enter a generation; then another one."""
+    for victim, rank in (("b", 1), ("c", 2)):
         world = begun("a", "b", "c", hot=True)
+        world.happens(events.MachineListRead(("a", "b", "c", "d")))
         world.morphs = False
-        world.happens(events.MachineListRead(("a", "b")))
-        world.passes(2, steps=1)
-        assert world.state.phase == "morphing"
-        if loss:
+        world.passes(3, steps=1)
+        assert world.state.phase == "morphing" and len(world.morphed) == 1
+        if victim == "b":
             world.end_workers("b", killed(1))
-        world.passes(3 if loss else 65)
-        assert world.generations == [("a", "b", "c"), ("a", "b")] and "c" not in world.workers
+        else:  # its worker has ended before its agent got the order
+            agent = world.agents["c"]
+            world.workers.pop("c")
+            world.happens(events.WorkersEnded("c", agent, 1, (killed(2),)))
+        world.morphs = True
+        world.passes(1, steps=1)
+        assert [(m.lost, len(m.previous)) for m in world.morphed[1:2]] == [((rank,), 3)]
+        assert world.state.phase == "running" and len(world.launched) == 1
+        world.lose_agent("a")
+        world.lose_agent("d")
+        world.passes(2, steps=1)
+        assert len(world.morphed[-1].generation.machines) >= 1 and len(world.launched) == 1
+
+
+def test_a_morph_that_takes_too_long_restarts_from_the_store() -> None:
+    """HOT-3: the ladder."""
+    world = begun("a", "b", "c", hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(2, steps=1)
+    assert world.state.phase == "morphing"
+    world.passes(65)
+    assert world.generations == [("a", "b", "c"), ("a", "b")] and "c" not in world.workers
 
 
 def test_a_script_that_ends_before_it_sees_the_order_finishes_the_job() -> None:
@@ -917,14 +1080,17 @@ HAPPENINGS = st.one_of(
     st.tuples(st.just("list"), st.lists(NAMES, max_size=4, unique=True)),
     st.tuples(
         st.sampled_from(
-            ["lose", "silent", "back", "killed", "raised", "second", "ended", "saved", "notice", "unstarted"]
+            [
+                *["lose", "silent", "back", "killed", "one killed", "raised", "second", "ended", "saved"],
+                *["notice", "unstarted"],
+            ]
         ),
         NAMES,
     ),
     st.tuples(st.just("time"), st.sampled_from([0.25, 1.0, 3.0, 20.0, 100.0])),
     st.tuples(st.just("steps"), st.sampled_from([0.25, 1.0, 3.0])),
     st.tuples(st.just("stop"), st.booleans()),
-    st.tuples(st.just("switch"), st.sampled_from(["prepares", "morphs", "why_not"])),
+    st.tuples(st.just("switch"), st.sampled_from(["prepares", "morphs", "why_not", "copies"])),
 )
 
 
@@ -942,12 +1108,13 @@ def play(world: World, what: str, how: object) -> None:
         world.happens(events.StopRequested("enough", save=bool(how)))
     else:
         machine = str(how)
-        rank = world.ranks.get(machine, 0)
+        rank = next(iter(world.ranks.get(machine, ())), 0)
         {
             "lose": lambda: world.lose_agent(machine),
             "silent": lambda: world.go_silent(machine),
             "back": lambda: world.come_back(machine),
             "killed": lambda: world.fail_worker(machine, killed(rank)),
+            "one killed": lambda: world.kill_worker(machine, rank),
             "raised": lambda: world.end_workers(machine, raised(rank)),
             "second": lambda: world.fail_worker(machine, raised(rank, "varuna.errors.WorkerError")),
             "ended": lambda: world.end_workers(machine, WELL),
@@ -974,12 +1141,12 @@ def recover_and_end(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans(), st.booleans())
+@given(st.lists(HAPPENINGS, max_size=40), st.integers(1, 2), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_after_any_events_one_generation_lives_at_a_time_and_the_job_can_end(
-    story: list[tuple[str, object]], stages: int, promptly: bool, hot: bool
+    story: list[tuple[str, object]], stages: int, promptly: bool, hot: bool, devices: int
 ) -> None:
     """V42, V43: `World.check_launch` checks it; then all machines recover, and the job must end."""
-    world = World(["a", "b"], stages=stages, hot=hot)
+    world = World(["a", "b"], stages=stages, hot=hot, devices=devices)
     for what, how in story:
         play(world, what, how)
         if promptly:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.morph.hosts.lab import ROOT, Lab, command, ip, tool
+from varuna.chaos.hosts.lab import ROOT, Lab, command, ip, tool
 
 LISTEN = (
     "import socket; server = socket.create_server(('', 7000)); print('ready', flush=True)\n"
@@ -78,7 +78,7 @@ def test_a_slow_host_is_slow_both_ways(lab: Lab) -> None:
 
 
 def test_a_lab_removes_everything_and_also_the_leftovers_of_a_killed_lab() -> None:
-    make = "from tests.morph.hosts.lab import Lab; lab = Lab(1); print(lab.name, flush=True); "
+    make = "from varuna.chaos.hosts.lab import Lab; lab = Lab(1); print(lab.name, flush=True); "
     die = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.run(

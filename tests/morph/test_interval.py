@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from varuna.cli.run import parse_save_every
-from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, failure_seconds, interval_seconds
+from varuna.morph.interval import PRIOR_SECONDS, SaveRhythm, count_failures, failure_seconds, interval_seconds
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
 
 
@@ -65,6 +65,19 @@ def test_the_setting_of_the_manager_decides_the_interval() -> None:
     failing = SaveRhythm(save_seconds=1.0, failures=9, observed_seconds=3600.0)
     often, seldom = (AutosaveTimer(rhythm).every_seconds for rhythm in (failing, calm))
     assert 30 < often < seldom / 2
+
+
+def test_losses_that_needed_no_checkpoint_hardly_count() -> None:
+    """A floor remains: many losses in place make saves more frequent than none."""
+    restarts, in_place, none = count_failures(9, 0), count_failures(9, 9), count_failures(0, 0)
+    assert none == 0 < in_place < 1 < restarts == 9
+    assert count_failures(2, 5) < 1, "a manager that was restarted knows fewer"
+    often, seldom = (
+        SaveRhythm(failures=failures).interval(save_seconds=1.0, more_seconds=0.0)
+        for failures in (restarts, in_place)
+    )
+    assert often is not None and seldom is not None and often < seldom / 2
+    assert parse_rhythm('{"failures": 3}') == SaveRhythm(failures=3.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import math
 import os
 import select
 import socket
@@ -95,7 +96,7 @@ class RunningManager:
                 job,
                 contact,
                 JobState(since=clock.now()),
-                planner=lambda machines: MachinePlan(machines, problem="no plan"),
+                planner=lambda machines, devices=0: MachinePlan(machines, problem="no plan"),
                 starter_of=lambda machine: starter or NoStarter(),
                 newest=lambda store: None,
                 address_for=lambda machine: "127.0.0.1",
@@ -312,6 +313,7 @@ def test_the_status_of_a_thousand_machines_is_complete(
     with led(tmp_path, machines="\n".join(names)) as running:
         for name in names:
             stub = SimpleNamespace(
+                heard=math.inf,
                 agent=name,
                 machine=name,
                 pid=1,

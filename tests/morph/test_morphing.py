@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.jobs import STEPS, TRAIN, Job, check
+from varuna.chaos.hosts.lab import ROOT, Lab
 
 
 def test_losses_do_not_change_when_machines_join_and_leave_and_processes_are_killed(

@@ -8,6 +8,7 @@ import pytest
 from varuna.environment import VarunaEnvironment
 from varuna.morph.run.order_page import OrderReader, OrderWriter, apply_environment, open_orders
 from varuna.morph.run.progress_page import ProgressReader, open_progress
+from varuna.morph.state import MorphParts
 from varuna.types import Layout, MorphOrder
 
 TWO_STAGES = Layout(((0,), (1,)), batch_size=8, microbatch_size=2)
@@ -44,7 +45,9 @@ def test_a_worker_takes_each_order_once_and_the_newest_one(progress_file: Path) 
     with pytest.raises(RuntimeError, match="no order is pending"):
         reader.take()
     writer.give(order(4))
+    assert writer.taken == 0, "the agent sees when the worker begins to carry it out"
     assert reader.is_pending and reader.take() == order(4) and not reader.is_pending
+    assert writer.taken == 4
     writer.give(order(5))
     writer.give(order(6, environment={"RANK": "1"}, why="b joins"))
     assert reader.take() == order(6, environment={"RANK": "1"}, why="b joins") and not reader.is_pending
@@ -88,8 +91,26 @@ def test_the_progress_page_tells_whether_a_worker_morphs_in_place(progress_file:
     writer.waits(True)
     now = reader.read()
     assert (now.hot, now.why_not, now.waits) == (True, "", True)
-    writer.morphed(4, seconds=0.25, num_bytes=2**33)
+    writer.morphed(4, MorphParts(1.5, 0.5, 0.125), seconds=0.25, num_bytes=2**33, iteration=7)
     now = reader.read()
+    assert now.iteration == 7, "it may have gone back to copies of an earlier step"
     assert (now.generation, now.morph_seconds, now.morph_bytes, now.waits) == (4, 0.25, 2**33, False)
+    assert now.morph_parts == MorphParts(1.5, 0.5, 0.125)
     reader.close()
     assert "progress" not in "".join(os.listdir(progress_file.parent))
+
+
+def test_the_progress_page_keeps_its_numbers_and_texts_apart(progress_file: Path) -> None:
+    """SEE-3"""
+    reader = ProgressReader(progress_file, 0)
+    writer = open_progress()
+    writer.uses("s3://bucket/" + "x" * 2000)
+    writer.note("a note")
+    writer.holds_copy_of(2)
+    writer.leave(1, 0.5, missing_samples=0)
+    writer.leave(2, 0.25, missing_samples=5)
+    writer.leave(3, 0.25, missing_samples=2)
+    now = reader.read()
+    assert (now.iteration, now.steps, now.compute_seconds, now.missing_samples) == (3, 3, 0.25, 7)
+    assert (now.store, now.note, now.copy_of) == ("s3://bucket/" + "x" * 2000, "a note", 2)
+    reader.close()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.morph.hosts.lab import ROOT
 from tests.morph.hosts.manager import StubManager
 from tests.morph.hosts.ray_cluster import RayClient, RayCluster
 from tests.morph.jobs import Job, check
+from varuna.chaos.hosts.lab import ROOT
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.ray import RayStarter
 from varuna.secure.credential import make_credential
@@ -44,7 +44,8 @@ def test_an_agent_runs_on_the_listed_node_and_dies_when_killed(
         assert client.ask("ended", host.address) is None
         client.ask("kill", host.address)
         dialled_in[host.address].wait_until_gone()
-        assert "Ray lost the agent" in client.wait_for_the_end(host.address)
+        ended = client.wait_for_the_end(host.address)  # whichever Ray notices first
+        assert "Ray lost the agent" in ended or "exit status -9" in ended
 
 
 def test_a_job_trains_on_ray(cluster: RayCluster, tmp_path: Path, reference: dict[int, float]) -> None:

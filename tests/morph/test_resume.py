@@ -9,44 +9,23 @@ from hypothesis import given, settings
 from tests.morph.test_decide import HAPPENINGS, SAVED, World, play, recover_and_end
 from varuna.morph import commands, events
 from varuna.morph.decide import decide
-from varuna.morph.journal import (
-    GenerationLaunched,
-    JobBegun,
-    JobOver,
-    Journal,
-    SaveRequested,
-    StoreSeen,
-    counts_changed,
-    counts_record,
-    read_journal,
-    restore_state,
-)
-from varuna.morph.state import ManagerSettings
+from varuna.morph.journal import JobBegun, Journal, read_journal, records_of, restore_state
 
 
 class JournaledWorld(World):
     """A world whose manager keeps a journal, as `Manager` does, and can be restarted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, stages: int = 1, hot: bool = False) -> None:
         self.path = path
         self.journal = Journal(path, [JobBegun("job", 4000, "/logs")])
         self.unique = True  # the log folders tell a restarted manager the last number
-        super().__init__(["a", "b"])
+        super().__init__(["a", "b"], stages=stages, hot=hot)
 
     def happens(self, event: events.Event) -> None:
         before = self.state
         after, found = decide(before, event, self.now)
-        if after.store != before.store:
-            self.journal.write(StoreSeen(after.store))
-        if counts_changed(before, after):
-            self.journal.write(counts_record(after, 1.0))
-        for command in found:
-            if isinstance(command, commands.Launch):
-                self.journal.write(GenerationLaunched(command.generation))
-            elif isinstance(command, commands.SaveAndEnd):
-                self.journal.write(SaveRequested(command.generation))
-            elif isinstance(command, commands.Finish):
-                self.journal.write(JobOver(command.verdict))
+        for record in records_of(before, after, found, seconds=1.0):
+            self.journal.write(record)
         super().happens(event)
 
     def check_launch(self, launch: commands.Launch) -> None:
@@ -57,18 +36,19 @@ class JournaledWorld(World):
         if self.unique:
             super().check_launch(launch)
 
-    def restart(self, *, with_logs: bool) -> None:
-        """Restart the manager; all connected agents find it."""
+    def restart(self, *listed: str, with_logs: bool = True) -> None:
+        """Restart the manager; all connected agents find it. The machine list is a, b by default."""
         self.journal.close()
         self.pending.clear()
         records = read_journal(self.path).records
-        last = max((launch.generation.number for launch in self.launched), default=0)
+        started = (*self.launched, *self.morphed, *self.prepared)
+        last = max((one.generation.number for one in started), default=0)
         self.unique = with_logs
         self.state = restore_state(
-            records, settings=ManagerSettings(), now=self.now, last_number=last if with_logs else 0
+            records, settings=self.state.settings, now=self.now, last_number=last if with_logs else 0
         )
         self.journal = Journal(self.path, records)
-        self.happens(events.MachineListRead(("a", "b")))
+        self.happens(events.MachineListRead(listed or ("a", "b")))
         for machine, agent in list(self.agents.items()):
             if machine in self.unresponsive:
                 continue
@@ -84,6 +64,7 @@ class JournaledWorld(World):
     st.lists(HAPPENINGS, max_size=8),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.data(),
 )
 def test_after_any_damage_of_the_journal_no_number_repeats_and_the_job_can_end(
@@ -92,10 +73,11 @@ def test_after_any_damage_of_the_journal_no_number_repeats_and_the_job_can_end(
     after: list[tuple[str, object]],
     flips: bool,
     with_logs: bool,
+    hot: bool,
     data: st.DataObject,
 ) -> None:
     """REL-3: a journal cut anywhere, or with any bit flipped; agents ignore numbers that they know."""
-    world = JournaledWorld(tmp_path_factory.mktemp("resume") / "journal")
+    world = JournaledWorld(tmp_path_factory.mktemp("resume") / "journal", hot=hot)
     for what, how in before:
         play(world, what, how)
         world.carry_out()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.morph.hosts.lab import ROOT
 from tests.morph.hosts.manager import StubManager
 from tests.morph.hosts.slurm import SlurmCluster
+from varuna.chaos.hosts.lab import ROOT
 from varuna.morph.starters.slurm import SlurmAgent, SlurmStarter, find_ended
 
 STUB = str(ROOT / "tests/morph/hosts/stub_agent.py")
@@ -31,19 +31,23 @@ def manager() -> Iterator[StubManager]:
         yield manager
 
 
-def make_starter(cluster: SlurmCluster, folder: Path, *, options: tuple[str, ...] = ()) -> SlurmStarter:
+def make_starter(
+    cluster: SlurmCluster, folder: Path, *, options: tuple[str, ...] = (), array_seconds: float = 0.1
+) -> SlurmStarter:
     return SlurmStarter(
         shared_folder=folder,
         folder=str(folder),
         options=options,
         watch_seconds=0.1,
+        array_seconds=array_seconds,
         agent=(STUB,),
         environment=cluster.environment,
     )
 
 
-def start_both(starter: SlurmStarter, manager: StubManager) -> list[SlurmAgent]:
-    """Start agents like the manager: each in its own thread."""
+def start_both(cluster: SlurmCluster, folder: Path, manager: StubManager) -> list[SlurmAgent]:
+    """Start agents like the manager: each in its own thread, which may be late on a busy machine."""
+    starter = make_starter(cluster, folder, array_seconds=2.0)
     with ThreadPoolExecutor() as threads:
         return list(threads.map(starter.start, map(manager.orders, ["m1", "m2"])))
 
@@ -57,7 +61,7 @@ def wait_for_the_end(agent: SlurmAgent) -> str:
 def test_machines_that_start_together_are_one_array_of_one_node_jobs(
     cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
-    agents = start_both(make_starter(cluster, tmp_path), manager)
+    agents = start_both(cluster, tmp_path, manager)
     arrays, tasks = zip(*(agent.job.split("_") for agent in agents), strict=True)
     assert arrays[0] == arrays[1] and sorted(tasks) == ["0", "1"]
     dialled_in = [manager.accept() for _ in agents]
@@ -107,7 +111,7 @@ def test_killing_a_queued_job_keeps_its_array_and_removes_its_orders(
     cluster: SlurmCluster, manager: StubManager, tmp_path: Path
 ) -> None:
     cluster.run("scontrol", "update", "nodename=node1,node2", "state=drain", "reason=test")
-    first, second = start_both(make_starter(cluster, tmp_path), manager)
+    first, second = start_both(cluster, tmp_path, manager)
     first.kill()
     assert "no longer knows it" in wait_for_the_end(first) or "cancelled" in wait_for_the_end(first)
     assert len(list(tmp_path.glob("orders-*/*.json"))) == 1

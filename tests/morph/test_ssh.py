@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.morph.hosts.lab import ROOT, Lab
 from tests.morph.hosts.manager import StubManager
+from varuna.chaos.hosts.lab import ROOT, Lab
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.starters.ssh import SshAgent, SshStarter, explain_ssh_end
 from varuna.secure.credential import make_credential

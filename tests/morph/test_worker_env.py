@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.cli.launch import choose_flags
+from varuna.morph.protocol.messages import MorphWorkers
 from varuna.morph.run.script_flags import lacking_flags, offer_flags
 from varuna.morph.run.worker_env import (
     WORKER_FLAGS,
     accepted_flags,
+    make_orders,
     name_idle_devices,
     ranks_of_machine,
     worker_arguments,
@@ -120,6 +122,27 @@ def test_a_worker_gets_its_rank_and_sizes_as_flags_and_variables() -> None:
         "VARUNA_REPLICA_BATCH_SIZE": "4",
         "VARUNA_LOG_DIR": "/logs",
     }
+
+
+def test_workers_that_are_left_on_a_machine_keep_their_devices_and_their_order() -> None:
+    """HOT-3: one of three workers is lost; the next layout has two ranks here, or one."""
+    job = JobSpec(script="/a.py", code_dir="/", log_dir="/logs", devices_per_machine=3)
+    last = lay_out(3, 1, batch_size=12, microbatch_size=1)
+    for count in (2, 1):
+        layout = lay_out(count, 1, batch_size=12, microbatch_size=1)
+        workers = MachineWorkers(
+            job=job,
+            layout=layout,
+            ranks=tuple(range(count)),
+            master_addr="host",
+            master_port=5,
+            resume_step=None,
+        )
+        morph = MorphWorkers(2, workers, last, (1, 2)[:count], (2,)[: 2 - count], lost=(0,), why="")
+        orders = make_orders(morph, (0, 1, 2), joins=False)
+        assert {old: order.rank for old, order in orders.items()} == {1: 0, 2: 1 if count == 2 else None}
+        assert orders[1].environment["RANK"] == "0" and "LOCAL_RANK" not in orders[1].environment
+        assert orders[1].environment["LOCAL_WORLD_SIZE"] == str(count)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(built: dict[str, Path
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert code == tree
-    assert {"varuna/py.typed", "varuna/cli/main.py"} <= code
+    assert {"varuna/py.typed", "varuna/cli/main.py", "varuna/page/static/main.js"} <= code
 
 
 def test_the_source_distribution_holds_what_the_tests_need(built: dict[str, Path]) -> None:
@@ -112,3 +112,5 @@ def test_an_installed_wheel_runs_its_command_and_trains(built: dict[str, Path], 
     assert "run" in run(home / "bin" / "varuna", "--help", cwd=tmp_path)
     assert "--machine-list" in run(python, "-m", "varuna.run_varuna", "--help", cwd=tmp_path)
     assert run(python, "-c", TRAIN, cwd=tmp_path).endswith("trained\n")
+    shown = run(home / "bin" / "varuna", "demo", "--steps", "3", cwd=tmp_path)
+    assert "losses of all 3 steps over 4 workers equal the single process's" in shown

@@ -15,7 +15,7 @@ from tests.toys import make_inputs, make_model
 from varuna.codec import decode, encode
 from varuna.errors import CaptureError
 from varuna.plan.profile_file import NAME, UNFINISHED, read_profile
-from varuna.profile.profiler import Profiler
+from varuna.profile.profiler import Profiler, same_optimizer
 from varuna.types import Profile
 
 MakeProfiler = Callable[..., Profiler]
@@ -239,3 +239,12 @@ def test_half_precision(make_profiler: MakeProfiler) -> None:
     profile = make_profiler(Ladder(4), precision="bf16").profile_all([2])
     assert profile.precision == "bf16"
     assert {(cut.sent.size(1), cut.returned.size(1)) for cut in profile.cuts} == {(2 * WIDTH, 2 * WIDTH)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adafactor])
+def test_an_optimizer_is_made_again_with_its_options(kind: type[torch.optim.Optimizer]) -> None:
+    """AdamW's defaults have an option that its constructor does not take."""
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.25, weight_decay=0.125)
+    again = same_optimizer(optimizer)([nn.Parameter(torch.ones(3))])
+    assert type(again) is kind
+    assert again.defaults == optimizer.defaults

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.morph.hosts.lab import Lab
 from tests.ports import free_port
 from tests.pyrannc.jobs import train_plainly
 from tests.pyrannc.launched_script import COUNTS
+from varuna.chaos.hosts.lab import Lab
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 180

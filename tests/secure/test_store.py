@@ -159,6 +159,27 @@ def test_everybody_who_waits_fails_at_once_when_the_store_ends() -> None:
             StoreConnection("127.0.0.1", port, CREDENTIAL, connect_seconds=0.1)
 
 
+def test_a_connection_that_another_thread_closes_keeps_its_number_until_the_request_has_ended(
+    store: RunningStore,
+) -> None:
+    """HOT-3: a new socket with the same number would give its bytes to the request, or let it wait."""
+    connection = StoreConnection("127.0.0.1", store.port, CREDENTIAL)
+    with connection._lock:  # as in a request
+        connection.close()
+        assert connection._socket.fileno() >= 0 and connection._socket.recv(1) == b""
+    with pytest.raises(StoreGone, match="was closed by this process"):
+        connection.request(StoreRequest("num_keys"))
+    assert connection._socket.fileno() == -1
+    other = StoreConnection("127.0.0.1", store.port, CREDENTIAL)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(other.request, StoreRequest("get", ("a",), seconds=PATIENCE))
+        wait_until(other._lock.locked)
+        other.close()
+        with pytest.raises(StoreGone):
+            waiting.result(PATIENCE)
+    assert other._socket.fileno() == -1
+
+
 def test_a_member_that_leaves_while_it_waits_is_forgotten(store: RunningStore) -> None:
     connection = StoreConnection("127.0.0.1", store.port, CREDENTIAL)
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""Simulated jobs: the manager's decisions on made-up markets, with a ledger that adds up (PRO-3, PRO-4)."""
+"""Simulated jobs: the manager's decisions on made-up markets, and their ledgers (B5, B6, PRO-3, PRO-4)."""
 
 import hypothesis.strategies as st
 import msgspec
@@ -43,7 +43,7 @@ def check(ledger: Ledger) -> None:
 
 
 def test_machines_that_stay_train_but_for_their_start_and_saves() -> None:
-    """PRO-3: 10 s to join, 5 s to start; then steps of 2 s, and saves of 1 s."""
+    """B5, PRO-3: 10 s to join, 5 s to start; then steps of 2 s, and saves of 1 s."""
     job = play(market(MachineChange(0, added=("a", "b", "c", "d")), end=3600))
     amounts, ledger = amounts_by_cause(job.ledger), job.ledger
     assert amounts["waiting"] == pytest.approx(4 * 10)
@@ -54,7 +54,7 @@ def test_machines_that_stay_train_but_for_their_start_and_saves() -> None:
 
 
 def test_a_lost_machine_costs_detection_restart_and_the_steps_since_the_last_save() -> None:
-    """PRO-3: a save after the first step, at 17.1 s, and no other before the loss."""
+    """B5, PRO-3: a save after the first step, at 17.1 s, and no other before the loss."""
     trace = market(MachineChange(0, added=("a", "b", "c", "d")), MachineChange(100, removed=("d",)), end=1000)
     job = play(trace)
     (_, lost) = job.ledger.interruptions
@@ -67,7 +67,7 @@ def test_a_lost_machine_costs_detection_restart_and_the_steps_since_the_last_sav
 
 
 def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     trace = market(
         MachineChange(0, added=("a", "b", "c")),
         MachineChange(300, added=("d",)),
@@ -82,7 +82,7 @@ def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> Non
 
 
 def test_workers_that_morph_in_place_lose_no_step() -> None:
-    """PRO-3, HOT-3: one machine vanishes, one joins, one leaves with a notice; only one step runs again."""
+    """B5, PRO-3, HOT-3: a machine vanishes, one joins, one leaves with a notice; one step runs again."""
     trace = market(
         MachineChange(0, added=("a", "b", "c", "d")),
         MachineChange(301, removed=("b",)),
@@ -104,8 +104,49 @@ def test_workers_that_morph_in_place_lose_no_step() -> None:
     assert report_ledger(job.ledger).goodput > report_ledger(warm.ledger).goodput
 
 
+def test_a_machine_that_vanishes_in_a_change_ends_no_step_and_is_detected_later() -> None:
+    """B5, PRO-3: in the pause of a morph; in a requested save; and after a notice, while it still works."""
+    slow = msgspec.structs.replace(COSTS, morph_seconds=20.0, leave_seconds=20.0)
+    start = MachineChange(0, added=("a", "b", "c", "d"))
+    join = MachineChange(300, added=("e",))
+    for hot in (True, False):
+        job = play(market(start, join, MachineChange(325, removed=("b",)), end=900), slow, hot=hot)
+        (lost,) = [at for at, line in job.log if line.startswith("machine lost: b")]
+        assert lost == pytest.approx(325 + COSTS.detect_seconds)
+        *_, last = job.ledger.interruptions
+        entered = [at for at, line in job.log if line.startswith("morphed")]
+        if hot:  # the others enter the next generation without it
+            assert entered == [pytest.approx(lost + 20.1)] and last.kind == "loss"
+        else:  # the save is not complete
+            assert last.lost["redoing"] > 0 and job.ledger.steps_redone > 0
+    trace = market(start, MachineChange(400, noticed=("a",)), MachineChange(440, removed=("a",)), end=900)
+    job = play(trace, msgspec.structs.replace(COSTS, leave_seconds=60.0))
+    (lost,) = [at for at, line in job.log if line.startswith("machine lost: a")]
+    assert lost == pytest.approx(440 + COSTS.detect_seconds), "its save was too slow"
+
+
+def test_a_loss_of_a_stage_without_replicas_goes_back_to_the_store_at_once() -> None:
+    """B5, PRO-3: nothing else happens for an hour; the job does not wait for it."""
+    trace = market(MachineChange(0, added=("a", "b", "c", "d")), MachineChange(40, removed=("b",)), end=4000)
+    job = play(trace, stages=3, hot=True)
+    (_, lost) = job.ledger.interruptions
+    assert lost.kind == "loss" and sum(lost.lost.values()) < 3 * 120
+    assert job.state.history.survived == 0 and report_ledger(job.ledger).goodput > 0.9
+
+
+def test_losses_that_are_survived_in_place_do_not_make_saves_frequent() -> None:
+    """B5, PRO-3: 12 losses; only those that went back to a checkpoint count fully for the interval."""
+    changes = [MachineChange(0, added=tuple(f"m{n}" for n in range(4)))]
+    changes += [MachineChange(300.0 * n, removed=(f"m{n - 1}",), added=(f"m{n + 3}",)) for n in range(1, 13)]
+    trace = market(*changes, end=4000)
+    hot, cold = play(trace, hot=True), play(trace)
+    assert hot.state.losses == cold.state.losses == 12
+    assert (hot.state.history.survived, cold.state.history.survived) == (12, 0)
+    assert hot.ledger.saves < cold.ledger.saves
+
+
 def test_a_market_without_machines_and_too_few_of_them() -> None:
-    """PRO-3: three stages need three machines; in between all wait."""
+    """B5, PRO-3: three stages need three machines; in between all wait."""
     trace = market(
         MachineChange(0, added=("a", "b")),
         MachineChange(500, added=("c",)),
@@ -122,7 +163,7 @@ def test_a_market_without_machines_and_too_few_of_them() -> None:
 
 
 def test_policies_are_compared_and_drawn() -> None:
-    """PRO-3: published restarts lose more than measured ones, and on-demand machines cost more."""
+    """B5, PRO-3: published restarts lose more than measured ones, and on-demand machines cost more."""
     names = [f"m{index}" for index in range(8)]
     rounds = [
         MachineChange(600.0 * (index + 1), removed=(names[index % 8],), added=(f"n{index}",))
@@ -167,7 +208,7 @@ def markets(draw: st.DrawFn) -> MarketTrace:
 def test_every_policy_books_all_machine_seconds_of_any_market(
     trace: MarketTrace, policy: str, notice: float, stages: int
 ) -> None:
-    """PRO-3, PRO-4: the causes add up to what is paid, which is what the market lent."""
+    """B5, PRO-3, PRO-4: the causes add up to what is paid, which is what the market lent."""
     plans = planner(stages)
     if trace.most_machines < stages:
         return
@@ -183,7 +224,7 @@ def test_every_policy_books_all_machine_seconds_of_any_market(
 
 
 def test_costs_come_from_a_ledger_and_play_back_to_it() -> None:
-    """PRO-3: a job that is simulated with the costs of its own ledger has the same goodput."""
+    """B5, PRO-3: a job that is simulated with the costs of its own ledger has the same goodput."""
     changes = [MachineChange(0, added=("a", "b", "c", "d"))]
     changes += [
         MachineChange(400.0 * n, removed=(f"{'abcd'[n % 4]}",) if n % 2 else (), added=(f"e{n}",))

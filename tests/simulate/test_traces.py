@@ -1,11 +1,12 @@
-"""Traces of machines: three formats are read, other files are refused with a line (PRO-3)."""
+"""Traces of machines: three formats are read, other files are refused with a line (B5, PRO-3)."""
 
 import json
+import re
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from varuna.simulate.traces import MachineChange, parse_trace, read_trace
 
@@ -19,7 +20,7 @@ def changes(text: str) -> list[tuple[float, tuple[str, ...], tuple[str, ...]]]:
 
 
 def test_the_events_of_bamboo_are_read() -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     text = "0,add,node1\n0,add,node2\n60000,remove,node1\n120000,add,node3\n"
     trace = parse_trace(text.encode(), source="market")
     assert changes(text) == [(0, (), ("node1", "node2")), (60, ("node1",), ()), (120, (), ("node3",))]
@@ -28,7 +29,7 @@ def test_the_events_of_bamboo_are_read() -> None:
 
 
 def test_the_availability_of_skypilot_is_read_and_machines_come_back_as_new_ones() -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     trace = parse_trace(
         json.dumps({"metadata": {"gap_seconds": 300}, "data": [0, 2, 2, 1, 3, 0]}).encode(), source="market"
     )
@@ -42,7 +43,7 @@ def test_the_availability_of_skypilot_is_read_and_machines_come_back_as_new_ones
 
 
 def test_our_own_format_has_notices_comments_and_an_end() -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     text = "# a market\r\nSeconds, Event, Machine\r\n0.5,add,a\n\n"
     text += "10,notice,a # two minutes\n130,remove,a\n200,end,\n"
     trace = parse_trace(b"\xef\xbb\xbf" + text.encode(), source="market")
@@ -55,7 +56,7 @@ def test_our_own_format_has_notices_comments_and_an_end() -> None:
 
 
 def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     text = "5000,remove,x\n1000,add,a\n2000,add,a\n3000,remove,a\n3000,add,a\n4000,add,b\n4000,remove,b\n"
     trace = parse_trace(text.encode(), source="market")
     assert changes(text) == [(1, (), ("a",)), (3, ("a",), ("a",))]
@@ -75,7 +76,10 @@ def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
         ("-1,add,a\n", "line 1: the time -1 is not 0 or more"),
         ("nan,add,a\n", "line 1: the time nan is not 0 or more"),
         ("0,add,\n", "line 1: the machine has no name"),
-        ("seconds,event,machine\n5,add,a\n3,end,\n", "ends at 3 s, but has an event at 5 s"),
+        (
+            "seconds,event,machine\n5,add,a\n3,end,\n",
+            "line 3: the trace ends at 3 s, but line 2 has an event at 5 s",
+        ),
         (b"0,add,a\n\xff\xfe,add,b\n", "line 2: not UTF-8"),
         ('{"metadata": {"gap_seconds": 300},\n "data": [1,,2]}', "line 2: invalid JSON"),
         ("[1, 2, 3]", "gap_seconds must be a number above 0"),
@@ -89,7 +93,7 @@ def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_with_its_line(text: str | bytes, why: str) -> None:
-    """PRO-3"""
+    """B5, PRO-3"""
     with pytest.raises(ValueError, match=why):
         parse(text)
 
@@ -100,18 +104,70 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             read_trace(path)
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_nonsense_is_refused_with_a_sentence(data: bytes) -> None:
-    """PRO-3: a ValueError that names the file, or a trace; never another exception."""
+CELLS = st.one_of(
+    st.sampled_from(
+        ["0", "60000", "-1", "1e9", "nan", "inf", "1e400", "add", "remove", "notice", "end", "node1"]
+    ),
+    st.sampled_from(["seconds", "event", "machine", "", " ", "price", "#", "\x00", "add,add", "9" * 5000]),
+    st.text(max_size=8),
+)
+ROWS = st.tuples(st.sampled_from(["0", "5", "60000"]), st.sampled_from(["add", "remove"]), st.just("a"))
+TABLES = st.lists(ROWS.map(list) | st.lists(CELLS, max_size=4), max_size=6).map(
+    lambda rows: [",".join(row) for row in rows]
+)
+CSV = st.tuples(
+    st.sampled_from(["", "\ufeff"]),
+    st.sampled_from(["", "seconds,event,machine", "seconds,event,machine,price", "time,event,machine"]),
+    TABLES,
+    st.sampled_from(["\n", "\r\n", "\r", "\n\n"]),
+).map(lambda found: (found[0] + found[3].join([found[1], *found[2]])).encode("utf-8", "surrogatepass"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+JSON = st.fixed_dictionaries(
+    {},
+    optional={
+        "metadata": st.fixed_dictionaries({}, optional={"gap_seconds": st.just(300) | VALUES}) | VALUES,
+        "data": st.lists(st.integers(0, 20) | VALUES, max_size=5) | VALUES,
+    },
+).map(lambda found: json.dumps(found, indent=1).encode())
+
+
+@given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode), CSV, JSON))
+@example(b"")
+@example(b"\xef\xbb\xbf")
+@example(b"{" + b"[" * 100_000)
+@example(b'{"metadata": {"gap_seconds": ' + b"9" * 5000 + b'}, "data": [1]}')
+@example(b"seconds,event,machine\r\n5,add,a\r\n3,end,\r\n")
+@example(b"time,event,machine\n0,add,a\n")
+@example(b"0,add,a\n" * 20_000 + b"1,stay,a\n")
+def test_files_that_are_no_trace_are_refused_with_their_line(data: bytes) -> None:
+    """B5, PRO-3: a ValueError that names the file and the line, or a trace; never another exception."""
     try:
         trace = parse_trace(data, source="market")
     except ValueError as error:
-        assert str(error).startswith("market")
+        assert re.match(r"market, line \d+: .", str(error)), error
     else:
-        assert trace.end >= 0
+        live: set[str] = set()
+        assert trace.end >= 0 and [one.at for one in trace.changes] == sorted(one.at for one in trace.changes)
+        for change in trace.changes:  # a machine goes only if it is there
+            assert set(change.removed) <= live
+            live = live - set(change.removed)
+            assert not set(change.added) & live
+            live |= set(change.added)
 
 
 def test_a_trace_can_be_cut_and_continued() -> None:
     trace = parse_trace(b"0,add,a\n60000,add,b\n", source="market")
     assert trace.cut(30).machine_seconds == 30
     assert trace.cut(100).machine_seconds == 100 + 40
+
+
+def test_every_removal_is_announced_once_and_not_before_its_machine_is_there() -> None:
+    """B5, PRO-3: a stay that is shorter than the notice; a removal that the trace announces; a return."""
+    first = "seconds,event,machine\n0,add,a\n100,add,b\n130,remove,b\n150,notice,a\n200,remove,a\n"
+    trace = parse_trace(f"{first}300,add,a\n500,remove,a\n".encode(), source="market")
+    assert trace.notices(60.0) == [(100.0, "b", 130.0), (440.0, "a", 500.0)]
+    assert trace.notices(0.0) == []

@@ -1,5 +1,6 @@
 """A job whose generations change in place, in the processes of the pool; the test gives the orders."""
 
+import math
 import os
 import socket
 import threading
@@ -7,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,16 @@ from tests.toys import make_inputs, make_model
 from varuna import Varuna
 from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerLost
+from varuna.execute.update.offload import keep_state_on_host
+from varuna.execute.update.precision import DynamicLossScale
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
+from varuna.train.hot import copies
 from varuna.types import Layout, MorphOrder, parse_stage_map
 
 BATCH, CHUNK = 8, 2
+SILENT_SECONDS = 60.0
+"""Below all timeouts of the job: the manager's order ends a wait for a silent process earlier."""
 
 
 class Generation(NamedTuple):
@@ -68,20 +74,45 @@ def give_when_waiting(progress: ProgressReader, orders: OrderWriter, order: Morp
     orders.give(order)
 
 
+def fall_silent(folder: Path, others: Sequence[int]) -> None:
+    """Play a process that is stopped, with open connections, until all others have finished without it."""
+    for state in ("updates", "finished"):
+        deadline = time.monotonic() + SILENT_SECONDS
+        while not all((folder / f"{state}_{other}").exists() for other in others):
+            assert time.monotonic() < deadline, "the others wait for this process"
+            time.sleep(0.002)
+        (folder / "silent").touch()
+    raise Killed
+
+
+def give_after(path: Path, orders: OrderWriter, order: MorphOrder) -> None:
+    """Play the agent: give the order when the manager has lost a process that is silent."""
+    while not path.exists():
+        time.sleep(0.002)
+    orders.give(order)
+
+
 def break_commit(wrapped: Varuna, others: Sequence[Path]) -> None:
     """Let the next commit fail on this rank after it has succeeded on others, which write files then."""
     session, gather = wrapped._session, wrapped._session.gather_numbers
 
     def broken(numbers: Sequence[float]) -> list[list[float]]:
         found = gather(numbers)
-        if wrapped._trainer.uncommitted is not None:
+        if wrapped._hot.uncommitted is not None:
             deadline = time.monotonic() + 30
-            while time.monotonic() < deadline and not all(path.exists() for path in others):
+            while not all(path.exists() for path in others):
+                assert time.monotonic() < deadline, "the commit has not succeeded on the other ranks"
                 time.sleep(0.002)
             raise PeerLost("another rank ended")
         return found
 
     session.gather_numbers = broken  # type: ignore[method-assign]
+
+
+def wait_for_copies(wrapped: Varuna) -> None:
+    """Wait until the copies that are on their way have arrived: they count at the next step."""
+    if (mirror := wrapped._state_copies._mirror) is not None:
+        mirror.wait()
 
 
 def order_of(generations: Sequence[Generation], index: int, process: int, port: int) -> MorphOrder:
@@ -100,6 +131,7 @@ def order_of(generations: Sequence[Generation], index: int, process: int, port: 
             if member not in following.members and member not in following.lost
         ),
         lost=tuple(ranks[member] for member in following.lost),
+        old_rank=ranks.get(process),
         master_addr="127.0.0.1",
         master_port=port,
         environment={**VarunaEnvironment(generation=index + 1, chunk_size=CHUNK).write()},
@@ -147,12 +179,15 @@ def play(
     clip: float | None = None,
     clips_itself: bool = False,
     registers: bool = True,
-    dies_in: str = "",  # "fetch", "backward" or "commit"
+    offloads: bool = False,
+    copy_cost: float | None = None,  # share of the step time for copies on other ranks
+    dies_in: str = "",  # "fetch", "backward", "commit", "clip", "evaluate"; "update": it falls silent
     model_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train through all generations; this process takes part in some of them."""
     process, world, kept = dist.get_rank(), dist.get_world_size(), own_sockets()
+    copies.MOST_COST = 0.01 if copy_cost is None else copy_cost
     starts = [sum(one.steps for one in generations[:index]) for index in range(len(generations))]
     doomed = {start for start, one in zip(starts, generations, strict=True) if process in one.lost}
 
@@ -169,7 +204,7 @@ def play(
         with remembering((name, dtype, str(model_options))):
             wrapped = Varuna(
                 *(model, generations[0].mapping, sample, BATCH, CHUNK),
-                **{"device": "cpu", "seed": SEED + joins, "timeout_seconds": 30, **options},
+                **{"device": "cpu", "seed": SEED + joins, "timeout_seconds": 80, **options},
                 compute_delay=delay,
             )
         opt = make_optimizer(optimizer, wrapped.parameters())
@@ -177,15 +212,22 @@ def play(
         if registers:
             wrapped.register("schedule", schedule)
         wrapped.set_optimizer(opt, init_loss_scale=1024)
+        if offloads:  # on a CPU, Varuna leaves the state where it is
+            keep_state_on_host(opt, chunk_bytes=100)
+        if isinstance(wrapped._loss_scale, DynamicLossScale):
+            wrapped._loss_scale.growth_interval = 3
         listed = list(wrapped.parameters())  # once, as many scripts do
         ends = [sum(one.steps for one in generations[: index + 1]) for index in range(len(generations))]
         enters = [index for index in range(1, len(generations)) if process in generations[index].members]
         for index, one in enumerate(generations):
             if one.lost and process in generations[index - 1].members and process not in one.lost:
                 order = order_of(generations, index, process, ports[index])
-                threading.Thread(
-                    target=give_when_waiting, args=(progress, orders, order), daemon=True
-                ).start()
+                give, due = (
+                    (give_after, Path(folder) / "silent")
+                    if dies_in == "update"
+                    else (give_when_waiting, progress)
+                )
+                threading.Thread(target=give, args=(due, orders, order), daemon=True).start()
         if joins:
             orders.give(order_of(generations, enters[0], process, ports[enters[0]]))
         groups = [(id(group), id(group["params"])) for group in opt.param_groups]
@@ -209,23 +251,45 @@ def play(
                     orders.give(order_of(generations, index, process, ports[index]))
                 if dies_in == "commit" and process == 0 and generations[1].lost and step + 1 == ends[0]:
                     break_commit(wrapped, [Path(folder) / f"done_{other}" for other in (1, 2)])
+                if copy_cost is not None and step == ends[0] and (now := progress.read()).generation == 1:
+                    assert now.copy_of is not None, "no copy counts before the loss"
                 loss, overflow = wrapped.step(inputs, clip_grad_max_norm=None if clips_itself else clip)
-                assert not overflow
+                if copy_cost is not None:
+                    wait_for_copies(wrapped)
+                is_trained = not math.isnan(loss)
+                assert overflow == (not is_trained)
+                if dies_in == "clip" and step in doomed:
+                    die(kept)
                 if clips_itself and clip is not None:
                     torch.nn.utils.clip_grad_norm_(listed, clip)
-                result["losses"][step] = loss
+                result["void"] = result.get("void", 0) + (not is_trained)
+                if is_trained:
+                    assert step == wrapped.iteration - 1
+                    result["losses"][step] = loss
+                    result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
                 if step + 1 == ends[0]:
                     (Path(folder) / f"done_{process}").touch()
-                result["layouts"].append((wrapped.partitions, wrapped.data_depth, wrapped.rank))
                 if (step + 1) % accumulate == 0:
+                    if step in doomed and dies_in == "update":
+                        fall_silent(Path(folder), [one for one in range(world) if one != process])
+                    if step == ends[0]:
+                        (Path(folder) / f"updates_{process}").touch()
                     opt.step()
                     wrapped.zero_grad()
                 schedule.step()
+                if dies_in == "evaluate" and step + 1 == ends[0]:
+                    if step + 1 in doomed:
+                        die(kept)
+                    batch = global_batch(name, 0, BATCH, dtype)
+                    result["evaluated"] = wrapped.evaluate(lambda share: take(batch, share, BATCH), BATCH)  # noqa: B023
             result["state"] = wrapped.full_state_dict()
+            (Path(folder) / f"finished_{process}").touch()
         except SystemExit as end:
             result["exit"] = end.code
         except Killed:
             result["killed"] = True
+        result["loss_scale"] = wrapped.get_loss_scale()
+        result["stateful"] = [n for n, p in wrapped.named_parameters() if opt.state.get(p)]
         result["seconds"] = progress.read().morph_seconds
         result["bytes"] = progress.read().morph_bytes
         result["generation"] = progress.read().generation
@@ -247,6 +311,10 @@ def run(pool: Pool, folder: Path, name: str, generations: Sequence[Generation], 
     )
 
 
+def is_batched(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == BATCH
+
+
 def train_plainly(
     name: str,
     steps: int,
@@ -257,6 +325,7 @@ def train_plainly(
     clip: float | None = None,
     model_options: dict[str, Any] | None = None,
     chunk: int | None = None,
+    precision: str = "fp32",
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training in one plain process."""
     from tests.tasks import find_loss
@@ -270,8 +339,11 @@ def train_plainly(
         inputs, total = global_batch(name, step, BATCH, dtype), 0.0
         for first in range(0, BATCH, chunk or BATCH):
             count = min(chunk or BATCH, BATCH - first)
-            with plain_randomness(seed=SEED, step=step, batch_size=count, first_sample=first):
-                loss = find_loss(model(**take(inputs, range(first, first + count), BATCH))) * count / BATCH
+            low = torch.autocast("cpu", torch.float16, enabled=precision == "fp16")
+            with plain_randomness(seed=SEED, step=step, batch_size=count, first_sample=first), low:
+                # Views, as in a pipeline: on a CPU, the last bit of a product depends on the alignment.
+                chunked = {k: v[first : first + count] if is_batched(v) else v for k, v in inputs.items()}
+                loss = find_loss(model(**chunked)) * count / BATCH
             loss.backward()
             total += loss.item()
         losses.append(total)

@@ -3,17 +3,22 @@
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import varuna
 from tests.pool import Pool
+from tests.ports import free_port
 from tests.train.faces import check_state
 from varuna import SampleOrder
 from varuna.train import wrap as wrapping
+from varuna.train.process_rank import find_local_rank, find_local_size
+from varuna.train.wrap import default_microbatch_size
 
 BATCH, DATA = 8, 40
 
@@ -73,7 +78,7 @@ def train(wraps: bool, makes: bool, options: dict[str, Any]) -> tuple[list[float
             optimizer.zero_grad()
         if wraps:
             whole = model.gather_model()
-            assert (whole is None) == (int(os.environ.get("RANK", "0")) != 0)
+            assert (whole is None) == (model.rank != 0)
             model.close()
             if whole is None:
                 return losses, {}, layout
@@ -147,11 +152,58 @@ def test_the_layout_comes_from_the_launcher_or_from_the_memory(pool: Pool) -> No
         assert "2 processes have space for" in said and "more processes" in said
 
 
+def train_in_another_world(folder: str, backend: str | None, **variables: str) -> Any:
+    """Train after the script's own init_process_group, or with other variables than torchrun's."""
+    rank, world, kept = dist.get_rank(), dist.get_world_size(), dict(os.environ)
+    dist.destroy_process_group()
+    join = functools.partial(dist.init_process_group, rank=rank, world_size=world)
+    try:
+        if backend is not None:
+            join(backend, init_method=f"file://{folder}/own")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+        os.environ.update({name: value.format(rank=rank, world=world) for name, value in variables.items()})
+        losses, _, layout = train(True, False, {})
+        return losses, layout
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(kept)
+        join("gloo", init_method=f"file://{folder}/pool")
+
+
+def test_nccl_alone_and_the_variables_of_mpirun_and_srun_are_enough(pool: Pool, tmp_path: Path) -> None:
+    """TRA-6: every process joins the others, whoever has started it; no CPU tensor needs NCCL."""
+    losses, _, _ = train(False, False, {})
+    mpi = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{world}"}
+    slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_NUM_TASKS": "{world}"}
+    for number, (backend, variables) in enumerate((("cuda:gloo", {}), (None, mpi), (None, slurm))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        own = {**variables, "MASTER_PORT": str(free_port())}
+        for found, layout in pool.run(train_in_another_world, 2, str(folder), backend, **own):
+            assert found == pytest.approx(losses, rel=1e-10) and layout == [(0, 1)]
+
+
+def test_the_processes_of_a_machine_share_its_memory() -> None:
+    """TRA-6"""
+    assert find_local_size({}) == 1 and find_local_rank({}) == -1
+    assert find_local_size({"LOCAL_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}) == 4
+    assert find_local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
+    assert find_local_size({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}) == 4
+    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert find_local_rank(slurm) == 1, "also without MASTER_ADDR: the script may have joined the others"
+
+
 def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
     model, x = Tied(), torch.randn(4, 6)
     settings: dict[str, Any] = {"batch_size": 4, "sample": {"x": x}, "device": "cpu"}
     with pytest.raises(ValueError, match="6 of the optimizer's parameters do not belong to the model"):
         varuna.wrap(model, torch.optim.SGD(Tied().parameters(), lr=0.1), **settings)
+    names = {value: name for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match="evaluated over several stages has other parameters"):
+        wrapping.hand_over(torch.optim.SGD(Tied().parameters(), lr=0.1), names, model)
     optimizer = torch.optim.Adam(model.parameters())
     model(x).backward()
     optimizer.step()
@@ -159,3 +211,13 @@ def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
         varuna.wrap(model, optimizer, **settings)
     with pytest.raises(ValueError, match="divides the 1 processes, not 2"):
         varuna.wrap(model, functools.partial(torch.optim.SGD, lr=0.1), stages=2, **settings)
+
+
+def test_long_samples_get_smaller_micro_batches() -> None:
+    """TRA-7: on a CPU, the wait of a pipeline costs more than the accumulation of long micro-batches."""
+    assert default_microbatch_size("0;1;", 16) == 2
+    assert default_microbatch_size("0;1;", 16, tokens=64) == 2
+    assert default_microbatch_size("0;1;", 16, tokens=256) == 1
+    assert default_microbatch_size("0;1;2;3;", 64) == 4
+    assert default_microbatch_size("0;1;2;3;", 64, tokens=256) == 2
+    assert default_microbatch_size("0,1;", 16, tokens=256) == 8, "no pipeline, nothing to wait for"

@@ -9,7 +9,7 @@ from varuna.verification.children import Channel, Child, run_alone, run_together
 
 
 def test_results_errors_and_deaths_come_back() -> None:
-    """PRO-1"""
+    """B1, PRO-1"""
 
     def killed(channel: Channel) -> bytes:
         print("last words", flush=True)
@@ -34,7 +34,7 @@ def test_results_errors_and_deaths_come_back() -> None:
 
 
 def test_a_process_that_hangs_is_ended() -> None:
-    """PRO-1: and nothing is left behind."""
+    """B1, PRO-1: and nothing is left behind."""
 
     def hang() -> bytes:
         time.sleep(3600)

@@ -25,7 +25,7 @@ LAYOUTS = st.builds(
 
 @given(LAYOUTS, st.integers(1, 20))
 def test_a_layout_is_read_as_it_is_written(layout: VerifyLayout, batch_size: int) -> None:
-    """PRO-1"""
+    """B1, PRO-1"""
     assert parse_layout(str(layout)) == layout
     stages = parse_stage_map(layout.map_text)
     assert [len(ranks) for ranks in stages] == list(layout.widths)
@@ -40,7 +40,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_the_chosen_set_has_every_kind_of_layout() -> None:
-    """PRO-1: deepest, widest, odd, unequal, recompute, sharded optimizer, each schedule."""
+    """B1, PRO-1: deepest, widest, odd, unequal, recompute, sharded optimizer, each schedule."""
     chosen = chosen_layouts(num_segments=9, batch_size=8, by_microbatch=False, face="varuna")
     assert {layout.schedule for layout in chosen} == set(SCHEDULES)
     assert {(4, 1), (1, 4)} <= {(len(one.widths), one.widths[0]) for one in chosen}

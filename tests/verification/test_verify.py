@@ -1,7 +1,9 @@
-"""PRO-1: `varuna.verify` accepts right models, finds wrong ones, and names the place."""
+"""B1, PRO-1: `varuna.verify` accepts right models, finds wrong ones, and names the place."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import pyrannc.partitioning
@@ -20,7 +23,9 @@ from tests.verification import wrong_models
 from tests.verification.wrong_models import Chaotic, InPlace, Layers, Normalized, samples
 from tests.zoo.tours import case_of
 from varuna.capture import Captured, Source
+from varuna.codec import encode
 from varuna.errors import VarunaError
+from varuna.observe.progress_bar import parts_progress
 from varuna.train import build
 from varuna.verification import coordinator
 from varuna.verification.wrapped import Face
@@ -30,20 +35,59 @@ SEVERAL = "1x1:chunk=8,2x1:recompute,1x2:shard,2+1:1f1b:chunk=3"
 
 @pytest.mark.parametrize("face", ["varuna", "pyrannc"])
 def test_a_right_model_is_equal_at_every_layout(face: Face) -> None:
-    """PRO-1: and verify leaves it as it is."""
+    """B1, PRO-1: and verify leaves it as it is. It reports each part of its work before it begins."""
     model = Layers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    report = varuna.verify(model, samples(8), layouts=SEVERAL, face=face)
+    parts: list[tuple[int, int, str]] = []
+    report = varuna.verify(
+        model, samples(8), layouts=SEVERAL, face=face, progress=lambda *part: parts.append(part)
+    )
     assert report.is_equal and report.exit_code == 0, str(report)
     assert [result.processes for result in report.layouts] == [1, 2, 2, 3]
     assert all(max(result.largest.values()) < 1e-12 for result in report.layouts)
     assert {*report.layouts[0].largest} >= {"loss", "gradient", "parameter", "buffer"}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
+    assert [what for *_, what in parts] == [
+        "capturing the model",
+        "training in one plain process",
+        *(f"training at {layout}" for layout in SEVERAL.split(",")),
+    ]
+    assert [(done, total) for done, total, _ in parts[1:]] == [(1, 7), (3, 7), (4, 7), (5, 7), (6, 7)]
+
+
+def test_every_parameter_has_its_largest_difference() -> None:
+    """B1, PRO-1: also where all are equal; the largest first, as values, as JSON and as a table."""
+    model = Normalized()
+    report = varuna.verify(model, samples(8), layouts="2x1:chunk=8", precision="fp32", steps=2)
+    (result,) = report.layouts
+    names = {name for name, _ in model.named_parameters()}
+    assert {one.name for one in result.tensors if one.kind == "parameter"} == names
+    assert {one.name for one in result.tensors if one.kind == "buffer"} == {
+        name for name, _ in model.named_buffers()
+    }
+    for one in result.tensors:
+        assert one.value is not None and (one.gradient is None) == (one.kind == "buffer")
+    sizes = [one.largest for one in result.tensors]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(one.gradient or 0.0 for one in result.tensors) == result.largest["gradient"]
+    values = [one.value or 0.0 for one in result.tensors if one.kind == "parameter"]
+    assert max(values) == result.largest["parameter"]
+    assert {row["name"] for row in json.loads(encode(report))["layouts"][0]["tensors"]} >= names
+    lines = report.tensor_table().splitlines()
+    assert lines[0] == "2x1:chunk=8:" and all(any(name in line for line in lines) for name in names)
+
+
+def test_the_progress_bar_names_the_part_that_runs() -> None:
+    """B1, PRO-1: on a terminal; elsewhere it is logged."""
+    seen = io.StringIO()
+    with parts_progress(Console(file=seen, force_terminal=True, width=100)) as progress:
+        progress(3, 7, "training at 2x1")
+    assert "training at 2x1" in seen.getvalue() and "3/7" in seen.getvalue()
 
 
 def test_statistics_of_micro_batches_are_compared_with_the_same_micro_batches() -> None:
-    """PRO-1: BatchNorm sees a micro-batch at once; batches of other sizes, and an optimizer of the model."""
+    """B1, PRO-1: BatchNorm sees a micro-batch at once; batches of other sizes; an optimizer of the model."""
     model = Normalized()
     report = varuna.verify(
         model,
@@ -57,7 +101,7 @@ def test_statistics_of_micro_batches_are_compared_with_the_same_micro_batches() 
 
 @pytest.mark.parametrize("precision", ["fp32"])
 def test_rounding_of_a_sensitive_model_is_no_difference(precision: str) -> None:
-    """PRO-1: the last bits of its own weights move its losses as far."""
+    """B1, PRO-1: the last bits of its own weights move its losses as far."""
     report = varuna.verify(Chaotic(), samples(8), layouts="1x2:chunk=1", precision=precision, steps=2)
     assert report.is_equal and report.precision == precision, str(report)
     assert max(report.layouts[0].largest.values()) > 1e-5  # above what the precision alone explains
@@ -65,7 +109,7 @@ def test_rounding_of_a_sensitive_model_is_no_difference(precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["nested in and out"])
 def test_models_of_the_zoo_give_no_false_alarm(name: str) -> None:
-    """PRO-1: `python -m benchmarks.verify --zoo` verifies all of them."""
+    """B1, PRO-1: `python -m benchmarks.verify --zoo` verifies all of them."""
     report = verify_case(case_of(name), layouts="1x2")
     assert report.is_equal, str(report)
 
@@ -74,6 +118,8 @@ def test_models_of_the_zoo_give_no_false_alarm(name: str) -> None:
     ("name", "words"),
     [
         ("Counter", "h * self.calls"),
+        ("HiddenCounter", "return h * next(self.count): it computes something else when it runs again"),
+        ("CoupledLoss", "return (h - y).mean() ** 2: the loss is"),
         ("InPlace", "forward changes its input 'x' in place"),
         ("Unrepeatable", "the plain process computes something else when it runs again: step 0: the loss"),
         ("WrongBackward", "return TimesBatch.apply(h)"),
@@ -81,7 +127,7 @@ def test_models_of_the_zoo_give_no_false_alarm(name: str) -> None:
     ],
 )
 def test_a_wrong_model_is_found_and_named(name: str, words: str) -> None:
-    """PRO-1: by Varuna's refusal, or by the first operation where the numbers part."""
+    """B1, PRO-1: by Varuna's refusal, or by the first operation where the numbers part."""
     report = varuna.verify(getattr(wrong_models, name)(), samples(8), layouts="1x1:chunk=4")
     assert report.exit_code == 1 and words in str(report), str(report)
 
@@ -113,7 +159,7 @@ def unchecked() -> Iterator[None]:
 def test_a_wrong_capture_is_found_and_its_operation_named(
     name: str, face: Face, words: str, unchecked: None
 ) -> None:
-    """PRO-1: by the comparison of the trained layouts alone."""
+    """B1, PRO-1: by the comparison of the trained layouts alone."""
     wrong = WRONG[name]
 
     class WrongSource(Source):
@@ -130,7 +176,7 @@ def test_a_wrong_capture_is_found_and_its_operation_named(
 
 
 def test_an_input_that_only_the_plain_process_changes_is_found() -> None:
-    """PRO-1: a batch that is used again would be another one."""
+    """B1, PRO-1: a batch that is used again would be another one."""
 
     def trained_on_copies(self: Any, inputs: Any, **options: Any) -> Any:
         copies = {name: value.clone() for name, value in inputs.items()}
@@ -157,7 +203,7 @@ class Broken(nn.Module):
 
 
 def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
-    """PRO-1"""
+    """B1, PRO-1"""
     with pytest.raises(VarunaError, match="in one plain process, without Varuna: RuntimeError"):
         varuna.verify(Broken(), samples(8), layouts="1x1")
 
@@ -179,7 +225,7 @@ def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
     ],
 )
 def test_bad_arguments_are_refused_by_name(options: dict[str, Any], words: str) -> None:
-    """PRO-1"""
+    """B1, PRO-1"""
     given = {"sample": samples(8), "layouts": "1x1", **options}
     with pytest.raises((ValueError, TypeError)) as refusal:
         varuna.verify(Layers(), **given)

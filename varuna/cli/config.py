@@ -20,13 +20,14 @@ import typer
 
 from varuna.cli.options import exit_2_on_error
 from varuna.environment import RUN_PREFIX
+from varuna.observe.ledger import read_prices
 
 CONFIG_FILE = "varuna.toml"
 TABLE = "run"
 NOT_IN_A_FILE = frozenset({"config", "show_config", "resume", "resume_step", "force", "help"})
 """Options that belong to one call of the command."""
-PATHS = frozenset({"machine_list", "profile_folder", "plan", "env_file", "code_dir", "log_dir"})
-"""Options that name files: relative to the folder of the configuration file."""
+PATHS = frozenset({"machine_list", "profile_folder", "plan", "env_file", "code_dir", "log_dir", "price"})
+"""Options that name files: relative to the folder of the configuration file. A price may be a number."""
 KINDS: dict[object, tuple[str, tuple[type, ...]]] = {
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
@@ -74,9 +75,17 @@ def read_config(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
         if name in found:
             raise ValueError(f"{file}: {key!r} is given twice, with `-` and with `_`")
         found[name] = _checked(file, key, value, options[name])
-        if name in PATHS:
+        if name in PATHS and not (name == "price" and _is_a_price(found[name])):
             found[name] = str(file.parent / found[name])
     return found
+
+
+def options_of_the_default_file() -> frozenset[str]:
+    """Return the options whose values come from varuna.toml, which nobody named with --config."""
+    context = _parsed.get()
+    if _source(context, "config") != "default":
+        return frozenset()
+    return frozenset(name for name in context.params if _source(context, name) == "file")
 
 
 def show_config() -> str:
@@ -85,12 +94,24 @@ def show_config() -> str:
     for name, value in sorted(context.params.items()):
         if name in NOT_IN_A_FILE:
             continue
-        source = context.get_parameter_source(name)
-        where = SOURCES.get(getattr(source, "name", ""), "default")
         shown = "-" if value in (None, []) else " ".join(value) if isinstance(value, list) else value
-        rows.append((name, str(shown), where))
+        rows.append((name, str(shown), _source(context, name)))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows)
+
+
+def _source(context: typer.Context, name: str) -> str:
+    """Return where the value of an option comes from."""
+    return SOURCES.get(getattr(context.get_parameter_source(name), "name", ""), "default")
+
+
+def _is_a_price(text: str) -> bool:
+    """Return whether the value of --price is not the name of a file."""
+    try:
+        read_prices(text, source="price")
+    except ValueError:
+        return False
+    return True
 
 
 def _checked(file: Path, key: str, value: Any, hint: object) -> Any:

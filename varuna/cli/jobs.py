@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from varuna.cli.options import AsJson, printable
+from varuna.cli.status.watch import watch_job
 from varuna.codec import decode, encode
 from varuna.morph.protocol.messages import JobStatus, ManagerReply
 from varuna.morph.run.client import connect_manager, request_manager
@@ -18,8 +19,15 @@ from varuna.observe.ledger import ledger_lines
 CodeDir = Annotated[str, typer.Option(help="Code folder that the job was started with.")]
 
 
-def status(code_dir: CodeDir = ".", as_json: AsJson = False) -> None:
+def status(
+    code_dir: CodeDir = ".",
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the status until the job ends.")] = False,
+) -> None:
     """Show the state of a job and its machines."""
+    if watch:
+        watch_job(code_dir, as_json=as_json)
+        return
     found = decode(request_manager(code_dir, "status").status, JobStatus, "the manager's answer")
     if as_json:
         typer.echo(encode(found))

@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from varuna.cli.job_key import make_job_key, read_job_key
-from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
+from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes, worker_line
 from varuna.morph.failures import WorkerFailure, describe_failure, find_cause
 from varuna.morph.run.log_pages import last_lines
 from varuna.morph.run.supervisor import Supervisor
@@ -160,7 +160,8 @@ def show_output(supervisor: Supervisor, group: MachineWorkers) -> None:
     worker = supervisor.workers.get(group.ranks[0])
     for is_stderr, text in worker.new_output() if worker is not None else ():
         for line in text.splitlines():
-            print(f"[rank {group.ranks[0]}] {line}", file=sys.stderr if is_stderr else sys.stdout, flush=True)
+            stream = sys.stderr if is_stderr else sys.stdout
+            print(worker_line(group.ranks[0], line), file=stream, flush=True)
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,9 +230,11 @@ def launch_script(options: LaunchOptions) -> None:
     raise typer.Exit(launch(group, credential))
 
 
+app = new_app()
+add_command(app, launch_script, ends_with_script=True)
+
+
 def main() -> None:
-    app = new_app()
-    add_command(app, launch_script, ends_with_script=True)
     run_app(app, "python -m varuna.launcher")
 
 

@@ -16,11 +16,14 @@ from varuna.addresses import address_facing
 from varuna.checkpoint.load import newest_whole, none_left
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
+from varuna.cli.status.screen import open_screen
+from varuna.cli.status.viewers import ViewerOptions, observing
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import (
     JobBegun,
     JobOver,
     Journal,
+    JournalRecord,
     StoreSeen,
     last_logged_number,
     read_journal,
@@ -46,7 +49,13 @@ QUEUE_SECONDS = 1e9
 
 
 def manage(
-    job: JobSpec, *, machines: tuple[str, ...], planner: Planner, folder: JobFolder, resume: bool
+    job: JobSpec,
+    *,
+    machines: tuple[str, ...],
+    planner: Planner,
+    folder: JobFolder,
+    resume: bool,
+    viewers: ViewerOptions,
 ) -> int:
     """Manage the job until it ends. Return its exit status."""
     raise_file_limit(MAX_FILES)
@@ -60,24 +69,15 @@ def manage(
         address_for = addresses(machines, job.manager_ip)
         listener, contact = open_contact(job, folder, address_for(machines[0]), attach=attach)
         job = msgspec.structs.replace(job, log_dir=contact.log_dir)
-        clock, settings = SuspendAwareClock(time.monotonic), settings_of(job)
-        if attach:
-            say(f"job {contact.job} is resumed")
-            last_number = last_logged_number(Path(job.log_dir))
-            state = restore_state(records, settings=settings, now=clock.now(), last_number=last_number)
-        else:
-            now = clock.now()
-            state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
-            stores = [record for record in records if isinstance(record, StoreSeen)] if resume else []
-            if stores:  # continue from the last one
-                state = msgspec.structs.replace(state, store=stores[-1].store)
-            records = (JobBegun(contact.job, contact.port, contact.log_dir), *stores)
+        clock = SuspendAwareClock(time.monotonic)
+        state, records = first_state(job, contact, records, attach=attach, resume=resume, now=clock.now())
         journal = Journal(folder.journal, records)
         if journal.problem and not attach:
             folder.journal.unlink(missing_ok=True)  # it is another job's
         here, elsewhere = LocalStarter(Path(job.log_dir)), make_starter(job)
 
         async def run() -> JobVerdict:
+            screen = open_screen(viewers.status)
             manager = Manager(
                 job,
                 contact,
@@ -88,9 +88,13 @@ def manage(
                 address_for=address_for,
                 journal=journal,
                 clock=clock,
-                say=say,
+                say=screen.say,
+                show_output=lambda output: screen.worker_output(
+                    output.rank, output.text, is_stderr=output.is_stderr
+                ),
             )
-            return await manager.run(listener)
+            async with observing(manager, screen, viewers):
+                return await manager.run(listener)
 
         verdict = asyncio.run(run())
     finally:
@@ -99,6 +103,28 @@ def manage(
     ending = "\n\nall workers have ended; logs in" if failed else "; logs in"
     say(f"{verdict.how}: {verdict.reason}{ending} {job.log_dir}", error=failed)
     return verdict.exit_code
+
+
+def first_state(
+    job: JobSpec,
+    contact: ManagerContact,
+    records: tuple[JournalRecord, ...],
+    *,
+    attach: bool,
+    resume: bool,
+    now: float,
+) -> tuple[JobState, tuple[JournalRecord, ...]]:
+    """Return the state of a new or resumed manager, and the records that its journal begins with."""
+    settings = settings_of(job)
+    if attach:
+        say(f"job {contact.job} is resumed")
+        last_number = last_logged_number(Path(job.log_dir))
+        return restore_state(records, settings=settings, now=now, last_number=last_number), records
+    state = JobState(settings=settings, since=now, changed_at=now, resume_step=job.resume_step)
+    stores = [record for record in records if isinstance(record, StoreSeen)] if resume else []
+    if stores:  # continue from the last one
+        state = msgspec.structs.replace(state, store=stores[-1].store)
+    return state, (JobBegun(contact.job, contact.port, contact.log_dir), *stores)
 
 
 def open_contact(
@@ -130,7 +156,7 @@ def open_contact(
 
 
 def settings_of(job: JobSpec) -> ManagerSettings:
-    settings = ManagerSettings(morphs=job.morphing, hot=job.hot, hot_losses=False)
+    settings = ManagerSettings(morphs=job.morphing, hot=job.hot, greedy=job.greedy)
     if job.hang_seconds is not None:
         settings = msgspec.structs.replace(settings, hang_seconds=job.hang_seconds)
     if job.starter != "ssh":

@@ -13,7 +13,7 @@ from varuna.codec import encode
 from varuna.errors import check_name
 from varuna.files import write_atomic
 from varuna.morph.ledger_file import read_ledger
-from varuna.observe.ledger import HOUR, LOST, Ledger
+from varuna.observe.ledger import HOUR, LOST, Ledger, describe_unpriced
 from varuna.observe.ledger_page import layout_chart
 from varuna.plan import tables
 from varuna.plan.profile_file import read_profile
@@ -29,12 +29,13 @@ from varuna.simulate.compare import (
     compare,
 )
 from varuna.simulate.costs import Costs, calibrate, read_costs, write_costs
+from varuna.simulate.job_events import measure_events
 from varuna.simulate.page import simulation_page
 from varuna.simulate.planner import CachedPlanner
 from varuna.simulate.traces import MarketTrace, read_trace
 
 QUICK_SECONDS = 3.0
-"""A simulation that takes less is repeated to find the best save interval."""
+"""A simulation that takes less, without its plans, is repeated to find the best save interval."""
 
 
 class MarketOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class MarketOptions(msgspec.Struct, frozen=True, kw_only=True):
     notice: float
     save_every: float | None  # 0: never; None: automatic
     hot: bool
+    greedy: bool
     hours: float | None
     policies: str
     price: str | None
@@ -74,7 +76,8 @@ class MarketAnswer(msgspec.Struct, frozen=True, kw_only=True):
     costs: Costs
     policies: tuple[PolicyResult, ...]
     save_intervals: tuple[SaveInterval, ...]  # the best one first
-    simulated_in_seconds: float
+    simulated_in_seconds: float  # all policies, without planning
+    planned_in_seconds: float
 
 
 def play_market(options: MarketOptions) -> None:
@@ -97,16 +100,22 @@ def play_market(options: MarketOptions) -> None:
         notice_seconds=options.notice,
         save_every_seconds=options.save_every,
         hot=options.hot,
+        greedy=options.greedy,
         prices=prices_of(options.price),
         on_demand_price=options.on_demand_price or 0.0,
     )
     planner = _planner(options, costs, trace)
     _check_layouts(planner, trace)
     ledgers: dict[PolicyName, Ledger] = {}
-    started = time.perf_counter()
-    results = compare(policies, question, planner, on_result=ledgers.__setitem__)
-    seconds = time.perf_counter() - started
-    quick = seconds < QUICK_SECONDS and "varuna" in ledgers and options.save_every is None
+    took: dict[PolicyName, float] = {}
+    started = time.perf_counter() - planner.planning_seconds
+
+    def note(policy: PolicyName, ledger: Ledger) -> None:
+        seconds = time.perf_counter() - planner.planning_seconds - started
+        ledgers[policy], took[policy] = ledger, seconds - sum(took.values())
+
+    results = compare(policies, question, planner, on_result=note)
+    quick = took.get("varuna", QUICK_SECONDS) < QUICK_SECONDS and options.save_every is None
     intervals = best_interval(question, planner) if quick else []
     if options.html is not None:
         write_atomic(options.html, simulation_page(question, results, ledgers, intervals))
@@ -122,7 +131,8 @@ def play_market(options: MarketOptions) -> None:
         costs=costs,
         policies=tuple(results),
         save_intervals=tuple(intervals),
-        simulated_in_seconds=round(seconds, 3),
+        simulated_in_seconds=round(sum(took.values()), 3),
+        planned_in_seconds=round(planner.planning_seconds, 3),
     )
     if options.as_json:
         typer.echo(encode(answer))
@@ -134,7 +144,8 @@ def _costs(options: MarketOptions) -> Costs:
     if options.costs is not None and options.calibrate is not None:
         raise ValueError("--costs and --calibrate exclude each other")
     if options.calibrate is not None:
-        found = calibrate(read_ledger(options.calibrate), source=f"measured: {options.calibrate}")
+        folder = options.calibrate
+        found = calibrate(read_ledger(folder), source=f"measured: {folder}", measured=measure_events(folder))
         if options.out is not None:
             write_costs(options.out, found)
     else:
@@ -204,7 +215,8 @@ def _show(answer: MarketAnswer, planner: CachedPlanner) -> None:
         f"{answer.trace}: {answer.hours:,.1f} hours, {answer.mean_machines:.1f} machines on average, "
         f"{answer.most_machines} at most, {answer.changes} changes"
     )
-    for note in answer.notes:
+    unpriced = (describe_unpriced(one.report.money) for one in answer.policies)
+    for note in dict.fromkeys([*answer.notes, *filter(None, unpriced)]):
         warn(note)
     if answer.costs.estimated:
         typer.echo(f"costs that were not measured: {', '.join(answer.costs.estimated)}")
@@ -229,4 +241,7 @@ def _show(answer: MarketAnswer, planner: CachedPlanner) -> None:
     if answer.save_intervals:
         best = answer.save_intervals[0]
         typer.echo(f"best fixed save interval: {best.seconds:.0f} s ({best.goodput:.2%})")
-    typer.echo(f"simulated in {answer.simulated_in_seconds:.1f} s, {planner.num_plans} plans")
+    typer.echo(
+        f"simulated in {answer.simulated_in_seconds:.1f} s, {planner.num_plans} plans in "
+        f"{answer.planned_in_seconds:.1f} s"
+    )

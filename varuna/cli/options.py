@@ -18,6 +18,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, without tab and newline."""
+COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
+"""Escape sequences that set colours and styles of text."""
+END_OF_COLOURS = "\x1b[0m"
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -111,3 +114,16 @@ def say(text: str, *, error: bool = False) -> None:
 def printable(text: str) -> str:
     """Escape control characters: text from other machines must not control the terminal."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def only_colours(text: str) -> str:
+    """Escape control characters other than colours: output of workers must not control the terminal."""
+    parts = COLOURS.split(text)
+    return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
+
+
+def worker_line(rank: int, line: str) -> str:
+    """Return a line of a worker's output for the terminal. Its colours end with it."""
+    shown = only_colours(line)
+    end = END_OF_COLOURS if COLOURS.search(line) else ""
+    return f"[rank {rank}] {shown}{end}"

@@ -131,7 +131,13 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     ] = None
     hot: Annotated[
         bool,
-        typer.Option("--hot", help="Workers morph in place, as with `varuna run --hot`.", rich_help_panel=M),
+        typer.Option(
+            "--hot/--no-hot", help="Workers morph in place, as with `varuna run`.", rich_help_panel=M
+        ),
+    ] = True
+    greedy: Annotated[
+        bool,
+        typer.Option("--greedy", help="Change at every chance, as `varuna run --greedy`.", rich_help_panel=M),
     ] = False
     hours: Annotated[
         float | None, typer.Option(help="Play this many hours of the trace.", rich_help_panel=M)

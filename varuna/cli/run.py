@@ -5,8 +5,9 @@ machine alone it runs the workers itself; otherwise it starts a manager.
 """
 
 import shlex
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, get_args
@@ -14,11 +15,12 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
-from varuna.cli.config import CONFIG_FILE, show_config, use_config
+from varuna.cli.config import CONFIG_FILE, options_of_the_default_file, show_config, use_config
 from varuna.cli.launch import ScriptOptions, launch, script_spec
 from varuna.cli.ledger import prices_of
 from varuna.cli.manage import manage
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
+from varuna.cli.status.viewers import ViewerOptions
 from varuna.codec import decode, encode
 from varuna.environment import RUN_PREFIX, VarunaEnvironment
 from varuna.errors import check_name
@@ -28,6 +30,7 @@ from varuna.morph.machines import is_loopback, parse_environment, read_machines,
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
 from varuna.morph.run.worker_env import forced, ranks_of_machine
 from varuna.morph.state import MachinePlan
+from varuna.page.serve import open_listener, require_aiohttp
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import Choice, LayoutRequest, choose
@@ -37,7 +40,10 @@ from varuna.types import JobSpec, MachineWorkers, StarterName
 DEFAULT_DEVICES = 4
 DEFAULT_MACHINE_LIST = "available_machines.out"
 DEFAULT_ENV_FILE = "varuna.env"
-NOT_SAVED = {"code_dir", "log_dir", "resume_step", "resume", "force", "config", "show_config"}
+NOT_SAVED = {
+    *("code_dir", "log_dir", "resume_step", "resume", "force", "config", "show_config"),
+    *("plain", "no_status"),
+}
 
 
 def read_options(context: typer.Context, path: str | None) -> str | None:
@@ -79,6 +85,14 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
             help="Workers that can, change the layout in place, without a restart. Default: on.",
         ),
     ] = None
+    greedy: Annotated[
+        bool | None,
+        typer.Option(
+            "--greedy/--no-greedy",
+            help="Change the layout whenever a machine joins or has a notice, worth its pause or not. "
+            "Default: off.",
+        ),
+    ] = None
     save_every: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +132,27 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
     on_demand_price: Annotated[
         float | None, typer.Option(min=0.0, help="Price of a machine-hour that is never taken away.")
     ] = None
+    track: Annotated[
+        list[str] | None,
+        typer.Option(help="Write the curves to tensorboard, wandb, mlflow or trackio. Can be repeated."),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1. 0: choose a free one."),
+    ] = None
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Show the status as plain lines, also in a terminal.")
+    ] = False
+    no_status: Annotated[
+        bool, typer.Option("--no-status", help="Show events and the output of workers only.")
+    ] = False
+    page: Annotated[
+        bool | None, typer.Option("--page", help="Serve a live page of the job to browsers on this machine.")
+    ] = None
+    page_port: Annotated[
+        int | None,
+        typer.Option(help="Serve the page on this port; 0: any free one. Default: 8737, or a free one."),
+    ] = None
     config: Annotated[
         str | None,
         typer.Option(
@@ -143,6 +178,9 @@ class PreparedRun(msgspec.Struct, frozen=True):
     folder: Path
     planned: Mapping[str, str]  # variables of the workers under the chosen layout
     profile_folder: str | None
+    viewers: ViewerOptions
+    page: bool = False
+    page_port: int | None = None  # None: the default one
 
 
 @takes(RunOptions)
@@ -151,9 +189,12 @@ def run(options: RunOptions) -> None:
     if options.show_config:
         typer.echo(show_config())
         raise typer.Exit
+    if options.resume:
+        options = without_options(options, options_of_the_default_file() - NOT_SAVED)
     with exit_2_on_error():
         ready = prepare(options, home=home_folder())
-    if not ready.job.morphing and len(ready.machines) == 1 and is_loopback(ready.machines[0]):
+        listener = open_page(ready)
+    if runs_here(ready):
         raise typer.Exit(run_here(ready))
     code = manage(
         ready.job,
@@ -161,8 +202,25 @@ def run(options: RunOptions) -> None:
         planner=partial(make_plan, ready),
         folder=JobFolder(ready.folder),
         resume=options.resume,
+        viewers=msgspec.structs.replace(ready.viewers, page=listener),
     )
     raise typer.Exit(code)
+
+
+def open_page(ready: PreparedRun) -> socket.socket | None:
+    """Return the listener of the page, if it is wanted. Raise ValueError before anything starts."""
+    if not ready.page:
+        return None
+    require_aiohttp()
+    if runs_here(ready):
+        raise ValueError("--page needs a manager, which --no-morphing on one machine does not start")
+    return open_listener(ready.page_port)
+
+
+def runs_here(ready: PreparedRun) -> bool:
+    """Return whether the job needs no manager."""
+    is_local = len(ready.machines) == 1 and is_loopback(ready.machines[0])
+    return is_local and not ready.job.morphing and not ready.viewers.need_manager
 
 
 def main() -> None:
@@ -184,7 +242,7 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
     for sentence in found.repeated:
         say(sentence)
     machines = require_machines(found, source=options.machine_list)
-    job = job_spec(options)
+    job, viewers = job_spec(options), viewer_options(options)
     request = LayoutRequest(
         batch_size=options.batch_size,
         num_stages=options.nstages,
@@ -204,7 +262,26 @@ def prepare(options: RunOptions, *, home: Path) -> PreparedRun:
         saved.with_suffix(""),
         planned_environment(choice, options.profile_folder),
         options.profile_folder,
+        viewers,
+        bool(options.page) or options.page_port is not None,
+        options.page_port,
     )
+
+
+def viewer_options(options: RunOptions) -> ViewerOptions:
+    """Return the options of those who look at the job. Raise ValueError for what cannot work."""
+    viewers = ViewerOptions(
+        status="off" if options.no_status else "plain" if options.plain else "live",
+        trackers=tuple(dict.fromkeys(options.track or ())),
+        metrics_port=options.metrics_port,
+    )
+    viewers.check()
+    return viewers
+
+
+def without_options(options: RunOptions, names: Iterable[str]) -> RunOptions:
+    """Return the options as if these had not been given. `--resume` uses the saved ones in their place."""
+    return msgspec.structs.replace(options, **dict.fromkeys(names))
 
 
 def resumed(path: Path, code_dir: Path, given: RunOptions) -> RunOptions:
@@ -251,6 +328,7 @@ def job_spec(options: RunOptions) -> JobSpec:
         exclude_slow=bool(options.exclude_slow),
         morphing=not options.no_morphing,
         hot=options.hot is not False,
+        greedy=bool(options.greedy),
         hang_seconds=options.hang_seconds,
         save_every_seconds=parse_save_every(options.save_every),
         manager_ip=options.manager_ip or "",
@@ -307,9 +385,12 @@ def run_here(ready: PreparedRun) -> int:
     return launch(group)
 
 
-def make_plan(ready: PreparedRun, machines: tuple[str, ...]) -> MachinePlan:
-    """Return the layout for these machines, from the plan, profile or sizes that the user gave."""
-    devices = ready.job.devices_per_machine
+def make_plan(ready: PreparedRun, machines: tuple[str, ...], devices: int = 0) -> MachinePlan:
+    """Return the layout for these machines, from the plan, profile or sizes that the user gave.
+
+    `devices` of each machine are used; 0: all.
+    """
+    devices = devices or ready.job.devices_per_machine
     choice = choose(ready.request, num_machines=len(machines), devices_per_machine=devices)
     return machine_plan(
         choice,

@@ -22,6 +22,15 @@ def show_errors() -> Iterator[None]:
         raise InvalidInput(str(error)) from error
 
 
+Layouts = Annotated[
+    str | None,
+    typer.Option(
+        help="STAGESxREPLICAS, or the replicas of each stage, with options: "
+        "2x1,1x2:shard,2+1:recompute,2x2:gpipe:chunk=2. Default: a set of up to 15."
+    ),
+]
+
+
 def verify(
     target: Annotated[
         str,
@@ -34,13 +43,7 @@ def verify(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="sys.argv of the script.")
     ] = None,
-    layouts: Annotated[
-        str | None,
-        typer.Option(
-            help="STAGESxREPLICAS, or the replicas of each stage, with options: "
-            "2x1,1x2:shard,2+1:recompute,2x2:gpipe:chunk=2. Default: a set of up to 15."
-        ),
-    ] = None,
+    layouts: Layouts = None,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 3,
     batch_size: Annotated[
         int | None, typer.Option(help="Samples per step. Default: those of the sample, or 8.")
@@ -51,6 +54,10 @@ def verify(
         typer.Option(help="fp64, fp32, bf16 or fp16. Default: fp64 if the model runs in it, else fp32."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each run may take.")] = 120.0,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Show the largest difference of every parameter and buffer, too."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Train at several layouts and in one plain process, on this machine's CPU, and compare all numbers.
@@ -76,5 +83,7 @@ def verify(
             timeout_seconds=timeout,
             progress=progress,
         )
+    if verbose and not json:
+        typer.echo(f"{report.tensor_table()}\n")
     typer.echo(encode(report) if json else str(report))
     raise typer.Exit(report.exit_code)

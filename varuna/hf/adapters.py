@@ -1,4 +1,4 @@
-"""Saves the adapters of a wrapped model as peft does: no rank gets the frozen base."""
+"""Saves and loads the adapters of a wrapped model in peft's files: no rank gets the frozen base."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from varuna.capture.model.adapters import base_names
@@ -17,9 +18,12 @@ from varuna.capture.model.source import Source
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.errors import CaptureError, CheckpointError, list_some
 from varuna.execute.comm.collective import RankFailure
+from varuna.hf.folder import find_tensors
 from varuna.hf.wrapped import LONG_WAIT_FACTOR, own_tensors, wrapped_parts
 
 WEIGHTS = "adapter_model.safetensors"
+FIRST_ADAPTER = "default"
+"""Name of the adapter whose files peft writes into the folder itself; others have a folder in it."""
 
 
 def save_adapter(
@@ -58,6 +62,58 @@ def save_adapter(
                 _write(_with_values(source, values, wanted), place, options, overwrite=overwrite)
 
         session.agree(write, _failure, None)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Load the adapters of a folder that `save_adapter` or peft has written. All ranks call this.
+
+    If a rank fails, all ranks raise the same error, and no adapter has changed.
+    """
+    session, state, source = wrapped_parts(model, "load_adapter")
+    calls: AbstractContextManager[Any] = session.call("load_checkpoint")
+    with calls, session.patient(LONG_WAIT_FACTOR):
+        values: dict[str, Tensor] = {}
+
+        def read() -> None:
+            for adapter, names in _names_in_files(source.meta_model).items():
+                place = Path(folder) if adapter == FIRST_ADAPTER else Path(folder) / adapter
+                found = find_tensors(place / WEIGHTS)
+                for key, name in names.items():
+                    canonical = source.canonical.get(name, name)
+                    if canonical not in state.canonical:
+                        continue
+                    if key not in found:
+                        raise CheckpointError(f"{place / WEIGHTS} has no {key!r} (is it of this model?)")
+                    own = state.tensor(canonical)
+                    values[canonical] = found[key].read(own.dtype, own.device)
+                    if values[canonical].shape != own.shape:
+                        raise CheckpointError(
+                            f"{key!r} of {place / WEIGHTS} has another shape than the model"
+                        )
+
+        session.agree(read, _load_failure, None)
+        for name, value in values.items():
+            state.tensor(name).copy_(value)
+
+
+def trains_prompts(model: Any) -> bool:
+    """Return whether an adapter is a prompt, of which peft's files have the result alone."""
+    return any(config.is_prompt_learning for config in model.peft_config.values())
+
+
+def _names_in_files(model: Any) -> dict[str, dict[str, str]]:
+    """Return the names of the model's tensors by adapter and by their names in peft's file."""
+    import peft
+
+    names = {value.untyped_storage()._cdata: name for name, value in named_tensors(model).items()}
+    found: dict[str, dict[str, str]] = {}
+    for adapter in model.peft_config:
+        with warnings.catch_warnings():  # peft gave them when it wrote the files
+            warnings.simplefilter("ignore")
+            state = peft.get_peft_model_state_dict(model, adapter_name=adapter)
+        found[adapter] = {key: names[value.untyped_storage()._cdata] for key, value in state.items()}
+    return found
 
 
 def _names_to_save(model: nn.Module, adapters: Sequence[str] | None, options: Mapping[str, Any]) -> set[str]:
@@ -110,6 +166,11 @@ def _write(model: Any, place: Path, options: dict[str, Any], *, overwrite: bool)
         shutil.copytree(staging, place, dirs_exist_ok=True, copy_function=os.replace)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _load_failure(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+    ranks = ", ".join(f"rank {one.rank}: {one.message}" for one in failures)
+    return CheckpointError(f"the adapters were not loaded: {ranks}")
 
 
 def _failure(failures: Sequence[RankFailure], own: Exception | None) -> Exception:

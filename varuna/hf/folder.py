@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -32,17 +33,22 @@ class TensorPlace(NamedTuple):
         return found
 
     def read(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the tensor on the device, converted piece by piece."""
+        """Return the tensor on the device. Without a conversion the file fills its memory directly."""
         tensor = torch.empty(self.spec.shape, dtype=dtype, device=device)
+        if dtype == self.dtype and tensor.device.type == "cpu":
+            with self._file() as file:
+                _fill(file, memory_of(tensor), self.path, self.spec.key)
+            return tensor
         flat, done = tensor.view(-1), 0
         for piece in self._pieces():
-            converted = piece.to(dtype)
-            if _is_narrower(dtype, self.dtype) and not torch.equal(piece.isfinite(), converted.isfinite()):
+            converted = flat[done : done + len(piece)].copy_(piece)
+            if _is_narrower(dtype, self.dtype) and not torch.equal(
+                piece.isfinite(), converted.isfinite().cpu()
+            ):
                 raise CheckpointError(
                     f"{self.spec.key!r} of {self.path} has values that are too large for {dtype} "
                     "(build the model in float32 or bfloat16)"
                 )
-            flat[done : done + len(piece)] = converted
             done += len(piece)
         return tensor
 
@@ -55,12 +61,18 @@ class TensorPlace(NamedTuple):
         """Yield the elements in order; a piece is valid until the next one."""
         size = self.dtype.itemsize
         buffer = torch.empty(min(CHUNK_BYTES, self.stop - self.first) // size, dtype=self.dtype)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.first)
+        with self._file() as file:
             for start in range(self.first, self.stop, CHUNK_BYTES):
                 piece = buffer[: min(CHUNK_BYTES, self.stop - start) // size]
                 _fill(file, memory_of(piece), self.path, self.spec.key)
                 yield piece
+
+    @contextmanager
+    def _file(self) -> Iterator[BinaryIO]:
+        """Open the file at the tensor's first byte."""
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.first)
+            yield file
 
 
 def find_tensors(folder: str | os.PathLike[str]) -> dict[str, TensorPlace]:

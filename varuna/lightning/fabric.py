@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.process import delay_grad_allreduce
-from varuna.lightning.losses import refuse_counted_labels
+from varuna.lightning.losses import explain_divisors, loss_divisors
 from varuna.lightning.parts import ModelParts, start_equal
 from varuna.lightning.ranks import Messages, environment_class, started_process
 
@@ -26,6 +26,7 @@ class FabricBehaviour(FabricBase):
     def __init__(
         self,
         modules: str | Sequence[str] | None = None,
+        check_loss: bool = True,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -49,6 +50,7 @@ class FabricBehaviour(FabricBase):
             start_method=start_method,
         )
         self._modules = [modules] if isinstance(modules, str) else modules
+        self._check_loss = check_loss
         self._options = options
         self._messages = Messages()
         self._parts: list[ModelParts] = []
@@ -71,12 +73,27 @@ class FabricBehaviour(FabricBase):
         return module
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self.world_size > 1 and "loss_weight" not in self._options:
-            refuse_counted_labels(tensor)
+        if self.world_size > 1 and self._check_loss:
+            self._compare_divisors(tensor)
         with ExitStack() as stack:
             for parts in self._parts:
                 stack.enter_context(parts.backward(tensor))
             super().backward(tensor, module, *args, **kwargs)
+
+    def _compare_divisors(self, loss: Tensor) -> None:
+        """Refuse a loss that is no mean over samples; all ranks call it before each backward."""
+        counts = next((parts.counts for parts in self._parts if parts.counts), None)
+        if counts is None:
+            return
+        with self._announced("strategy.reduce"):
+            found = explain_divisors(self._messages.gather(loss_divisors(loss)), counts)
+        if found is not None:
+            raise ValueError(
+                f"the loss is no mean over samples: {found}. So the mean over ranks is not the loss of the "
+                "whole batch (divide by the number on all ranks: loss = losses.sum() * fabric.world_size / "
+                'fabric.all_reduce(count, reduce_op="sum"); or compute the loss in the forward of the '
+                "module; or, if a mean over ranks is what you want, VarunaFabricStrategy(check_loss=False))"
+            )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return module.state_dict()

@@ -1,6 +1,7 @@
 """Refuses losses that divide by something else than this rank's samples, unless their weight is known."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ MEAN = 1
 """torch's number of reduction="mean"."""
 TOLERANCE = 1e-3
 """Relative difference between a batch and its parts that rounding explains."""
+SAME = 1e-6
+"""Relative difference between the divisors of two ranks that rounding explains."""
+PART = "PipelineFunctionBackward"
+"""The node of a partitioned module in the graph of a loss."""
 
 
 def refuse_counted_labels(loss: Tensor) -> None:
@@ -43,6 +48,81 @@ def refuse_counted_labels(loss: Tensor) -> None:
                     "the loss in the forward of the partitioned module)"
                 )
         waiting += [following for following, _ in node.next_functions]
+
+
+def loss_divisors(loss: Tensor) -> list[float]:
+    """Return what a loss divides by, for each path from it to a partitioned module or a parameter.
+
+    Means, divisions by a number and products with a number count; numbers that are trained do not.
+    """
+    found: list[float] = []
+    waiting: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
+    for _ in range(MOST_NODES):
+        if not waiting:
+            break
+        node, divisor = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == PART or not node.next_functions:
+            found.append(divisor)
+            continue
+        divisor *= _elements_of_mean(node)
+        for index, (following, _) in enumerate(node.next_functions):
+            waiting.append((following, divisor * _constant_divisor(node, index)))
+    return found
+
+
+def _elements_of_mean(node: Any) -> float:
+    """Return how many values this node of a graph takes the mean of; 1 for other nodes."""
+    if node.name().startswith("Mean"):
+        sizes = node._saved_self_sym_sizes
+        dims = getattr(node, "_saved_dim", None) or range(len(sizes))
+        # torch shows a negative dim as an unsigned number.
+        return float(math.prod(sizes[dim if dim < len(sizes) else dim - 2**64] for dim in dims))
+    if getattr(node, "_saved_reduction", None) != MEAN:
+        return 1.0
+    if node.name().startswith("NllLoss"):
+        return float(node._saved_total_weight)
+    return float(node._saved_self.numel())
+
+
+def _constant_divisor(node: Any, index: int) -> float:
+    """Return the constant by which a node divides one of its inputs; 1 if there is none."""
+    is_division, is_product = (node.name().startswith(kind) for kind in ("Div", "Mul"))
+    if not (is_product or (is_division and index == 0)):
+        return 1.0
+    other = getattr(node, "_saved_self" if index else "_saved_other", None)
+    if isinstance(other, Tensor):
+        if other.numel() != 1 or other.requires_grad:
+            return 1.0
+        other = other.item()
+    if not isinstance(other, int | float) or not other:
+        return 1.0
+    return float(other) if is_division else 1.0 / other
+
+
+def explain_divisors(divisors: Sequence[Sequence[float]], counts: Sequence[int]) -> str | None:
+    """Return why the mean over ranks is not the loss of the whole batch; None if nothing is wrong.
+
+    `divisors` of each rank are those of `loss_divisors`, `counts` its samples. A divisor must be the same on
+    all ranks, or proportional to their samples.
+    """
+    if len({len(own) for own in divisors}) > 1:
+        return None  # the ranks compute different losses
+    for numbers in zip(*divisors, strict=True):
+        shares = [number / count if count else number for number, count in zip(numbers, counts, strict=True)]
+        if _are_equal(numbers) or _are_equal(shares):
+            continue
+        rank = next(rank for rank, share in enumerate(shares) if not _are_equal((share, shares[0])))
+        return (
+            f"it divides by {numbers[0]:g} for the {counts[0]} samples of rank 0, and by {numbers[rank]:g} "
+            f"for the {counts[rank]} samples of rank {rank}"
+        )
+    return None
+
+
+def _are_equal(numbers: Sequence[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=SAME) for number in numbers)
 
 
 def loss_factor(own_weight: float, total_weight: float, share: float) -> float:

@@ -202,6 +202,11 @@ class ModelParts:
             )
         return self._last.share
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each rank in the current batch; empty before the first call."""
+        return () if self._last is None else self._last.counts
+
     def loose_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters outside of all parts, which every rank holds."""
         return [

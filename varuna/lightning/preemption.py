@@ -19,20 +19,37 @@ def add_preemption(trainer: Any, callback_base: Any) -> None:
     managed = VarunaEnvironment.read(os.environ).generation is not None
     if not managed or threading.current_thread() is not threading.main_thread():
         return
-    if not any(isinstance(callback, SaveAndExit) for callback in trainer.callbacks):
+    found = next((callback for callback in trainer.callbacks if isinstance(callback, SaveAndExit)), None)
+    if found is None:
         kind: Any = type("SaveOnRequest", (SaveAndExit, callback_base), {"__module__": __name__})
-        trainer.callbacks.append(kind())
+        found = kind()
+        trainer.callbacks.append(found)
+    found.listen()
 
 
 class SaveAndExit:
     """A callback: after the last batch of an epoch, all ranks save and end, if one of them got SIGUSR1.
 
-    Not within an epoch: Lightning would read its data from the start again.
+    Not within an epoch: Lightning would read its data from the start again. After `fit`, the script's handler
+    is back.
     """
 
     def __init__(self) -> None:
         self._requested = False
-        signal.signal(signal.SIGUSR1, self._on_signal)
+        self._before: Any = None  # the script's handler, during fit
+
+    def listen(self) -> None:
+        """Take over the signal, until the end of `fit`."""
+        if self._before is None:
+            self._before = signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def teardown(self, *_args: Any, **_options: Any) -> None:
+        before, self._before = self._before, None
+        if before is not None and signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+            signal.signal(signal.SIGUSR1, before)
+
+    def on_exception(self, *_args: Any) -> None:
+        self.teardown()
 
     def _on_signal(self, _number: int, _frame: Any) -> None:
         self._requested = True

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyrannc.process import ProcessRank, find_rank
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.values import PlainValue
+from varuna.train.process_rank import ProcessRank, find_rank
 
 
 def started_process() -> ProcessRank | None:
@@ -27,13 +27,18 @@ class Messages:
     def broadcast(self, value: Any, source: int) -> Any:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return value
+        sent = str(value) if isinstance(value, PurePath) else value
+        return self.gather(sent if dist.get_rank() == source else None)[source]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [value]
         if self._ranks is None or self._world is not dist.group.WORLD:
             group = dist.new_group(backend="gloo")
             self._ranks = Collective(dist.get_rank(), range(dist.get_world_size()), group)
             self._world = dist.group.WORLD
-        sent = str(value) if isinstance(value, PurePath) else value
-        own = PlainValue(sent if dist.get_rank() == source else None)
-        return self._ranks.gather(own, PlainValue)[source].value
+        return [found.value for found in self._ranks.gather(PlainValue(value), PlainValue)]
 
 
 def environment_class(base: Any) -> Any:

@@ -38,7 +38,7 @@ class Accountant:
         self._follow(state)
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
         known = (
-            *(state.members, state.phase, state.generation),
+            *(state.members, state.phase, state.generation, state.holding),
             *(state.proposal, state.planning_for, state.preparation),
         )
         if len(self._known) != len(known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
@@ -54,10 +54,10 @@ class Accountant:
         ledger.add("waiting", shares.waiting * seconds)
         if shares.between:
             self._lose(shares.between_cause, shares.between * seconds)
-        if ledger.interruptions and (ledger.phase != "running" or not ledger.has_stepped):
+        if ledger.interruptions and (ledger.phase != "running" or not ledger.has_stepped or ledger.holding):
             parts = ledger.interruptions[-1].seconds
             part = PARTS.get(ledger.phase, ledger.phase)
-            if ledger.phase == "gathering" and shares.between_cause == "waiting":
+            if ledger.holding or (ledger.phase == "gathering" and shares.between_cause == "waiting"):
                 part = "waiting"
             parts[part] = parts.get(part, 0.0) + seconds
 
@@ -81,8 +81,12 @@ class Accountant:
             self._interrupt(state, "start")
         if number == ledger.generation and ledger.phase in TRAINING:
             self._follow_steps(state)
+        if state.holding and not ledger.holding:  # the step that was interrupted runs again
+            self._interrupt(state, "loss")
+            self._lose_pending("redoing")
         if number != ledger.generation or state.phase != ledger.phase:
             self._change_phase(state, number)
+        ledger.holding = state.holding
 
     def _follow_steps(self, state: JobState) -> None:
         """Book the time of finished steps, and of automatic saves."""
@@ -115,9 +119,17 @@ class Accountant:
         ledger.pending = 0.0
         ledger.steps += steps - redone
         ledger.steps_redone += redone
-        ledger.samples += (steps - redone) * state.generation.layout.batch_size
+        full, missing = steps * state.generation.layout.batch_size, self._missing_samples(state)
+        ledger.samples += round((full - missing) * (steps - redone) / steps)
         ledger.iteration = state.iteration
         ledger.best_iteration = max(ledger.best_iteration, state.iteration)
+
+    def _missing_samples(self, state: JobState) -> int:
+        """Return the samples that the new steps were short of full batches, as at the end of an epoch."""
+        workers = (worker for found in state.progress.values() for worker in found)
+        found = max((worker.missing_samples for worker in workers), default=0)
+        before, self.ledger.missing_samples = self.ledger.missing_samples, found
+        return max(0, found - before)  # below 0: new processes, which count from 0
 
     def _book_save(self, seconds: float) -> None:
         """Book an automatic save. Its end is reported later, so its time may be booked as useful."""
@@ -144,9 +156,9 @@ class Accountant:
             if state.morph_lost:  # the step that was interrupted runs again
                 self._lose_pending("redoing")
         elif before == "morphing" and state.phase == "running":
-            pauses = (worker.morph_seconds for found in state.progress.values() for worker in found)
-            self._lose("morphing", self._take(max(pauses, default=0.0)))
+            self._lose("morphing", self._take(_morph_pause(state)))
             ledger.periods[-1].first_step_at = ledger.at
+            ledger.iteration = min(ledger.iteration, state.iteration)  # they may have gone back to copies
         elif before in TRAINING and (state.phase not in TRAINING or changed):
             lost = state.phase == "ending" or (before == "running" and changed)
             if before == "running" and (state.phase != "over"):
@@ -188,8 +200,11 @@ class Accountant:
         return "redoing" if lost else "saving"
 
     def _interrupt(self, state: JobState, kind: InterruptionKind) -> None:
-        ledger = self.ledger
-        why, machines = shorten_reason(state.reason), round(ledger.shares.working)
+        ledger, why = self.ledger, shorten_reason(state.reason)
+        if ledger.holding:  # the reason of the loss is known when the survivors go on, or give up
+            ledger.interruptions[-1].why = why
+            return
+        machines = round(ledger.shares.working)
         ledger.interruptions.append(Interruption(at=ledger.at, why=why, kind=kind, machines=machines))
 
     # ------------------------------------------------------------ machines
@@ -199,9 +214,10 @@ class Accountant:
         ledger = self.ledger
         shares = Shares(between_cause=_between_cause(state))
         fractions = self._working_fractions(state)
-        paid_since, connected, trains = ledger.paid_since, ledger.connected, state.phase in TRAINING
-        joiners = () if state.preparation is None else state.preparation.joiners
-        num_paid = 0
+        paid_since, connected = ledger.paid_since, ledger.connected
+        trains = state.phase in TRAINING and not state.holding
+        joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
+        num_paid = num_at_work = 0
         working = 0.0
         for name, member in state.members.items():  # a thousand machines, at each event
             if member.agent:
@@ -217,8 +233,8 @@ class Accountant:
             elif self._starts and member.warm and name in self._starts:
                 self._note_join(name)
             if trains and name in fractions:
+                num_at_work += 1
                 working += fractions[name]
-                shares.idle += 1.0 - fractions[name]
             elif not member.warm or name in joiners or (trains and ledger.at < member.welcome_at):
                 shares.waiting += 1.0
             elif trains or member.leaves or member.dismissed_at is not None:
@@ -226,6 +242,7 @@ class Accountant:
             else:
                 shares.between += 1.0
         shares.working = working
+        shares.idle += num_at_work - working
         if num_paid != len(paid_since):
             self._close_accounts(state)
         if not ledger.num_machines or ledger.num_machines[-1][1] != num_paid:
@@ -266,8 +283,18 @@ class Accountant:
         return self._fractions
 
 
+def _morph_pause(state: JobState) -> float:
+    """Return the pause of a morph that is over. Before the order, survivors of a loss were in a step."""
+    workers = [worker for found in state.progress.values() for worker in found]
+    waited = [worker.morph_parts.waited if state.morph_lost else 0.0 for worker in workers]
+    pauses = [worker.morph_seconds - before for worker, before in zip(workers, waited, strict=True)]
+    return max(0.0, *pauses) if pauses else 0.0
+
+
 def _between_cause(state: JobState) -> Cause:
     """Return "waiting" if the job waits for machines, "morphing" if it prepares the next generation."""
+    if state.holding:
+        return "waiting"
     if state.phase != "gathering":
         return "morphing"
     if state.planning_for is not None or state.finding_checkpoint:

@@ -6,7 +6,7 @@ time must not count as silence of the agents.
 
 from collections.abc import Callable
 
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 0.5
 """The manager reads the clock several times a second; a longer gap means that it was suspended."""
 
 

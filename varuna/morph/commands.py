@@ -23,6 +23,7 @@ class EndAgent(Command, frozen=True):
 
 class MakePlan(Command, frozen=True):
     machines: tuple[str, ...]
+    devices: int = 0  # of each machine that workers may use; 0: all
 
 
 class FindCheckpoint(Command, frozen=True):
@@ -44,7 +45,11 @@ class Prepare(Command, frozen=True):
 
 
 class Morph(Command, frozen=True):
-    """Order all workers into the next generation. See `varuna.types.MorphOrder`."""
+    """Order all workers into the next generation. See `varuna.types.MorphOrder`.
+
+    Workers abandon what they do if `lost` is not empty. If they must, and all ranks live, it has the first
+    number that no rank has.
+    """
 
     generation: Generation
     last: Generation
@@ -53,6 +58,13 @@ class Morph(Command, frozen=True):
     lost: tuple[int, ...]
     why: str
     reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
+
+
+class RepeatOrders(Command, frozen=True):
+    """Send the orders of the morph that runs again, to machines that may not have got them."""
+
+    morph: Morph
+    machines: tuple[str, ...]
 
 
 class SaveAndEnd(Command, frozen=True):

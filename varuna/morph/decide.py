@@ -18,6 +18,7 @@ from typing import Any
 from varuna.morph import commands, events
 from varuna.morph.rules import hot, membership, phases, workers
 from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.history import measure_changes
 from varuna.morph.state import JobState, Phase
 
 EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
@@ -73,4 +74,5 @@ def decide_all(
             before = decision.state.phase
             PHASE_RULES[before](decision)
         membership.release_machines(decision)
+        measure_changes(decision, state)
     return decision.state, tuple(decision.commands)

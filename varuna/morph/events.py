@@ -107,6 +107,10 @@ class ProblemChanged(Event, frozen=True):
 
 
 class Tick(Event, frozen=True):
-    """Time has passed. `heartbeats` holds the last heartbeat of each machine since the last tick."""
+    """Time has passed. `heartbeats` holds the last heartbeat of each machine since the last tick.
+
+    `heard` has the times at which they came; without it, they come now.
+    """
 
     heartbeats: Mapping[str, Heartbeat] = {}
+    heard: Mapping[str, float] = {}

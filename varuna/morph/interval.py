@@ -10,9 +10,20 @@ import msgspec
 
 PRIOR_SECONDS = 4 * 3600.0
 """Assumed time between failures of a job without history."""
+SURVIVED_SHARE = 1 / 16
+"""A loss that was survived in place counts as this many failures: the next one may not be survived."""
 
 
-def failure_seconds(failures: int, observed_seconds: float) -> float:
+def count_failures(losses: int, survived: int) -> float:
+    """Return the failures that count: losses that needed a checkpoint, and a share of the others.
+
+    `survived`: losses after which the other workers went on in place.
+    """
+    survived = min(losses, survived)
+    return losses - survived + survived * SURVIVED_SHARE
+
+
+def failure_seconds(failures: float, observed_seconds: float) -> float:
     """Estimate the mean time between failures; the prior counts as one failure."""
     return (PRIOR_SECONDS + max(observed_seconds, 0.0)) / (1 + failures)
 
@@ -32,7 +43,7 @@ class SaveRhythm(msgspec.Struct, frozen=True, kw_only=True):
     """Autosave setting of a job, and the facts that determine the interval."""
 
     every_seconds: float | None = None  # fixed interval; 0: off; None: the best interval
-    failures: int = 0
+    failures: float = 0.0  # that needed a checkpoint, see `count_failures`
     observed_seconds: float = 0.0  # time in which these failures happened
     save_seconds: float = 0.0  # time that a save blocks training; 0: unknown
 

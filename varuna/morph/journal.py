@@ -11,12 +11,13 @@ records that are still needed.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from varuna.files import LineFile, write_atomic
+from varuna.morph import commands
 from varuna.morph.state import Generation, JobState, JobVerdict, ManagerSettings, Member
 
 
@@ -34,6 +35,16 @@ class JobBegun(JournalRecord, frozen=True, tag="Begun"):
 
 class GenerationLaunched(JournalRecord, frozen=True, tag="Launched"):
     generation: Generation
+
+
+class MorphBegun(JournalRecord, frozen=True, tag="Morphing"):
+    """Workers enter a generation in place. `GenerationLaunched` follows when all of them have."""
+
+    generation: Generation
+    last: Generation
+    lost: tuple[int, ...]  # ranks of the last generation
+    whole: bool  # each replica of a stage held the whole state of the stage
+    why: str
 
 
 class SaveRequested(JournalRecord, frozen=True, tag="Saving"):
@@ -61,7 +72,7 @@ class JobOver(JournalRecord, frozen=True, tag="Over"):
 
 
 _decoder: msgspec.json.Decoder[JournalRecord] = msgspec.json.Decoder(
-    JobBegun | GenerationLaunched | SaveRequested | StoreSeen | CountsChanged | JobOver
+    JobBegun | GenerationLaunched | MorphBegun | SaveRequested | StoreSeen | CountsChanged | JobOver
 )
 
 
@@ -115,7 +126,9 @@ class Journal:
             self._needed.clear()
         replaced: tuple[type[JournalRecord], ...] = (type(record),)
         if isinstance(record, GenerationLaunched):
-            replaced = (GenerationLaunched, SaveRequested)
+            replaced = (GenerationLaunched, MorphBegun, SaveRequested)
+        elif isinstance(record, MorphBegun):
+            replaced = (MorphBegun, SaveRequested)
         self._needed = [*(kept for kept in self._needed if not isinstance(kept, replaced)), record]
 
     def _write_needed(self) -> None:
@@ -164,6 +177,28 @@ def read_journal(path: Path) -> JournalReading:
     return JournalReading(tuple(records), num_damaged)
 
 
+def records_of(
+    before: JobState, after: JobState, found: Iterable[commands.Command], *, seconds: float
+) -> Iterator[JournalRecord]:
+    """Yield the records of one decision and its commands. The manager has run for `seconds`."""
+    if after.store != before.store:
+        yield StoreSeen(after.store)
+    if counts_changed(before, after):
+        yield counts_record(after, seconds)
+    if before.phase == "morphing" != after.phase and before.generation is not None:
+        yield GenerationLaunched(before.generation)
+    for command in found:
+        if isinstance(command, commands.Launch):
+            yield GenerationLaunched(command.generation)
+        elif isinstance(command, commands.Morph):
+            whole = after.morph_whole
+            yield MorphBegun(command.generation, command.last, command.lost, whole, command.why)
+        elif isinstance(command, commands.SaveAndEnd):
+            yield SaveRequested(command.generation)
+        elif isinstance(command, commands.Finish):
+            yield JobOver(command.verdict)
+
+
 def counts_changed(before: JobState, after: JobState) -> bool:
     """Return True if a new `CountsChanged` record is needed; of the steps, only the first matters."""
     old, new = (
@@ -202,6 +237,8 @@ def restore_state(
     for record in records:
         if isinstance(record, GenerationLaunched):
             state = _with_generation(state, record.generation, now)
+        elif isinstance(record, MorphBegun):
+            state = _with_morph(state, record)
         elif isinstance(record, SaveRequested):
             if state.generation is not None and state.generation.number == record.generation:
                 deadline = state.attach_until + settings.save_seconds
@@ -243,4 +280,30 @@ def _with_generation(state: JobState, generation: Generation, now: float) -> Job
         next_number=max(state.next_number, generation.number + 1),
         members=members,
         progressed_at=now,
+        morphed_from=None,
+        morph_lost=(),
+        morph_whole=True,
+        leaving=(),
+    )
+
+
+def _with_morph(state: JobState, record: MorphBegun) -> JobState:
+    """Return the state in the middle of a morph. Machines that leave are members until they are free."""
+    seen, last = state.attach_until - state.settings.lost_seconds, record.last
+    state = _with_generation(state, record.generation, state.since)
+    leaving = {
+        name: Member(name, listed=False, agent=agent, seen=seen, warm=True, workers=last.number)
+        for name, agent, ranks in zip(last.machines, last.agents, last.ranks, strict=True)
+        if name not in state.members and not set(ranks) <= set(record.lost)
+    }
+    return msgspec.structs.replace(
+        state,
+        phase="morphing",
+        reason=record.why,
+        members={**state.members, **leaving},
+        leaving=tuple(leaving),
+        leaving_since=state.since,
+        morphed_from=last,
+        morph_lost=record.lost,
+        morph_whole=record.whole,
     )

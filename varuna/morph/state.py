@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from varuna.morph.failures import WorkerFailure
+from varuna.morph.policy import ChangeHistory, MachineStay
 from varuna.types import Layout
 
 Phase = Literal["gathering", "running", "morphing", "saving", "ending", "over"]
@@ -24,10 +25,12 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     morphs: bool = True  # False: keep the first machines, and end the job at the first failure
     hot: bool = False  # workers that can morph in place keep their processes and their state
-    hot_losses: bool = True  # survivors of a lost rank go on in place, too
+    greedy: bool = False  # change at every chance; False: only if it is worth it (varuna.morph.policy)
     prepare_seconds: float = 600.0  # joiners must build their model within this time
-    morph_seconds: float = 60.0  # limit of a morph in place, and at least `hang_steps` step times
+    morph_seconds: float = 60.0  # a morph without progress for this long, and `hang_steps` step times, hangs
     replan_seconds: float = 10.0  # limit of a plan for the survivors of a loss
+    report_seconds: float = 1.0  # after a loss, survivors of a young generation may report for this long
+    hold_seconds: float = 45.0  # survivors that are too few wait this long for another machine
     join_limit: int = 3  # failures of joiners in a row; after them, machines join by a restart
     settle_seconds: float = 0.75  # plan a change only after the machines stayed the same for this long
     gather_seconds: float = 30.0  # a new job waits this long for all its machines
@@ -41,6 +44,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     begin_seconds: float = 10.0  # an agent must report the workers that it was told to start within this time
     second_hand_seconds: float = 2.0  # wait this long for the failure that caused the reported ones
     crash_limit: int = 3  # crashes without progress that are retried; one more ends the job
+    setback_limit: int = 16  # crashes that are retried if workers repeat steps, and make no new one
     flap_seconds: float = 600.0  # forget losses of a machine that are older than this
     hang_steps: float = 10.0  # a step without progress for this many step times is a hang
     hang_seconds: float = 60.0  # lower limit of the time above
@@ -60,13 +64,17 @@ class Member(msgspec.Struct, frozen=True):
     warm: bool = False  # the fork server has imported torch
     store_port: int = 0  # port of the rendezvous store for the next generation; 0: none yet
     starting: float | None = None  # time at which the agent's start began
+    began_at: float = 0.0  # start of its agent, until it is ready; 0: not known
     retry_at: float = 0.0  # do not start an agent before this time
     start_failures: int = 0  # failed starts in a row
     welcome_at: float = 0.0  # a flapping machine is not used before this time
+    trial_until: float = 0.0  # it tends to leave again, and is not used before this time
     dismissed_at: float | None = None  # time at which its agent was told to exit
     kept: bool = False  # not listed any more, but used until the machines of the list can do without it
     successors: tuple[str, ...] = ()  # machines that were listed when this one was removed
-    leave_by: float | None = None  # deadline of a notice; the machine is not used any more
+    ready_at: float = 0.0  # time at which it last became usable
+    leave_by: float | None = None  # deadline of a notice; the machine gets no new work
+    leave_at: float = 0.0  # a machine with a notice works until then
     drained: bool = False  # not used until it is removed from the list and added again
     released: bool = False  # the agent knows that the machine is no longer needed
     workers: int | None = None  # generation whose workers run, or may run, on it
@@ -117,6 +125,10 @@ class MachinePlan(msgspec.Struct, frozen=True):
     environment: Mapping[str, str] = {}
     problem: str = ""
     reasons: tuple[str, ...] = ()  # "what: why" lines for the log
+    devices: int = 0  # of each machine that the planner could use; 0: all
+
+    def is_for(self, machines: tuple[str, ...], devices: int = 0) -> bool:
+        return (self.machines, self.devices) == (machines, devices)
 
     def same_as(self, generation: Generation) -> bool:
         assert self.layout is not None
@@ -135,6 +147,38 @@ class Outcome(msgspec.Struct, frozen=True):
     last_lines: str = ""  # end of its stderr, if it failed
 
 
+class CodeIdentity(msgspec.Struct, frozen=True):
+    """The code that a worker runs. Workers of one job must have the same."""
+
+    varuna: str = ""  # version
+    torch: str = ""  # version
+    script: str = ""  # hash of the file
+    model: str = ""  # fingerprint of the captured model; "": not known yet
+
+
+class MorphParts(msgspec.Struct):
+    """Seconds of the parts of a morph in place on one rank; the rest builds what trains and saves."""
+
+    waited: float = 0.0  # from the notice of a loss to the order
+    rebuild: float = 0.0  # agreement with the survivors, groups, links
+    move: float = 0.0  # tensors
+
+    def __str__(self) -> str:
+        waited = f"waited {self.waited:.3f} s, " if self.waited else ""
+        return f"{waited}groups and links {self.rebuild:.3f} s, tensors {self.move:.3f} s"
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Facts of a worker that rarely change. 0 or "": unknown."""
+
+    num_steps: int = 0  # at which the training ends
+    memory_bytes: int = 0  # peak of its device; on a CPU, present memory of the process
+    memory_limit: int = 0
+    flops_per_sample: float = 0.0  # of the whole model, forward and backward
+    peak_flops: float = 0.0  # of its device per second, in the precision of the training
+    device: str = ""
+
+
 class WorkerProgress(msgspec.Struct, frozen=True):
     """Progress of one worker, read by its agent from the shared progress page."""
 
@@ -142,6 +186,7 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     pid: int = 0
     iteration: int = 0
     steps: int = 0  # steps of this process
+    missing_samples: int = 0  # that its steps were short of full batches
     activity: int = 0  # counts steps, evaluations and checkpoints
     in_step: bool = False
     compute_seconds: float = 0.0  # compute time of the last step, without waiting
@@ -156,10 +201,16 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     save_problem: str = ""  # why the last of them failed
     hot: bool = False  # it can morph in place
     why_not: str = ""  # why it cannot
+    replicated: bool = True  # every replica of a stage holds the whole state of the stage
     waits: bool = False  # it waits for an order: a joiner is prepared, or a survivor has abandoned its step
     generation: int = 0  # that it is in, once an order is carried out that of the order; 0: a joiner
+    taken: int | None = None  # generation of the last order that it has begun to carry out; None: not known
+    code: CodeIdentity = CodeIdentity()
+    copy_of: int | None = None  # rank whose state it has a copy of, if stages have no replicas
     morph_seconds: float = 0.0  # pause of its last morph
+    morph_parts: MorphParts = msgspec.field(default_factory=MorphParts)
     morph_bytes: int = 0  # bytes that it received in its last morph
+    facts: WorkerFacts = WorkerFacts()
 
 
 Heartbeat = tuple[str, int | None, tuple[WorkerProgress, ...]]
@@ -189,11 +240,13 @@ class JobState(msgspec.Struct, frozen=True):
     ended: Mapping[str, tuple[Outcome, ...]] = {}  # machines of the generation without live workers
     failures: tuple[Outcome, ...] = ()  # failures of the generation, in order of arrival
     failed_at: float = 0.0  # arrival of the first failure
-    deadline: float = 0.0  # limit of the phases saving and ending
+    deadline: float = 0.0  # limit of the phases morphing, saving and ending
     planning_for: tuple[str, ...] | None = None  # machines of the running plan request
+    planning_devices: int = 0  # devices of each of these machines; 0: all
     proposal: MachinePlan | None = None  # the latest plan
     unplannable: tuple[str, ...] = ()  # the last machines without a plan
     absences: Mapping[str, tuple[float, ...]] = {}  # times at which a machine was lost or dismissed, recently
+    stays: Mapping[str, tuple[MachineStay, ...]] = {}  # the last ones of each machine
     finding_checkpoint: bool = False
     resume_step: int | None = None  # --resume_step, for the first generation
     wait_until: float = 0.0  # backoff after crashes: no launch before this time
@@ -201,6 +254,8 @@ class JobState(msgspec.Struct, frozen=True):
     iteration: int = 0  # of the current generation
     best_iteration: int = 0  # of all generations
     iteration_at_crash: int = 0
+    setbacks: int = 0  # crashes since the best iteration was last passed
+    steps_entered: Mapping[str, int] = {}  # steps of each worker when it entered the generation in place
     progressed_at: float = 0.0  # last progress of this generation
     stacks_at: float = 0.0  # last request for stack traces
     progress: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each machine of the generation
@@ -234,8 +289,16 @@ class JobState(msgspec.Struct, frozen=True):
     leaving: tuple[str, ...] = ()  # machines whose workers hand their state over, or are killed, and end
     leaving_since: float = 0.0
     lost: Mapping[str, str] = {}  # lost machines of the generation that its survivors replace, and why
+    holding: bool = False  # survivors that are too few keep their state until another machine joins
     morphed_from: Generation | None = None  # in the phase morphing: the generation before
-    morph_lost: tuple[int, ...] = ()  # its ranks that were lost before the morph
+    morph_lost: tuple[int, ...] = ()  # its ranks that were lost before the morph; see `commands.Morph`
+    morph_whole: bool = True  # before the morph, each replica of a stage held the whole state of the stage
+    morph_begun_at: float = 0.0  # all workers have begun to carry out their orders; 0: not yet
+    morph_broken: str = ""  # why the morph that runs cannot be completed, though no rank of it is lost
+    slow_morph: str = ""  # planned change in place that took too long: the next ones save and restart
+    history: ChangeHistory = ChangeHistory()  # changes of machines so far
+    waiting: str = ""  # change that is not worth it yet, and why; "": none
+    wait_over_at: float = 0.0  # it is, after this time
 
     @property
     def active(self) -> bool:

@@ -23,6 +23,8 @@ Cause = Literal["useful", "saving", "redoing", "morphing", "waiting", "idle"]
 CAUSES: tuple[Cause, ...] = ("useful", "saving", "redoing", "morphing", "waiting", "idle")
 LOST = CAUSES[1:]
 HOUR = 3600.0
+MOST_NAMES = 8
+"""Machines without a price that are named."""
 
 
 InterruptionKind = Literal["start", "change", "loss"]
@@ -98,6 +100,8 @@ class Ledger(msgspec.Struct, kw_only=True):
     best_iteration: int = 0
     saved_step: int = -1
     has_stepped: bool = False  # this generation has finished a step
+    missing_samples: int = 0  # of the workers so far: they are not in `samples`
+    holding: bool = False  # survivors of a loss hold their state until another machine joins
     connected: set[str] = set()  # machines that have, or had, an agent: not paid without one
 
     def add(self, cause: Cause, machine_seconds: float) -> None:
@@ -112,6 +116,7 @@ class Money(msgspec.Struct, frozen=True, kw_only=True):
     lost: dict[str, float]
     per_million_samples: float | None
     on_demand: float | None  # None: no on-demand price is known
+    unpriced: tuple[str, ...] = ()  # machines that no price fits: they count as free
 
 
 class LedgerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +155,11 @@ def paid_seconds(ledger: Ledger) -> dict[str, float]:
     return paid
 
 
-def price_of(machine: str, prices: Mapping[str, float]) -> float:
-    """Return the price of a machine-hour: by its name, else by the first pattern that fits."""
+def price_of(machine: str, prices: Mapping[str, float]) -> float | None:
+    """Return the price of a machine-hour: by its name, else by the first pattern that fits; None: none."""
     if machine in prices:
         return prices[machine]
-    return next((price for pattern, price in prices.items() if fnmatchcase(machine, pattern)), 0.0)
+    return next((price for pattern, price in prices.items() if fnmatchcase(machine, pattern)), None)
 
 
 def report_ledger(ledger: Ledger, *, num_worst: int = 10) -> LedgerReport:
@@ -182,7 +187,8 @@ def report_ledger(ledger: Ledger, *, num_worst: int = 10) -> LedgerReport:
 
 
 def _money(ledger: Ledger, paid: Mapping[str, float], amounts: Mapping[Cause, float]) -> Money:
-    bill = sum(seconds * price_of(name, ledger.prices) for name, seconds in paid.items()) / HOUR
+    found = {name: price_of(name, ledger.prices) for name in paid}
+    bill = sum(seconds * (found[name] or 0.0) for name, seconds in paid.items()) / HOUR
     total = sum(paid.values())
     mean = bill / total if total else 0.0  # per machine-second: all causes share all machines
     useful = amounts["useful"]
@@ -192,7 +198,17 @@ def _money(ledger: Ledger, paid: Mapping[str, float], amounts: Mapping[Cause, fl
         lost={cause: amounts[cause] * mean for cause in LOST},
         per_million_samples=bill / ledger.samples * 1e6 if ledger.samples else None,
         on_demand=useful / HOUR * ledger.on_demand_price if ledger.on_demand_price else None,
+        unpriced=tuple(sorted(name for name, price in found.items() if price is None)),
     )
+
+
+def describe_unpriced(money: Money | None) -> str:
+    """Name the machines that no price fits; "" if there are none."""
+    if money is None or not money.unpriced:
+        return ""
+    names, more = money.unpriced[:MOST_NAMES], len(money.unpriced) - MOST_NAMES
+    listed = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return f"no price for {listed}: counted as free (add lines MACHINE,PRICE or *,PRICE to --price)"
 
 
 def ledger_lines(report: LedgerReport) -> list[str]:
@@ -219,6 +235,8 @@ def ledger_lines(report: LedgerReport) -> list[str]:
         lines.append(
             f"money: {money.paid:.2f}, of which {money.paid - money.useful:.2f} lost{samples}{against}"
         )
+        if missing := describe_unpriced(money):
+            lines.append(f"money: {missing}")
     return lines
 
 

@@ -12,6 +12,7 @@ from varuna.observe.ledger import (
     Ledger,
     LedgerReport,
     amounts_by_cause,
+    describe_unpriced,
     hours,
     paid_seconds,
     price_of,
@@ -138,7 +139,9 @@ def money_table(report: LedgerReport) -> str:
         rows.append(("per million samples", f"{money.per_million_samples:,.2f}"))
     if money.on_demand is not None:
         rows.append(("the same training on demand", f"{money.on_demand:,.2f}"))
-    return html_table(("money", ">amount"), rows)
+    missing = describe_unpriced(money)
+    note = f'<p class="faint">{escape(missing)}</p>' if missing else ""
+    return html_table(("money", ">amount"), rows) + note
 
 
 def layout_chart(ledger: Ledger) -> str:
@@ -198,9 +201,10 @@ def interruption_table(ledger: Ledger, report: LedgerReport) -> str:
 
 def machine_table(ledger: Ledger) -> str:
     paid = sorted(paid_seconds(ledger).items(), key=lambda item: -item[1])
+    prices = {name: price_of(name, ledger.prices) for name, _ in paid[:MOST_ROWS]}
     rows = [
-        (escape(name), f"{seconds / HOUR:,.2f}", f"{seconds / HOUR * price_of(name, ledger.prices):,.2f}")
-        for name, seconds in paid[:MOST_ROWS]
+        (escape(name), f"{seconds / HOUR:,.2f}", "-" if price is None else f"{seconds / HOUR * price:,.2f}")
+        for (name, seconds), price in zip(paid, prices.values(), strict=False)
     ]
     rest = paid[MOST_ROWS:]
     if rest:

@@ -66,6 +66,11 @@ class Pace:
         self.num_steps += 1
         self._over = recorded
 
+    @property
+    def is_uninterrupted(self) -> bool:
+        """Return whether nothing but the optimizer has run since the last step."""
+        return self._over is not None
+
     def interrupt(self) -> None:
         """Discard the current step's time, because something else runs before the next step."""
         self._over = None
@@ -95,7 +100,7 @@ class Pace:
     def entries(self, number: int) -> list[Entry]:
         """Return all intervals of a kept step; the optimizer fills the time after the recorded ones."""
         step = next(step for step in self._kept if step.number == number)
-        entries = step.snapshot()
+        entries = [entry for entry in step.snapshot() if entry[0] != "send"]  # within the compute
         recorded = max((entry[3] for entry in entries), default=step.entered)
         return [*entries, ("optimizer", -1, recorded, max(recorded, step.entered + step.seconds))]
 

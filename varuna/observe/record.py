@@ -17,6 +17,11 @@ LOOKS = {  # label, SVG colour, and colour name of Perfetto's viewer, by kind
     "B": ("backward", "#59a14f", "good"),
     "I": ("backward, inputs", "#8cd17d", "rail_response"),
     "W": ("backward, weights", "#b6992d", "olive"),
+    "send": ("send", "#f28e2b", "yellow"),
+    "optimizer": ("optimizer", "#b07aa1", "generic_work"),
+    "save": ("save", "#9c755f", "terrible"),
+    "morph": ("morph", "#ff9da7", "startup"),
+    "between": ("between", "#bab0ac", "white"),
     "reduce": ("reduce", "#e15759", "bad"),
     "wait": ("wait", "#d4d4d4", "grey"),
 }
@@ -70,19 +75,25 @@ def on_one_clock(timelines: Sequence[Timeline], machines: Sequence[str]) -> list
 
     A step ends on all ranks with the same sum over all ranks, so their clocks are aligned at its end.
     """
+    ends = step_ends(timelines, machines)
+    first = next(iter(ends.values()), 0.0)
+    return [
+        shifted(timeline, first - ends.get(machine, first))
+        for timeline, machine in zip(timelines, machines, strict=True)
+    ]
+
+
+def step_ends(timelines: Sequence[Timeline], machines: Sequence[str]) -> dict[str, float]:
+    """Return the end of the step on the clock of each machine, in the order of the ranks."""
     ends: dict[str, float] = {}
     for timeline, machine in zip(timelines, machines, strict=True):
         for interval in timeline.intervals:
             if interval.what == "reduce":
                 ends[machine] = max(ends.get(machine, float("-inf")), interval.stop_seconds)
-    first = next(iter(ends.values()), 0.0)
-    return [
-        _shifted(timeline, first - ends.get(machine, first))
-        for timeline, machine in zip(timelines, machines, strict=True)
-    ]
+    return ends
 
 
-def _shifted(timeline: Timeline, seconds: float) -> Timeline:
+def shifted(timeline: Timeline, seconds: float) -> Timeline:
     if not seconds:
         return timeline
     times = ((i, i.start_seconds + seconds, i.stop_seconds + seconds) for i in timeline.intervals)
@@ -96,7 +107,7 @@ def merge(timelines: Iterable[Timeline]) -> Timeline:
     intervals = [interval for timeline in timelines for interval in timeline.intervals]
     zero = min((interval.start_seconds for interval in intervals), default=0.0)
     intervals.sort(key=attrgetter("rank", "start_seconds"))
-    return _shifted(Timeline(tuple(intervals)), -zero)
+    return shifted(Timeline(tuple(intervals)), -zero)
 
 
 def bubble(timeline: Timeline) -> dict[int, float]:

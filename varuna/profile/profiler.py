@@ -1,5 +1,6 @@
 """The class `Profiler`: measures once what a model costs on one kind of device."""
 
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -295,9 +296,14 @@ class Profiler:
 
 
 def same_optimizer(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
-    """Return a function that makes optimizers of the same class with the same defaults."""
+    """Return a function that makes optimizers of the same class with the same defaults.
+
+    AdamW's defaults have an option that its constructor does not take.
+    """
     kind: Any = type(optimizer)
-    defaults = dict(optimizer.defaults)
+    taken = inspect.signature(kind).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    defaults = {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
     return lambda parameters: kind(parameters, **defaults)
 
 

@@ -85,9 +85,10 @@ class StoreConnection:
             if isinstance(error, StoreGone):
                 raise
             self._lost = _explain(error)
-            self._socket.close()
             raise self._gone(self._lost) from None
         finally:
+            if self._lost:
+                self._socket.close()
             self._lock.release()
         if answer.missing:
             raise KeyTimeout(answer.missing, answer.ranks, request.seconds)
@@ -110,11 +111,17 @@ class StoreConnection:
         return StoreGone(f"the job's store at {self.address} {why}")
 
     def close(self) -> None:
-        """Close the connection, also while another thread waits for an answer."""
+        """Close the connection, also while another thread waits for an answer.
+
+        That thread gets the end of the stream, and closes the socket itself: if it were closed here, another
+        socket could get its number, and the thread would wait for that one.
+        """
         self._lost = self._lost or "was closed by this process"
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # the TLS object stays
+        if self._lock.acquire(blocking=False):
+            self._socket.close()
+            self._lock.release()
 
 
 @functools.lru_cache(maxsize=1)

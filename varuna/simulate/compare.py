@@ -33,7 +33,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_machine: int = 1
     notice_seconds: float = 0.0
     save_every_seconds: float | None = None
-    hot: bool = False  # workers morph in place, where the policy is ours
+    hot: bool = True  # workers morph in place, where the policy is ours
+    greedy: bool = False  # change at every chance, as with `varuna run --greedy`
     prices: dict[str, float] = {}
     on_demand_price: float = 0.0
 
@@ -87,6 +88,7 @@ def _job(policy: PolicyName, question: Question, planner: CachedPlanner) -> Simu
         notice_seconds=notice,
         save_every_seconds=every,
         hot=question.hot and policy == "varuna",
+        greedy=question.greedy or policy != "varuna",
     )
 
 

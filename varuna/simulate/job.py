@@ -4,19 +4,30 @@ All decisions are those of `varuna.morph.decide`. A command takes the time that 
 the event that a real machine would send. Time jumps from event to event; training in between is computed.
 """
 
+import gc
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.accounting import Accountant
 from varuna.morph.decide import decide_all
-from varuna.morph.interval import SaveRhythm
+from varuna.morph.interval import SaveRhythm, count_failures
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.workers import keep_facts
-from varuna.morph.state import Heartbeat, JobState, ManagerSettings, Outcome, WorkerProgress
+from varuna.morph.state import (
+    Generation,
+    Heartbeat,
+    JobState,
+    ManagerSettings,
+    Member,
+    Outcome,
+    WorkerProgress,
+)
 from varuna.observe.ledger import Ledger
 from varuna.simulate.costs import Costs
 from varuna.simulate.planner import CachedPlanner
@@ -40,6 +51,22 @@ SAVED = (Outcome(None, on_demand=True),)
 EPSILON = 1e-9
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Switch Python's cyclic garbage collector off.
+
+    Each decision replaces the states of thousands of machines, which makes the collector run again and again.
+    It finds nothing: they have no cycles.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Training:
     """The steps and automatic saves of one generation."""
 
@@ -55,6 +82,7 @@ class Training:
         self.last_end = begins  # end of the last step
         self.reported = first_iteration  # the manager knows of this one
         self.stops = False  # the step that runs is the last one
+        self.saves = False  # a requested save runs
 
     def next_save(self) -> tuple[int, float]:
         """Return the number of steps until the next save, and its time."""
@@ -84,6 +112,7 @@ class SimulatedMachines:
         notice_seconds: float = 0.0,
         save_every_seconds: float | None = None,
         hot: bool = False,
+        greedy: bool = False,
     ) -> None:
         """`notice_seconds`: a removal is announced this long before; 0: machines vanish.
 
@@ -94,20 +123,25 @@ class SimulatedMachines:
         self._costs = costs
         self._notice_seconds = notice_seconds
         self._save_every_seconds = save_every_seconds
-        self.state = JobState(settings=msgspec.structs.replace(SIMULATED_SETTINGS, hot=hot))
+        self.state = JobState(settings=msgspec.structs.replace(SIMULATED_SETTINGS, hot=hot, greedy=greedy))
         self.ledger = Ledger()
         self._accountant = Accountant(self.ledger, devices_per_machine=devices_per_machine)
         self._queue: list[tuple[float, int, Callable[[float], Sequence[events.Event]], bool]] = []
         self._num_queued = 0
         self._woken: set[float] = set()
+        self._scanned: Mapping[str, Member] = {}  # members whose times are in the queue
         self._listed: dict[str, None] = {}
         self._sent_list: tuple[str, ...] = ()
+        self._list_changed = False
         self._live: dict[str, float] = {}  # machines of the market, since when
         self._agents: dict[str, str] = {}  # connected agents
+        self._alive: set[str] = set()  # agents whose machines are there: the manager detects a loss later
         self._starting: set[str] = set()  # machines that the manager starts an agent on
         self._num_agents = 0
         self._training: Training | None = None
         self._written_step = -1  # newest complete checkpoint
+        self._has_launched = False
+        self._rhythm = SaveRhythm()
         self.log: list[tuple[float, str]] = []
 
     def _push(
@@ -126,28 +160,47 @@ class SimulatedMachines:
 
     def _wake(self, now: float) -> None:
         """Schedule ticks for the times at which a rule of the manager becomes true by itself."""
-        state, settings = self.state, self.state.settings
-        times = [state.changed_at + settings.settle_seconds, state.present_at + settings.settle_seconds]
-        times += [state.wait_until, state.retry_change_at, state.retry_join_at]
-        if state.generation is None:
-            times.append(state.since + settings.gather_seconds)
-        if state.phase in ("saving", "ending"):
-            times.append(state.deadline)
-        for member in state.members.values():
-            if member.welcome_at > now:
-                times.append(member.welcome_at)
-            if member.retry_at > now:
-                times.append(member.retry_at)
-            if member.leave_by is not None:
-                times.append(member.leave_by)
+        times = self._times_of_state()
+        if self.state.members is not self._scanned:  # a thousand machines
+            self._scanned = self.state.members
+            times += self._times_of_members(now)
         for time in times:
             if now < time < NEVER and time not in self._woken:
                 self._woken.add(time)
                 self._push(time, self._tick)
 
+    def _times_of_state(self) -> list[float]:
+        state, settings = self.state, self.state.settings
+        times = [state.changed_at + settings.settle_seconds, state.present_at + settings.settle_seconds]
+        times += [state.wait_until, state.retry_change_at, state.retry_join_at, state.wait_over_at]
+        if state.generation is None:
+            times.append(state.since + settings.gather_seconds)
+        if state.phase in ("morphing", "saving", "ending"):
+            times += [state.deadline, state.stacks_at + settings.stacks_seconds]
+        if state.lost or state.failures:  # survivors wait for reports, a plan, or another machine
+            waits = (settings.report_seconds, settings.replan_seconds, settings.hold_seconds)
+            times += [state.failed_at + seconds for seconds in waits]
+        return times
+
+    def _times_of_members(self, now: float) -> list[float]:
+        """Return the times from now on at which a rule about one machine becomes true."""
+        times: list[float] = []
+        for member in self.state.members.values():
+            if member.welcome_at >= now:
+                times.append(member.welcome_at)
+            if member.trial_until >= now:
+                times.append(member.trial_until)
+            if member.retry_at >= now:
+                times.append(member.retry_at)
+            if member.leave_by is not None:
+                times += [member.leave_by, member.leave_at]
+        return times
+
     def _tick(self, now: float) -> Sequence[events.Event]:
+        """Let the manager decide, if no later event has made the reason for this tick obsolete."""
         self._woken.discard(now)
-        return [events.Tick()]
+        is_needed = now in self._times_of_state() or now in self._times_of_members(now)
+        return [events.Tick()] if is_needed else ()
 
     def _carry_out(self, command: commands.Command, now: float) -> None:
         raise NotImplementedError
@@ -155,17 +208,10 @@ class SimulatedMachines:
     # ------------------------------------------------------------ the market
 
     def _push_trace(self) -> None:
-        noticed: set[str] = set()
-        added_at: dict[str, float] = {}
         for change in self._trace.changes:
-            for name in change.removed:
-                if self._notice_seconds and name not in noticed:
-                    at = max(change.at - self._notice_seconds, added_at.get(name, 0.0))
-                    self._push(at, self._notice_of(name, change.at))
-                noticed.discard(name)
-            noticed.update(change.noticed)
-            added_at |= dict.fromkeys(change.added, change.at)
             self._push(change.at, self._change_of(change), ends_steps=bool(change.removed))
+        for notice in self._trace.notices(self._notice_seconds):
+            self._push(notice.at, self._notice_of(notice.machine, notice.deadline))
 
     def _notice_of(self, machine: str, deadline: float) -> Callable[[float], Sequence[events.Event]]:
         return lambda now: [events.NoticeReceived(machine, deadline, "the market takes it back")]
@@ -178,13 +224,13 @@ class SimulatedMachines:
                 found += self._lose(name, now)
             for name in change.added:
                 self._live[name] = now
-                self._listed[name] = None
+                self._listed[name], self._list_changed = None, True
                 if name in self._starting:  # the manager has tried before
                     self._push_join(name, now)
             for name in change.noticed:
                 deadline = self._removal_of(name, now)
                 found.append(events.NoticeReceived(name, deadline, "the trace announces its removal"))
-            return [*found, *self._list()]
+            return found
 
         return happen
 
@@ -193,36 +239,65 @@ class SimulatedMachines:
         return next(times, self._trace.end)
 
     def _lose(self, machine: str, now: float) -> list[events.Event]:
-        """A machine is gone. The manager learns of it at once if it expects it, else a little later."""
+        """A machine is gone. The manager learns of it later, but at once if its workers have left."""
         member, agent = self.state.members.get(machine), self._agents.get(machine)
         if agent is None:
-            self._listed.pop(machine, None)
+            self._unlist(machine)
             if machine in self._starting:
                 self._starting.discard(machine)
                 return [events.AgentNotStarted(machine, "the machine is gone")]
             return []
-        if member is not None and member.leaves:
+        if member is not None and member.leaves and member.workers is None:
             return self._disconnect(machine, agent)
-        if self._training is not None and self.state.phase in ("running", "saving"):
-            generation = self.state.generation
-            if generation is not None and machine in generation.machines:
-                self._training.stops = True  # no step ends without it
-        self._push(
-            now + self._costs.detect_seconds, lambda _: [*self._disconnect(machine, agent), *self._list()]
-        )
+        self._alive.discard(agent)
+        training, generation = self._training, self.state.generation
+        steps = training is not None and not training.stops and self.state.phase in ("running", "saving")
+        if steps and generation is not None and machine in generation.machines:
+            assert training is not None
+            training.stops = True  # no step ends without it
+        self._push(now + self._costs.detect_seconds, lambda _: self._disconnect(machine, agent))
         return []
 
     def _disconnect(self, machine: str, agent: str) -> list[events.Event]:
         if self._agents.get(machine) != agent:
             return []
         del self._agents[machine]
+        self._alive.discard(agent)
         if machine not in self._live:
-            self._listed.pop(machine, None)
-        return [events.AgentLeft(machine, agent, "the market took it back")]
+            self._unlist(machine)
+        left = events.AgentLeft(machine, agent, "the market took it back")
+        # An agent opens the next store as soon as it has an order. It counts here once a loss needs it.
+        return [left, *self._store_ready()] if self.state.phase == "morphing" else [left]
+
+    def _unlist(self, machine: str) -> None:
+        self._listed.pop(machine, None)
+        self._list_changed = True
+
+    def _reachable(self, machine: str) -> str | None:
+        """Return the agent of a machine; None: it has none, or the machine is gone."""
+        agent = self._agents.get(machine)
+        return agent if agent in self._alive else None
+
+    def _is_whole(self, generation: Generation, lost: Collection[int] = ()) -> bool:
+        """Return True if all machines of a generation are there, but those of its `lost` ranks."""
+        gone, needed = frozenset(lost), generation.agents
+        if gone:
+            places = zip(generation.agents, generation.ranks, strict=True)
+            needed = tuple(agent for agent, ranks in places if not gone.issuperset(ranks))
+        return self._alive.issuperset(needed)
+
+    def _store_ready(self) -> list[events.Event]:
+        """The first machine has opened a store in place of the one that the generation uses."""
+        generation = self.state.generation
+        if generation is None or (agent := self._reachable(generation.machines[0])) is None:
+            return []
+        return [events.StoreReady(generation.machines[0], agent, 1)]
 
     def _list(self) -> list[events.Event]:
         """Return the machine list if it has changed; while it is empty, the last one stays."""
-        listed = tuple(self._listed)
+        if not self._list_changed:  # ten thousand machines
+            return []
+        self._list_changed, listed = False, tuple(self._listed)
         if not listed or listed == self._sent_list:
             return []
         self._sent_list = listed
@@ -250,6 +325,7 @@ class SimulatedMachines:
             self._starting.discard(machine)
             self._num_agents += 1
             self._agents[machine] = agent = f"agent {self._num_agents}"
+            self._alive.add(agent)
             return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
 
         self._push(now + self._costs.join_seconds, join)
@@ -265,6 +341,10 @@ class SimulatedJob(SimulatedMachines):
 
     def run(self) -> Ledger:
         """Play the whole trace."""
+        with no_garbage_collection():
+            return self._play()
+
+    def _play(self) -> Ledger:
         self._push_trace()
         self._push(self._trace.end, lambda _: ())
         while self._queue:
@@ -278,10 +358,10 @@ class SimulatedJob(SimulatedMachines):
             batch: list[events.Event] = []
             while self._queue and self._queue[0][0] <= at:
                 batch += heapq.heappop(self._queue)[2](at)
-            lists = [event for event in batch if isinstance(event, events.MachineListRead)]
-            if len(lists) > 1:  # many machines are lost at once: only the last list counts
-                batch = [event for event in batch if not isinstance(event, events.MachineListRead)]
-                batch.append(lists[-1])
+            if changed := self._list():  # machines come before their notices
+                notices = [event for event in batch if isinstance(event, events.NoticeReceived)]
+                batch = [event for event in batch if not isinstance(event, events.NoticeReceived)]
+                batch += [*changed, *notices]
             if batch:
                 self._happen(batch, at)
         self._report_steps(self._trace.end)
@@ -314,44 +394,84 @@ class SimulatedJob(SimulatedMachines):
         if training.iteration == training.reported:
             return False
         training.reported = training.iteration
-        self._happen(self._progress(), max(training.last_end, self.ledger.at))
+        now = max(training.last_end, self.ledger.at)
+        if beats := self._steps_beat(now):
+            self._happen(beats, now)
         return True
+
+    def _steps_beat(self, now: float) -> Sequence[events.Event]:
+        """Return the heartbeat with the last step. If it only changes facts, note them and return none.
+
+        The manager decides nothing when a step of known duration ends; a decision looks at all machines.
+        """
+        training, state = self._training, self.state
+        if training is None or state.phase not in ("running", "morphing"):
+            return self._progress()
+        if state.step_seconds != training.step_seconds or not state.best_iteration:
+            return self._progress()
+        for beat in self._progress():
+            assert isinstance(beat, events.Tick)
+            found = {machine: workers for machine, (_, _, workers) in beat.heartbeats.items()}
+            self._keep_facts(now, progress={**state.progress, **found})
+        return ()
+
+    def _keep_facts(self, now: float, **fields: Any) -> None:
+        """Change the state by what the workers report, and decide nothing."""
+        assert self._training is not None
+        decision = Decision(self.state, now)
+        decision.set(**fields)
+        keep_facts(decision, [self._worker(self._training)])
+        self.state = decision.state
+        self._accountant.observe(self.state, now)
 
     def _written(self, step: int, now: float) -> Sequence[events.Event]:
         """A save is complete. While the job trains, this changes facts and decides nothing."""
         self._written_step = max(self._written_step, step)
         if self._training is None or self.state.phase != "running" or self.state.saved_step < 0:
             return self._progress()
-        decision = Decision(self.state, now)
-        keep_facts(decision, [self._worker(self._training)])
-        self.state = decision.state
-        self._accountant.observe(self.state, now)
+        self._keep_facts(now)
         return ()
 
-    def _interval(self, now: float) -> float:
-        rhythm = SaveRhythm(
-            every_seconds=self._save_every_seconds,
-            failures=self.state.losses,
-            observed_seconds=now,
-            save_seconds=self._costs.save_seconds,
+    def _interval(self, now: float, *, starts: bool = False) -> float:
+        """Return the time to the next save. Workers know the failures up to their start, as real ones do."""
+        if starts:
+            self._rhythm = SaveRhythm(
+                every_seconds=self._save_every_seconds,
+                failures=count_failures(self.state.losses, self.state.history.survived),
+                observed_seconds=now,
+                save_seconds=self._costs.save_seconds,
+            )
+        interval = self._rhythm.interval(
+            save_seconds=self._costs.save_seconds, more_seconds=now - self._rhythm.observed_seconds
         )
-        interval = rhythm.interval(save_seconds=self._costs.save_seconds, more_seconds=0.0)
         return NEVER if interval is None else interval
 
-    def _progress(self, *, of_all: bool = False) -> list[events.Event]:
-        """Return the heartbeat of one machine with workers, or of all."""
+    def _progress(self) -> list[events.Event]:
+        """Return the heartbeat of one machine with workers."""
         training, generation = self._training, self.state.generation
         if training is None or generation is None:
             return []
-        worker = self._worker(training)
-        beats: dict[str, Heartbeat] = {}
+        worker, beats = self._worker(training), dict[str, Heartbeat]()
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
-            if agent := self._agents.get(machine):
-                workers = tuple(msgspec.structs.replace(worker, rank=rank) for rank in ranks)
+            if agent := self._reachable(machine):
+                workers = tuple([msgspec.structs.replace(worker, rank=rank) for rank in ranks])
                 beats[machine] = (agent, generation.number, workers)
-                if not of_all:
-                    break
-        return [events.Tick(beats)] if beats else []
+                return [events.Tick(beats)]
+        return []
+
+    def _report_all(self) -> list[events.Event]:
+        """Report the workers of all machines. Their heartbeats would only change when they were last seen."""
+        training, generation = self._training, self.state.generation
+        if training is None or generation is None:
+            return []
+        worker, replace = self._worker(training), msgspec.structs.replace
+        found = {
+            machine: tuple([replace(worker, rank=rank) for rank in ranks])
+            for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
+            if self._reachable(machine)
+        }
+        self.state = replace(self.state, progress=found)
+        return [events.Tick()]
 
     def _worker(self, training: Training) -> WorkerProgress:
         steps = training.reported - training.first_iteration
@@ -367,6 +487,7 @@ class SimulatedJob(SimulatedMachines):
             generation=training.number,
             hot=self.state.settings.hot,
             morph_seconds=self._costs.morph_seconds,
+            saving=training.saves,
         )
 
     # ------------------------------------------------------------ commands
@@ -386,7 +507,7 @@ class SimulatedJob(SimulatedMachines):
         elif isinstance(command, commands.SaveAndEnd):
             self._save_and_end(command, now)
         elif isinstance(command, commands.Prepare):
-            self._push(now + self._costs.start_seconds, lambda _: self._prepared(command))
+            self._push(now + self._costs.prepare, lambda _: self._prepared(command))
         elif isinstance(command, commands.Morph):
             self._morph(command, now)
         elif isinstance(command, commands.KillWorkers):
@@ -395,7 +516,7 @@ class SimulatedJob(SimulatedMachines):
             self._push(now + self._costs.end_seconds, lambda _: self._workers_end(command, ()))
         elif isinstance(command, commands.LogEvent):
             self.log.append((now, f"{command.what}: {command.why}"))
-        elif not isinstance(command, commands.ReleaseMachines):
+        elif not isinstance(command, commands.ReleaseMachines | commands.DumpStacks | commands.RepeatOrders):
             raise AssertionError(f"a simulated job cannot carry out {command}")
 
     def _find_checkpoint(self, now: float) -> Sequence[events.Event]:
@@ -404,8 +525,10 @@ class SimulatedJob(SimulatedMachines):
     def _launch(self, command: commands.Launch, now: float) -> None:
         generation = command.generation
         step_seconds = self._planner.size(len(self.state.proposal.machines)).step_seconds  # type: ignore[union-attr]
-        begins = now + self._costs.start_seconds
-        first_save = 0.0 if self._written_step < 0 else begins + self._interval(begins)
+        is_first, self._has_launched = not self._has_launched, True
+        begins = now + (self._costs.first_start if is_first else self._costs.start_seconds)
+        next_save = begins + self._interval(begins, starts=True)
+        first_save = 0.0 if self._written_step < 0 else next_save
         if self._save_every_seconds == 0:
             first_save = NEVER
         self._training = training = Training(
@@ -423,15 +546,15 @@ class SimulatedJob(SimulatedMachines):
             training.reported = training.iteration
             if not self.state.settings.hot:
                 return self._progress()
-            return [*self._store_ready(), *self._progress(of_all=True)]
+            return [*self._store_ready(), *self._report_all()]
 
         self._push(begins + step_seconds, finish_first_step)
 
     def _prepared(self, command: commands.Prepare) -> Sequence[events.Event]:
         """The joiners have built their model, and wait for the others."""
-        found, beats = command.generation, {}
+        found, beats, joiners = command.generation, {}, frozenset(command.joiners)
         for machine, ranks in zip(found.machines, found.ranks, strict=True):
-            if machine in command.joiners and (agent := self._agents.get(machine)):
+            if machine in joiners and (agent := self._reachable(machine)):
                 waiting = tuple(WorkerProgress(rank, generation=found.number, waits=True) for rank in ranks)
                 beats[machine] = (agent, found.number, waiting)
         return [events.Tick(beats)] if beats else []
@@ -446,18 +569,21 @@ class SimulatedJob(SimulatedMachines):
         before.advance(before.steps_until(now) if finishes_step else 0)
         ends = max(now, before.boundary + before.step_seconds) if finishes_step else now
         begins = ends + self._costs.morph_seconds
-        gone = tuple(name for name in command.last.machines if name not in generation.machines)
+        staying = frozenset(generation.machines)
+        gone = tuple(name for name in command.last.machines if name not in staying)
 
-        def finish_step(_: float) -> Sequence[events.Event]:
-            if self._training is not before or not finishes_step:
+        def finish_step(now: float) -> Sequence[events.Event]:
+            if self._training is not before or not finishes_step or not self._is_whole(command.last):
                 return ()
             before.advance(1)
             before.reported = before.iteration
-            return self._progress()
+            return self._steps_beat(now)
 
         def enter(_: float) -> Sequence[events.Event]:
             if self._training is not before or self.state.generation is not generation:
                 return ()
+            if not (self._is_whole(command.last, command.lost) and self._is_whole(generation)):
+                return ()  # the others wait for the order that follows the loss
             proposal = self.state.proposal
             size = len(proposal.machines) if proposal is not None else len(generation.machines)
             self._training = training = Training(
@@ -469,7 +595,7 @@ class SimulatedJob(SimulatedMachines):
             )
             training.iteration = training.reported = before.iteration
             left = commands.KillWorkers(command.last.number, gone, "")
-            return [*self._workers_end(left, ()), *self._progress(of_all=True)]
+            return [*self._workers_end(left, ()), *self._report_all()]
 
         self._push(ends, finish_step)
         self._push(begins, enter)
@@ -482,21 +608,23 @@ class SimulatedJob(SimulatedMachines):
             self._training = None
             self._push(now + self._costs.end_seconds, lambda _: self._workers_end(command, SAVED))
             return
-        if training.stops:  # a machine that is lost does not save
+        generation = self.state.generation
+        if training.stops or generation is None:  # a machine that is lost does not save
             return
         training.stops = True
         training.advance(training.steps_until(now))
         ends = max(now, training.boundary + training.step_seconds)
 
         def finish_step(_: float) -> Sequence[events.Event]:
-            if self._training is not training:
+            if self._training is not training or not self._is_whole(generation):
                 return ()
             training.advance(1)
             training.reported = training.iteration
+            training.saves = True
             return self._progress()
 
         def finish_save(_: float) -> Sequence[events.Event]:
-            if self._training is not training:
+            if self._training is not training or not self._is_whole(generation):
                 return ()
             self._written_step = max(self._written_step, training.iteration)
             found = self._workers_end(command, SAVED)
@@ -517,13 +645,6 @@ class SimulatedJob(SimulatedMachines):
         ended: list[events.Event] = [
             events.WorkersEnded(machine, agent, command.generation, outcomes)
             for machine in command.machines
-            if (agent := self._agents.get(machine)) is not None
+            if (agent := self._reachable(machine)) is not None
         ]
         return [*ended, *self._store_ready()]
-
-    def _store_ready(self) -> list[events.Event]:
-        """The first machine has opened a store in place of the one that the generation uses."""
-        generation = self.state.generation
-        if generation is None or (master := generation.machines[0]) not in self._agents:
-            return []
-        return [events.StoreReady(master, self._agents[master], 1)]

@@ -1,5 +1,6 @@
 """Plans a job for any number of machines, as `varuna run` does, and keeps the plans."""
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ class CachedPlanner:
         self._devices = devices_per_machine
         self._steps = dict(steps or {})
         self._plans: dict[int, SizedPlan] = {}
+        self._ranks: dict[
+            tuple[int, ...], tuple[int, ...]
+        ] = {}  # shared by plans: ten thousand machines each
+        self.planning_seconds = 0.0  # time that all plans took
 
     def plan(self, machines: tuple[str, ...]) -> MachinePlan:
         found = self.size(len(machines))
@@ -67,7 +72,9 @@ class CachedPlanner:
 
     def size(self, num_machines: int) -> SizedPlan:
         if num_machines not in self._plans:
+            started = time.perf_counter()
             self._plans[num_machines] = self._make(num_machines)
+            self.planning_seconds += time.perf_counter() - started
         return self._plans[num_machines]
 
     @property
@@ -85,7 +92,8 @@ class CachedPlanner:
             seconds, text = choice.proposal.forecast.seconds, str(choice.proposal.plan)
         else:
             seconds, text = self._measured(num_machines), ""
-        return SizedPlan(choice.layout, seconds, tuple(map(int, made.used)), made.ranks, text, "")
+        ranks = tuple([self._ranks.setdefault(ranks, ranks) for ranks in made.ranks])
+        return SizedPlan(choice.layout, seconds, tuple(map(int, made.used)), ranks, text, "")
 
     def _measured(self, num_machines: int) -> float:
         """Return the step time of the nearest number of machines that was measured, scaled to this one."""

@@ -35,6 +35,14 @@ class MachineChange(msgspec.Struct, frozen=True):
     noticed: tuple[str, ...] = ()  # machines whose removal is announced
 
 
+class RemovalNotice(NamedTuple):
+    """An announcement that a machine will be taken away."""
+
+    at: float
+    machine: str
+    deadline: float  # its removal
+
+
 class MarketTrace(msgspec.Struct, frozen=True):
     """The machines of a spot market over time."""
 
@@ -62,6 +70,24 @@ class MarketTrace(msgspec.Struct, frozen=True):
     @property
     def mean_machines(self) -> float:
         return self.machine_seconds / self.end if self.end else 0.0
+
+    def notices(self, seconds: float) -> list[RemovalNotice]:
+        """Return a notice for each removal, `seconds` before it, but not before the machine is there.
+
+        A removal that the trace announces itself gets no second notice.
+        """
+        found: list[RemovalNotice] = []
+        announced: set[str] = set()
+        added_at: dict[str, float] = {}
+        for change in self.changes if seconds else ():
+            for name in change.removed:
+                if name not in announced:
+                    at = max(change.at - seconds, added_at.get(name, 0.0))
+                    found.append(RemovalNotice(at, name, change.at))
+                announced.discard(name)
+            announced.update(change.noticed)
+            added_at |= dict.fromkeys(change.added, change.at)
+        return found
 
     def cut(self, seconds: float) -> "MarketTrace":
         """Return the first `seconds`; if the trace is shorter, its last machines stay until then."""
@@ -103,7 +129,7 @@ def parse_trace(data: bytes, *, source: str) -> MarketTrace:
 def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None]:
     """Return the events in order of time, and the time of the event `end`."""
     rows: list[TraceRow] = []
-    scale, end = 1e-3, None
+    scale, end, end_line = 1e-3, None, 0
     events: tuple[str, ...] = ("add", "remove")
     for number, line in enumerate(text.splitlines(), start=1):
         row = tuple(cell.strip() for cell in line.split("#")[0].split(","))
@@ -120,14 +146,18 @@ def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None]:
         if event not in events:
             raise ValueError(f"{place}: unknown event {row[1][:40]!r}; expected {' or '.join(events)}")
         if event == "end":
-            end = at
+            end, end_line = at, number
             continue
         if not machine:
             raise ValueError(f"{place}: the machine has no name")
         rows.append(TraceRow(number, at, event, machine))
     if not rows:
         raise ValueError(f"{source}, line 1: the file has no event; {EXPECTED}")
-    return sorted(rows, key=lambda row: row.at), end
+    rows.sort(key=lambda row: row.at)
+    if end is not None and end < rows[-1].at:
+        late = f"but line {rows[-1].number} has an event at {rows[-1].at:g} s"
+        raise ValueError(f"{source}, line {end_line}: the trace ends at {end:g} s, {late}")
+    return rows, end
 
 
 def _time(text: str, place: str) -> float:
@@ -157,8 +187,6 @@ def _build(rows: Sequence[TraceRow], *, source: str, end: float | None) -> Marke
             changes.append(change)
         index = group
     last = rows[-1].at
-    if end is not None and end < last:
-        raise ValueError(f"{source}: the trace ends at {end:g} s, but has an event at {last:g} s")
     return MarketTrace(source, tuple(changes), last if end is None else end, _few(notes))
 
 
@@ -196,7 +224,7 @@ def _few(notes: Sequence[str]) -> tuple[str, ...]:
 def _read_availability(text: str, source: str) -> MarketTrace:
     try:
         content: Any = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         number = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise ValueError(f"{source}, line {number}: invalid JSON: {error}; {EXPECTED}") from None
     metadata = content.get("metadata") if isinstance(content, dict) else None
@@ -218,7 +246,9 @@ def _read_availability(text: str, source: str) -> MarketTrace:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _line_of_entry(text: str, index: int) -> int:

@@ -46,8 +46,13 @@ FIRST_RUN_PATIENCE = 15.0
 """Other ranks wait this many times the timeout for a step that compiles."""
 
 
-def connect(options: WrapOptions, rank: int, *, joins: bool = False) -> Session:
-    """Join this rank to all others. `joins`: not yet, it waits for an order to join a running job."""
+def connect(
+    options: WrapOptions, rank: int, *, joins: bool = False, has_order: Callable[[], bool] | None = None
+) -> Session:
+    """Join this rank to all others. `joins`: not yet, it waits for an order to join a running job.
+
+    `has_order`: the manager has lost ranks, so that no rank may wait for others any more.
+    """
     if joins:
         return provisional_session(options.stage_map, rank)
     return open_session(
@@ -58,6 +63,7 @@ def connect(options: WrapOptions, rank: int, *, joins: bool = False) -> Session:
         host=own_address(),
         link_delay=options.link_delay,
         channel=options.channel,
+        has_order=has_order,
     )
 
 

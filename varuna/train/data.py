@@ -66,6 +66,7 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps in which each sample is used once."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -94,6 +95,7 @@ class SampleOrder:
     def batches(
         self, *, replica: int, num_replicas: int, first_step: int = 0, num_steps: int | None = None
     ) -> "ReplicaBatches":
+        """Return a `batch_sampler` for a DataLoader, with the indices of one replica."""
         return ReplicaBatches(self, replica, num_replicas, first_step, num_steps)
 
     def _epoch_order(self, epoch: int) -> list[int]:

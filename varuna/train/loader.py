@@ -120,6 +120,7 @@ class DataLoader:
         return msgspec.structs.asdict(self._before if waits else self._position)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at a position that `state_dict` returned."""
         self._position = self._before = ReaderPosition(**state_dict)
         self._read_at = -1
         self._resumes = True

@@ -7,12 +7,16 @@ import logging
 import sys
 from pathlib import Path
 
+import msgspec
+
 from varuna.codec import encode
 from varuna.execute.comm.session import Session
 from varuna.files import write_atomic
 from varuna.observe import merge, to_perfetto, to_svg
 from varuna.observe.pace import Pace, RankPace, summarise, typical_step
 from varuna.observe.record import on_one_clock, to_timeline
+from varuna.observe.step_timelines import NAME as TIMELINES
+from varuna.observe.step_timelines import StepTimelines
 from varuna.train.layout import Prediction
 from varuna.types import Forecast, StepReport, Timeline
 from varuna.units import duration
@@ -39,7 +43,7 @@ class Reporter:
         machines: list[str],  # of each rank
         prediction: Prediction | None,
         *,
-        reports: bool,  # there is a prediction to compare with; the same on all ranks
+        reports: bool,  # there is a prediction to compare with, or a log folder; the same on all ranks
         folder: str | None,
     ) -> None:
         self.pace = Pace()
@@ -72,6 +76,10 @@ class Reporter:
             log_report(report, launched=self._folder is not None)
             if self._folder is not None:
                 self._write(report, measured, Path(self._folder))
+        elif measured is not None and self._session.rank == self._session.ranks[0]:
+            assert self._folder is not None
+            found = StepTimelines(summarise(self.pace.num_steps, paces, None), measured)
+            self._write_timelines(found, Path(self._folder))
 
     def _gather(self) -> tuple[list[RankPace] | None, Forecast | None, bool]:
         """Return all paces (None if a rank has none yet), the first rank's forecast, and whether it draws."""
@@ -100,14 +108,23 @@ class Reporter:
         try:
             write_atomic(folder / "report.json", encode(report), private=True)
             if measured is not None:
-                predicted = self._prediction.timeline
-                panels = {} if predicted is None else {"predicted": predicted()}
+                predicted = None if self._prediction.timeline is None else self._prediction.timeline()
+                self._write_timelines(StepTimelines(report, measured, predicted), folder)
+                panels = {} if predicted is None else {"predicted": predicted}
                 panels["measured"] = measured
                 title = f"Step {report.step}, first replica"
                 write_atomic(folder / "timeline.svg", to_svg(panels, title), private=True)
                 write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels), private=True)
         except OSError as error:  # training continues
             log.warning("the report of step %d cannot be written: %s", report.step, error)
+
+    def _write_timelines(self, found: StepTimelines, folder: Path) -> None:
+        """Write the file that the live page shows."""
+        try:
+            text = msgspec.json.encode(found).decode()
+            write_atomic(folder / TIMELINES, text, fsync=False, private=True)
+        except OSError as error:  # training continues
+            log.warning("the timeline of step %d cannot be written: %s", found.report.step, error)
 
 
 def log_report(report: StepReport, *, launched: bool) -> None:

@@ -21,26 +21,38 @@ from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.run.program import start_compiler
 from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerLost
-from varuna.execute.device.facts import find_device
+from varuna.execute.device.facts import device_facts, device_name, find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
-from varuna.execute.update.reduce import StepTotals
-from varuna.execute.update.shard import shard_optimizer as shard
+from varuna.execute.update.shard import OptimizerShards
+from varuna.morph.metrics.worker import StepMetrics
 from varuna.morph.run.order_page import open_orders
 from varuna.morph.run.progress_page import open_progress
+from varuna.observe.losses import open_losses
 from varuna.observe.record import merge, on_one_clock
+from varuna.observe.trace_file import open_tracer
 from varuna.schedule import held
 from varuna.train import build
 from varuna.train.data import SampleOrder
 from varuna.train.gather import gather_model
-from varuna.train.hot.eligible import report_if_hot, why_not_hot
+from varuna.train.hot.copies import StateCopies
+from varuna.train.hot.eligible import report_if_hot
 from varuna.train.hot.fetch import Fetch, FetchedInputs
-from varuna.train.hot.follow_orders import follow_order, join
-from varuna.train.hot.morph import compare_groups, morph
-from varuna.train.hot.moving import hash_groups
-from varuna.train.hot.recover import StepBackup, note_loss, recover, survives_losses
+from varuna.train.hot.hot_state import HotState
+from varuna.train.hot.recover import survives_losses
+from varuna.train.hot.repeat import (
+    NOT_TRAINED,
+    attempt_step,
+    enter_next,
+    evaluate,
+    follow_losses,
+    iterate_batches,
+    join_if_new,
+    repeat_after_losses,
+    run_requests,
+)
 from varuna.train.rank_errors import explain_out_of_memory, report_errors
 from varuna.train.report import Reporter
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
@@ -51,16 +63,13 @@ from varuna.train.validate import (
     WrapOptions,
     call_for_sample,
     check_arguments,
-    check_evaluated,
     check_optimizer,
-    check_share,
     join_job,
     refuse_divided_direction,
     takes_get_batch_fn,
 )
 from varuna.types import (
     ChannelName,
-    MorphOrder,
     OnNan,
     Op,
     PrecisionName,
@@ -133,12 +142,10 @@ class Varuna(nn.Module):
     """
 
     average_loss: float | None = None  # of the last step
+    grad_norm: float | None = None
+    _optimizer: torch.optim.Optimizer | None = None
     _overflow = False
-    _fetches = False  # the library asks for the inputs of each step
-    _joined_at: int | None = None  # the step at which ranks have joined lately
-    _in_batches = False  # the script iterates over `batches`
-    _pending_order: MorphOrder | None = None  # to be carried out before the next step
-    _reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
+    _num_trained = 0  # calls of `step`
 
     @takes_get_batch_fn
     def __init__(
@@ -214,13 +221,14 @@ class Varuna(nn.Module):
         check_arguments(model, options)
         environment = VarunaEnvironment.read(os.environ)
         self.device = options.device
-        self.grad_norm: float | None = None
         self._options = options
-        self._optimizer: torch.optim.Optimizer | None = None
         self._loss_scale = LossScale()
-        self._waits_for_orders = environment.hot == "1"
+        self._hot = HotState.of(environment)
+        self._follows_launcher = environment.chunk_size == options.microbatch_size
         self._progress = open_progress()
+        self._metrics = StepMetrics(device_facts(options.device))
         self._orders = orders = open_orders()
+        self._losses, self._tracer = open_losses(os.environ), open_tracer(environment, rank)
         self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)
@@ -228,13 +236,15 @@ class Varuna(nn.Module):
         self._requests = SaveRequests(AutosaveTimer(rhythm, environment.checkpoint_store))
         usr1.listen(requests := self._requests)  # before the slow steps below, so that no signal is lost
         weakref.finalize(self, usr1.release, self._requests).atexit = False
-        self._session = session = build.connect(options, rank, joins=environment.joins is not None)
-        self._finalizers = [weakref.finalize(self, session.close)]  # at the latest at the end of the script
+        joins = environment.joins is not None
+        self._session = session = build.connect(options, rank, joins=joins, has_order=lambda: orders.abandons)
+        self._finalizers = [weakref.finalize(self, close) for close in (session.close, self._tracer.close)]
         with self._report_errors("wrapping the model"):
             inputs = call_for_sample(dummy_inputs) if callable(dummy_inputs) else dummy_inputs
             sampled = build.capture(model, inputs, options, session)
             self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
+            self._metrics.describe_model(sampled.captured.graph, device_name(self.device), options.precision)
             if session.rank == session.ranks[0]:
                 build.check(model, sampled, inputs, self.plan, options)
             self._progress.alive()
@@ -246,17 +256,18 @@ class Varuna(nn.Module):
             self._finalizers.append(weakref.finalize(self, self._checkpoints.resources.close))
             if not session.provisional:
                 self._checkpoints.claim_early(environment.checkpoint_store)
-            self._saver = Saver(self._checkpoints, self._requests, self._trainer, self._progress)
+            self._saver = Saver(self._checkpoints, requests, self._trainer, self._progress, self._tracer)
             # The gather also keeps all ranks together until each has built its stage.
-            predicted = session.gather(prediction is not None, bool)[0]
-            self._reporter = Reporter(
-                session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir
-            )
+            folder, machines = environment.log_dir, sampled.machines
+            reports = session.gather(prediction is not None or folder is not None, bool)[0]
+            self._reporter = Reporter(session, machines, prediction, reports=reports, folder=folder)
+            self._state_copies = StateCopies(session, machines)
         self._progress.alive()
         # torch refuses an optimizer without parameters, and a stage may have none that trains.
         self._placeholder = nn.Parameter(torch.empty(0))
         if self._trainer.norm is not None:
             self._trainer.norm.add([self._placeholder])
+            follow_losses(self._trainer.norm, weakref.ref(self))
         models.add(self)
         self._attributes = sampled.source.attributes  # from now on, those of the model can be set here
 
@@ -272,8 +283,8 @@ class Varuna(nn.Module):
         """Register an optimizer of this model's parameters. The loss scales are used only in fp16."""
         with self._report_errors("set_optimizer"):
             check_optimizer(optimizer, [*self.parameters(), self._placeholder])
-            shards = self._options.shard_optimizer and self._session.width > 1
-            refuse_divided_direction(optimizer, depth=self._session.depth, shards=shards)
+            is_sharded = self._options.shard_optimizer and self._session.width > 1
+            refuse_divided_direction(optimizer, depth=self._session.depth, shards=is_sharded)
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )
@@ -286,10 +297,10 @@ class Varuna(nn.Module):
             if optimizer is not self._optimizer:  # else the call only changes the loss scale
                 model = weakref.ref(self)  # the optimizer must not keep the model alive
                 optimizer.register_step_pre_hook(lambda *_: follow_assigned(model()))
-                if self._options.shard_optimizer and self._session.replicas is not None:
-                    replica, reducer = self._session.replica, self._trainer.reducer
-                    owners = shard(optimizer, replica=replica, group=self._session.replicas)
-                    reducer.owned = frozenset(p for p in reducer.weights if owners.get(p, 0) == replica)
+                if self._options.shard_optimizer:
+                    training.shards = OptimizerShards(optimizer, self._session)
+                    training.shards.survives = lambda: (own := model()) is not None and survives_losses(own)
+                    self._trainer.reducer.owned = training.shards.counted(self._trainer.reducer.weights)
                 if self._options.offload_optimizer and self.device.type == "cuda":
                     keep_state_on_host(optimizer)
             self._optimizer = training.optimizer = optimizer
@@ -327,75 +338,47 @@ class Varuna(nn.Module):
         `inputs` is this replica's share of the batch, or a function that returns the inputs of the samples
         that it is given: this replica's share of the step in `order`, or of the positions 0, 1, 2, ... that
         the steps take one after the other. Returns the loss of the global batch, and whether all ranks must
-        skip the update because of an fp16 overflow. `clip_grad_max_norm` clips the gradient of the whole
-        model; `grad_norm` is its norm before clipping. `with_norm` measures the norm without clipping, too,
-        and returns it as a third value.
+        skip the update because of an fp16 overflow. After a loss of a stage without replicas it returns
+        (nan, True), trains nothing, and `batches` goes on with an earlier step. `clip_grad_max_norm` clips
+        the gradient of the whole model; `grad_norm` is its norm before clipping. `with_norm` measures the
+        norm without clipping, too, and returns it as a third value.
         """
         if with_norm and clip_grad_max_norm is None:
             clip_grad_max_norm = math.inf
         can_fetch = callable(inputs) or isinstance(inputs, FetchedInputs)
-        self._fetches = can_fetch or self._in_batches
-        self._reporter.pace.enter(time.perf_counter())
+        self._hot.fetches = can_fetch or self._hot.in_batches
+        now = time.perf_counter()
+        self._tracer.enter(now, uninterrupted=self._reporter.pace.is_uninterrupted)
+        self._reporter.pace.enter(now)
         totals = None
         while totals is None:
-            self._run_requests(can_fetch=can_fetch)
-            totals = self._attempt(inputs, order, clip_grad_max_norm, can_fetch=can_fetch)
+            self._run_traced_requests(can_fetch=can_fetch)
+            totals = attempt_step(self, inputs, order, clip_grad_max_norm, can_fetch=can_fetch)
         # Not by __setattr__, which looks for the names in the model first.
         vars(self).update(grad_norm=totals.norm, average_loss=totals.loss, _overflow=totals.overflow)
-        if self._progress.watched:
-            self._progress.leave(self.iteration, self._trainer.engine.recorder.compute_seconds())
-            report_if_hot(self)
+        vars(self).update(_num_trained=self._num_trained + 1)
+        if totals is NOT_TRAINED:
+            return (math.nan, True, math.nan) if with_norm else (math.nan, True)
+        if self._progress.watched or self._metrics.watched:
+            seconds = self._progress.leave(
+                self.iteration,
+                self._trainer.engine.recorder.compute_seconds(),
+                missing_samples=self.plan.batch_size - totals.samples,
+            )
+            self._metrics.finish_step(
+                self.iteration,
+                totals.loss,
+                seconds=seconds,
+                samples=totals.samples,
+                is_first=self.rank == self._session.ranks[0],
+            )
+            if self._progress.watched:
+                report_if_hot(self)
+        if self._losses is not None:
+            self._losses.write(self.iteration - 1, totals.loss)
         if with_norm:
             return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
         return totals.loss, totals.overflow
-
-    def _attempt(
-        self,
-        inputs: Mapping[str, object] | Fetch,
-        order: SampleOrder | None,
-        max_norm: float | None,
-        *,
-        can_fetch: bool,
-    ) -> StepTotals | None:
-        """Run a step. Returns None if a rank was lost, and this rank must run the step again.
-
-        `can_fetch`: the library can fetch the inputs of another share.
-        """
-        backup = StepBackup(self) if can_fetch and survives_losses(self) else None
-        lost: PeerLost | None = None
-        totals: StepTotals | None = None
-        with self._session.call("step", announce=False), self._report_errors("step"):
-            self._progress.enter()
-            inputs = self._fetched(inputs, order)
-            if self._optimizer is None:
-                raise RuntimeError(
-                    "no optimizer is set (call model.set_optimizer(optimizer) before the first step)"
-                )
-            self._saver.warn_without_store()
-            self._programs.follow_changes(self._session)
-            batch = self._programs.batch(inputs)
-            check_share(batch.size, self._session, self.plan)
-            self._programs.update_traits(self._trainer, inputs, batch)
-            self._trainer.commits = backup is not None
-            try:
-                compare_groups(self)
-                totals = self._trainer.step(
-                    inputs,
-                    num_samples=batch.size,
-                    dims=batch.dims,
-                    training=self.training,
-                    loss_scale=self._loss_scale,
-                    max_norm=max_norm,
-                )
-                self._reporter.pace.leave(self._trainer.engine.recorder.snapshot())
-                self._reporter.report_if_due()
-            except PeerLost as error:
-                if backup is None or not note_loss(self, error):
-                    raise
-                lost = error
-        if totals is None and lost is not None:  # after a step, the next one notices the loss again
-            return recover(self, lost, backup)
-        return totals
 
     def batches(
         self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None
@@ -407,82 +390,30 @@ class Varuna(nn.Module):
 
         `fetch` and `order` are those of `step`. Train each batch once before the next one.
         """
-        last, self._in_batches = -1, True
-        try:
-            while True:
-                self._fetches = True
-                self._run_requests(can_fetch=True)
-                if steps is not None and self.iteration >= steps:
-                    return
-                if self.iteration == last:
-                    raise RuntimeError(
-                        f"the batch of step {last} was not trained (call model.step(inputs) for each batch, "
-                        "or use a loop of your own with model.step(fetch))"
-                    )
-                last = self.iteration
-                with self._report_errors("fetching the inputs"):
-                    inputs = self._fetched(fetch, order)
-                yield last, inputs
-        finally:
-            self._in_batches = False
+        return iterate_batches(self, fetch, order, steps=steps)
 
-    def _fetched(
-        self, inputs: Mapping[str, object] | Fetch, order: SampleOrder | None
-    ) -> Mapping[str, object]:
-        if isinstance(inputs, FetchedInputs):
-            return inputs.at(self)
-        if callable(inputs):
-            return FetchedInputs(inputs, order, self.plan.batch_size, self)
-        return inputs
+    def _record_step(self) -> None:
+        recorded, own = self._trainer.engine.recorder.snapshot(), self._session
+        self._reporter.pace.leave(recorded)
+        step, number = self._trainer.iteration - 1, self._hot.generation
+        self._tracer.leave(step, own.rank, own.stage, own.num_ranks, recorded, generation=number)
 
-    def _join(self) -> bool:
-        """Enter the running job, if this worker has been started to join it. Return whether it has."""
-        if not self._session.provisional:
-            return False
-        join(self)
-        return True
+    def _run_traced_requests(self, *, can_fetch: bool) -> None:
+        started, joins = time.perf_counter(), self._session.provisional
+        run_requests(self, can_fetch=can_fetch)
+        if not joins:  # else it has waited for the others, which train
+            self._tracer.note_between(started)
+        self._trainer.engine.records_sends = self._tracer.is_on
 
-    def _run_requests(self, *, can_fetch: bool) -> None:
-        """Run the requests that all ranks have seen in the last step. All ranks call this between steps."""
-        self._join()
-        if self._pending_order is not None:
-            pending, self._pending_order = self._pending_order, None
-            morph(self, pending)
-        usr1.hold()
-        if not self._trainer.reducer.request_seen:
-            return
-        with self._session.call("step", announce=False), self._report_errors("step"):
-            self._trainer.reducer.request_seen = False
-            optimizer = None if not can_fetch or why_not_hot(self) else self._optimizer
-            lost: PeerLost | None = None
-            morphs = False
-            try:
-                morphs = self._saver.run_requests(
-                    has_order=self._orders.is_pending,
-                    groups=hash_groups(optimizer),
-                )
-            except PeerLost as error:
-                if not (can_fetch and survives_losses(self) and note_loss(self, error)):
-                    raise
-                lost = error
-        if lost is not None:
-            recover(self, lost, None)
-        elif morphs:
-            follow_order(self)
-        self._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
-
-    def evaluate(self, inputs: Mapping[str, object], batch_size: int | None = None) -> float:
+    def evaluate(self, inputs: Mapping[str, object] | Fetch, batch_size: int | None = None) -> float:
         """Return the loss of `inputs` (this replica's share) in evaluation mode; change nothing.
 
         All samples of `inputs` count. `batch_size` is not needed; if it is given, there must not be more.
+        `inputs` may also be a function that returns the inputs of the samples that it is given: this
+        replica's share of 0, 1, ..., `batch_size` - 1. Then a loss of other ranks does not end the call.
         """
-        self._join()
         self._reporter.pace.interrupt()
-        with self._session.call("evaluate"), self._report_errors("evaluate"):
-            self._programs.follow_changes(self._session)
-            batch = self._programs.batch(inputs)
-            check_evaluated(batch.size, batch_size)
-            loss = self._trainer.evaluate(inputs, num_samples=batch.size, dims=batch.dims)
+        loss = evaluate(self, inputs, batch_size)
         self._progress.alive()
         return loss
 
@@ -493,10 +424,13 @@ class Varuna(nn.Module):
         """
         from varuna.train.outputs import refuse_different_inputs, whole_outputs  # they import this module
 
-        self._join()
         self._reporter.pace.interrupt()
-        refuse_different_inputs(self, inputs)
-        outputs = whole_outputs(self, inputs)
+
+        def run() -> Any:
+            refuse_different_inputs(self, inputs)
+            return whole_outputs(self, inputs)
+
+        outputs = repeat_after_losses(self, run)
         self._progress.alive()
         return outputs
 
@@ -507,6 +441,7 @@ class Varuna(nn.Module):
         )
 
     def get_loss_scale(self) -> float | None:
+        """Return the loss scale of fp16, or None in other precisions."""
         return self._loss_scale.value if self._loss_scale.checks_overflow else None
 
     def get_status(self) -> dict[str, object]:
@@ -521,7 +456,7 @@ class Varuna(nn.Module):
 
     def timeline(self) -> Timeline:
         """Return the operations of all ranks in the last step. All ranks call this."""
-        self._join()
+        enter_next(self)
         self._reporter.pace.interrupt()
         own = self._trainer.engine.recorder.timeline(self._session.rank, self.stage)
         with self._session.call("timeline"):
@@ -529,7 +464,7 @@ class Varuna(nn.Module):
 
     def report(self) -> StepReport:
         """Return measured and predicted step times. All ranks call this and get the same report."""
-        self._join()
+        enter_next(self)
         with self._session.call("report"):
             return self._reporter.report()
 
@@ -554,15 +489,20 @@ class Varuna(nn.Module):
         If the save fails, all ranks raise the same error, no checkpoint is incomplete, and training can
         continue.
         """
-        self._join()
+        join_if_new(self)
         if on_demand and not self._requests.in_handler:
             return self._saver.save_on_demand(global_store)
+        enter_next(self)
         self._reporter.pace.interrupt()
         self._programs.tensors.follow()
-        with self._session.call("checkpoint"):
-            return self._saver.save(
-                global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
-            )
+
+        def save() -> "Future[str]":
+            with self._session.call("checkpoint"):
+                return self._saver.save(
+                    global_store, step=step, tempdir=tempdir, shard=shard, keep_last=keep_last
+                )
+
+        return repeat_after_losses(self, save)
 
     def load_checkpoint(
         self,
@@ -581,7 +521,7 @@ class Varuna(nn.Module):
         `check_complete=False` loads what exists of an incomplete checkpoint. `strict=False` ignores names
         that differ. `cast=True` converts dtypes. Hashes are always checked.
         """
-        if self._join():
+        if join_if_new(self):
             return self.iteration
         self._reporter.pace.interrupt()
         options = {"check_complete": check_complete, "strict": strict, "cast": cast}
@@ -594,7 +534,7 @@ class Varuna(nn.Module):
         The job claims the store: it raises StoreTaken while another job writes there. `force` takes the
         store over, and the other job ends at its next save.
         """
-        if self._join():
+        if join_if_new(self):
             return self.iteration
         self._reporter.pace.interrupt()
         with self._session.call("resume"):
@@ -629,14 +569,17 @@ class Varuna(nn.Module):
 
     @property
     def rank(self) -> int:
+        """Rank of this process in the job."""
         return self._session.rank
 
     @property
     def stage(self) -> int:
+        """Stage that this rank holds, from 0."""
         return self._session.stage
 
     @property
     def partitions(self) -> int:
+        """Number of stages."""
         return self.plan.depth
 
     @property
@@ -646,6 +589,7 @@ class Varuna(nn.Module):
 
     @property
     def rank_within_stage(self) -> int:
+        """Replica that this rank belongs to, from 0."""
         return self._session.replica
 
     @property
@@ -655,12 +599,13 @@ class Varuna(nn.Module):
 
     @property
     def micro_batch_size(self) -> int:
+        """Samples per micro-batch."""
         return self.plan.microbatch_size
 
     @property
     def iteration(self) -> int:
         """Number of finished steps."""
-        self._join()
+        join_if_new(self)
         return self._trainer.iteration
 
     @iteration.setter
@@ -746,22 +691,29 @@ class Varuna(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state of the whole model on every rank, on the CPU. All ranks call this."""
-        self._join()
-        own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
-        merged: dict[str, Tensor] = {}
-        with self._session.call("full_state_dict"):
-            for part in self._session.gather(own if self._session.replica == 0 else {}, dict[str, Tensor]):
-                merged.update(part)
-        return merged
+
+        def gather() -> dict[str, Tensor]:
+            own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
+            merged: dict[str, Tensor] = {}
+            with self._session.call("full_state_dict"):
+                mine = own if self._session.replica == 0 else {}
+                for part in self._session.gather(mine, dict[str, Tensor]):
+                    merged.update(part)
+            return merged
+
+        return repeat_after_losses(self, gather)
 
     def gather_model(self, rank: int = 0) -> nn.Module | None:
         """Return the whole model, of the original class, on the CPU of `rank`; None on other ranks.
 
         All ranks call this. Use it to generate, test or export; it is a copy of its own.
         """
-        self._join()
-        with self._session.call("gather_model"), self._report_errors("gather_model"):
-            return gather_model(self._session, self._programs.sampled.source, self._state, rank)
+
+        def gather() -> nn.Module | None:
+            with self._session.call("gather_model"), self._report_errors("gather_model"):
+                return gather_model(self._session, self._programs.sampled.source, self._state, rank)
+
+        return repeat_after_losses(self, gather)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Varuna":
         """Accept `to(model.device)` and similar calls that change nothing; refuse all others."""
@@ -813,7 +765,8 @@ class Varuna(nn.Module):
 
     @contextmanager
     def _report_errors(self, activity: str) -> Iterator[None]:
-        """Report an error in this block to all ranks."""
+        """Report an error in this block to all ranks; not a loss after which the call runs again."""
+        lost: PeerLost | None = None
         try:
             with report_errors(
                 self._session,
@@ -821,13 +774,20 @@ class Varuna(nn.Module):
                 trainer=lambda: self.__dict__.get("_trainer"),
                 explain_memory=self._explain_out_of_memory,
             ):
-                yield
+                try:
+                    yield
+                except PeerLost as error:
+                    if not self._hot.repeats:
+                        raise
+                    lost = error
         except Exception:
             if "_trainer" not in self.__dict__:
                 usr1.release(self._requests)  # now: the error may keep this unfinished model alive
             elif self._session.board is not None:
                 self._checkpoints.resources.failed = True  # on the other ranks, too
             raise
+        if lost is not None:
+            raise lost
 
     def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> Exception | None:
         if "_trainer" not in self.__dict__:

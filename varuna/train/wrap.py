@@ -1,6 +1,7 @@
 """The short form of wrapping a model: the layout comes from the launcher, or is chosen here."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.environment import VarunaEnvironment
+from varuna.execute.comm.collective import Collective
 from varuna.execute.device.facts import available_bytes, device_memory_bytes, find_device
+from varuna.execute.rebuild.generation import start_world
+from varuna.train.process_rank import find_local_rank, find_local_size, find_rank
 from varuna.train.validate import start_process_group
 from varuna.train.varuna import Varuna
 from varuna.types import format_stage_map, parse_stage_map
@@ -22,6 +26,8 @@ STATE_SHARE = 0.6
 """Share of the memory that weights, gradients and optimizer state may take; activations need the rest."""
 MICROBATCHES_PER_STAGE = 4
 """With so many micro-batches per stage, a pipeline waits for at most a fifth of the time."""
+ACCUMULATION_TOKENS = 32
+"""On a CPU, adding a micro-batch's gradients of the weights takes as long as computing so many tokens."""
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,10 +49,10 @@ def wrap(
         model = varuna.wrap(model, optimizer, batch_size=64, sample={"x": x[:2], "y": y[:2]})
         loss, overflow = model.step(inputs)
 
-    `varuna run` decides the layout of its jobs. Under torchrun, or in one process, the number of stages is
-    `stages`, or the smallest with which the training state fits into memory; the other processes are
-    replicas. `optimizer` was made with the parameters of `model`, and then updates this rank's part of them;
-    or it is a function that makes one, given parameters. `options` are those of `Varuna`.
+    `varuna run` decides the layout of its jobs. Under torchrun, mpirun or srun, or in one process, the number
+    of stages is `stages`, or the smallest with which the training state fits into memory; the other processes
+    are replicas. `optimizer` was made with the parameters of `model`, and then updates this rank's part of
+    them; or it is a function that makes one, given parameters. `options` are those of `Varuna`.
     """
     environment = VarunaEnvironment.read(os.environ)
     names: dict[Tensor, str] = {value: name for name, value in model.named_parameters()}
@@ -60,6 +66,7 @@ def wrap(
             f"stages={stages}, but the launcher has chosen the map {stage_map!r} (set --nstages there)"
         )
     size = given or microbatch_size or default_microbatch_size(stage_map, batch_size)
+    options = {"local_rank": find_local_rank(os.environ), **options}
     wrapped = Varuna(model, stage_map, sample, batch_size, size, device=device, **options)
     if isinstance(optimizer, torch.optim.Optimizer):
         hand_over(optimizer, names, wrapped)
@@ -69,39 +76,62 @@ def wrap(
     return wrapped
 
 
-def default_microbatch_size(stage_map: str, batch_size: int) -> int:
-    """Return the whole share of a replica without a pipeline; else a size that keeps the stages busy."""
+def default_microbatch_size(stage_map: str, batch_size: int, tokens: int | None = None) -> int:
+    """Return the whole share of a replica without a pipeline; else a size that keeps the stages busy.
+
+    `tokens` of a sample, on a CPU: long samples get smaller micro-batches. A share of N tokens in
+    micro-batches of t tokens waits for (P - 1) t / N of the time, and accumulates gradients for
+    ACCUMULATION_TOKENS / t of it.
+    """
     rows = parse_stage_map(stage_map)
     share = -(-batch_size // max(len(row) for row in rows))
-    return share if len(rows) == 1 else max(1, share // (MICROBATCHES_PER_STAGE * len(rows)))
+    if len(rows) == 1:
+        return share
+    size = share // (MICROBATCHES_PER_STAGE * len(rows))
+    if tokens is not None:
+        best = math.sqrt(ACCUMULATION_TOKENS * share * tokens / (len(rows) - 1))
+        size = min(size, round(best / tokens))
+    return max(1, size)
 
 
 def choose_map(model: nn.Module, stages: int | None, device: int | str | torch.device) -> str:
     """Return the map of a job whose launcher has chosen none."""
     world = _join()
     if stages is None:
-        stages = _fewest_stages(model, world, device)
+        stages = _fewest_stages(model, join_ranks(), device)
     elif isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or world % stages:
         raise ValueError(f"stages must be a number that divides the {world} processes, not {stages!r}")
     # The stages of one replica are neighbours: on machines with several devices their links stay inside.
     return format_stage_map([range(stage, world, stages) for stage in range(stages)])
 
 
+def join_ranks() -> Collective:
+    """Return all ranks of the job; initialize torch.distributed if a launcher has started several.
+
+    They exchange values over gloo: the script may have initialized NCCL alone, which sends no CPU tensors.
+    """
+    world = _join()
+    if world == 1:
+        return Collective(0, [0])
+    return Collective(dist.get_rank(), range(world), dist.new_group(backend="gloo"))
+
+
 def _join() -> int:
     """Return the number of processes; initialize torch.distributed if a launcher has started several."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        start_process_group()
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            start_process_group()
+        elif (process := find_rank(os.environ)).world > 1:  # of mpirun or srun
+            address = f"tcp://{process.address}:{process.port}"
+            start_world(init_method=address, rank=process.rank, world_size=process.world)
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _fewest_stages(model: nn.Module, world: int, device: int | str | torch.device) -> int:
+def _fewest_stages(model: nn.Module, ranks: Collective, device: int | str | torch.device) -> int:
     """Return the smallest number of stages with which every rank's part of the training state fits."""
-    need = training_state_bytes(model)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    space = torch.tensor([int(STATE_SHARE * _space(find_device(device, -1, rank)))])
-    if world > 1:
-        dist.all_reduce(space, op=dist.ReduceOp.MIN)  # all ranks must choose the same
-    limit = int(space)
+    need, world = training_state_bytes(model), len(ranks.ranks)
+    own = int(STATE_SHARE * _space(find_device(device, find_local_rank(os.environ), ranks.rank)))
+    limit = min(ranks.gather(own, int))  # all ranks must choose the same
     for stages in (count for count in range(1, world + 1) if world % count == 0):
         if need <= stages * limit:
             if stages > 1:
@@ -126,7 +156,7 @@ def _space(device: torch.device) -> int:
     free = available_bytes(device)
     if free is None:
         return device_memory_bytes(device)
-    return min(free, device_memory_bytes(device)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(free, device_memory_bytes(device)) // find_local_size(os.environ)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -135,16 +165,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, st
             "the optimizer has made steps before the model was wrapped (wrap first; `model.resume(store)` or "
             "`load_checkpoint` continue a run)"
         )
+    _refuse_foreign(optimizer, names)
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ValueError(
             f"{foreign} of the optimizer's parameters do not belong to the model (make the optimizer with "
-            "this model's parameters, or pass a function that makes it)"
+            "this model's parameters, or pass a function that makes it; a model that was evaluated over "
+            "several stages has other parameters than before)"
         )
 
 
 def hand_over(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], wrapped: Varuna) -> None:
     """Replace the model's parameters by those of this stage, in the groups that they were in, with state."""
+    _refuse_foreign(optimizer, names)
     held = dict(wrapped.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
         pairs = [(parameter, held.get(names[parameter])) for parameter in group["params"]]

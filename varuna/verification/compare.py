@@ -7,7 +7,7 @@ import torch
 
 from varuna.capture.run.verify import FLOORS, NOISE_MULTIPLE, USUAL, allowed_difference
 from varuna.verification.reference import KINDS, Difference
-from varuna.verification.report import FirstDifference
+from varuna.verification.report import FirstDifference, TensorDifference
 
 Key = tuple[int, str, str]
 EXPLAINED = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -40,9 +40,10 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Largest differences of each kind, as a share of the norm, and the first that is no rounding."""
+    """Largest differences, as shares of the norm, and the first that is no rounding."""
 
-    largest: dict[str, float]
+    largest: dict[str, float]  # by kind
+    tensors: tuple[TensorDifference, ...]
     first: FirstDifference | None
 
 
@@ -58,19 +59,24 @@ def judge(found: Sequence[Difference], tolerance: Tolerance, order: Mapping[str,
         if difference.kind == "gradient":
             gradients[difference.step] = max(gradients.get(difference.step, 0.0), difference.norm)
     largest: dict[str, float] = {}
+    tensors: dict[tuple[str, str], float] = {}  # by kind and name
     suspects: list[tuple[Difference, float]] = []
     for difference in worst.values():
         usual = USUAL * gradients[difference.step] if difference.kind == "gradient" else 0.0
         scale = max(difference.norm, usual)
         share = difference.distance / scale if scale else difference.distance
-        if not largest.get(difference.kind, -1.0) >= share:  # NaN counts as the largest
-            largest[difference.kind] = share
+        kind, tensor = difference.kind, (difference.kind, difference.name)
+        if not largest.get(kind, -1.0) >= share:  # NaN counts as the largest
+            largest[kind] = share
+        if not tensors.get(tensor, -1.0) >= share:
+            tensors[tensor] = share
         noise = tolerance.noise.get(difference.key, 0.0)
         allowed = allowed_difference(scale, floor=tolerance.floor(difference.kind), noise=noise)
         if not difference.distance <= allowed:
             suspects.append((difference, allowed))
+    listed = _by_tensor(tensors)
     if not suspects:
-        return Judgement(largest, None)
+        return Judgement(largest, listed, None)
 
     def place(suspect: tuple[Difference, float]) -> tuple[int, int, int]:
         difference, _ = suspect
@@ -81,6 +87,7 @@ def judge(found: Sequence[Difference], tolerance: Tolerance, order: Mapping[str,
     difference, allowed = suspects[0]
     return Judgement(
         largest,
+        listed,
         FirstDifference(
             step=difference.step,
             kind=difference.kind,
@@ -91,3 +98,13 @@ def judge(found: Sequence[Difference], tolerance: Tolerance, order: Mapping[str,
             others=len({suspect.name for suspect, _ in suspects} - {difference.name}),
         ),
     )
+
+
+def _by_tensor(shares: Mapping[tuple[str, str], float]) -> tuple[TensorDifference, ...]:
+    """Return the largest differences of every parameter and buffer, the largest first."""
+    found = [
+        TensorDifference(name=name, kind=kind, gradient=shares.get(("gradient", name)), value=share)
+        for (kind, name), share in shares.items()
+        if kind in ("parameter", "buffer")
+    ]
+    return tuple(sorted(found, key=lambda one: -one.largest))

@@ -6,6 +6,7 @@ capture ──► reference run ──► the same again, with other last bits �
 
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from varuna.verification.wrapped import Face, WrappedRun
 
 log = logging.getLogger("varuna")
 
+LINE = re.compile(r":\d+: ")
+"""A reason that names a line of the script."""
 NOT_REPEATABLE = "the plain process computes something else when it runs again:"
 
 Progress = Callable[[int, int, str], None]
@@ -195,7 +198,7 @@ class Coordinator:
             return LayoutResult(
                 **common,
                 status="refused" if error.is_refusal else "failed",
-                reason=error.text if error.is_refusal else f"{error.kind}: {error.text}",
+                reason=_with_line(error.text, runs) if error.is_refusal else f"{error.kind}: {error.text}",
                 seconds=round(time.monotonic() - began, 3),
             )
         found = [one for answer in answers for one in decode_differences(answer.value)]
@@ -207,6 +210,7 @@ class Coordinator:
             **common,
             status="equal" if first is None else "differs",
             largest=judgement.largest,
+            tensors=judgement.tensors,
             first=first,
             seconds=round(time.monotonic() - began, 3),
         )
@@ -293,6 +297,18 @@ class Coordinator:
             layouts=results,
             notes=tuple(self.notes),
         )
+
+
+def _with_line(reason: str, runs: PlainRuns) -> str:
+    """Add the operation that computes something else when it runs again, if the reason names no line."""
+    if LINE.search(reason):
+        return reason
+    try:
+        found = runs.locate_change()
+    except PlainFailed as error:
+        log.debug("the operation that changes was not found: %s", error)
+        return reason
+    return f"{reason} First operation: {found}" if found else reason
 
 
 def decode_differences(message: bytes) -> list[Difference]:

@@ -3,6 +3,7 @@
     forward:   a value of the graph that the plain model never computes, nor anything that follows from it
     backward:  a gradient that the plain backward never computes, of a value whose users' gradients it does
     batch:     an operation that gives a sample other numbers if other samples are in its batch
+    again:     an operation that gives other numbers when forward runs again
 
 Values are known by their sums and norms, so that views and decompositions do not matter.
 """
@@ -252,6 +253,32 @@ def coupling_operation(subject: VerifySubject, run: PlainRun, chunk: int, tolera
     return None
 
 
+def changing_operation(subject: VerifySubject, run: PlainRun) -> str | None:
+    """Return the first operation of forward that gives other numbers for the same inputs and buffers."""
+    batch, buffers = subject.batches[0], dict(subject.model.named_buffers())
+    known = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    logs = []
+    for _ in range(2):
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(known[name])
+        size, log = subject.num_samples(batch), ValueLog(keeps=True)
+        rows = subject.rows(batch, 0, size)
+        inputs = {name: v.clone() if isinstance(v, Tensor) else v for name, v in rows.items()}
+        with log, run.mode(0, 0, size):
+            subject.model(**inputs)
+        logs.append(log.executed)
+    for first, again in zip(*logs, strict=False):
+        if "empty" in first.name:  # not initialized
+            continue
+        if first.name != again.name:
+            return f"{again.name} at {again.line}: it takes another path when it runs again"
+        for one, other in zip(first.values, again.values, strict=True):
+            if one.shape != other.shape or not _close(one, other, 0.0):
+                return f"{first.name} at {first.line}: it computes something else when it runs again"
+    return None
+
+
 def _same_rows(whole: Tensor, part: Tensor, size: int, count: int) -> Tensor | None:
     """Return the samples of the whole that the part has; None if the value has no samples."""
     if whole.dim() != part.dim() or whole.shape == part.shape:
@@ -269,6 +296,14 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return gap <= tolerance * max(float(other.double().norm()), 1e-300) or math.isnan(gap)
 
 
+OWN_RUNS = (
+    changing_operation.__name__,
+    coupling_operation.__name__,
+    PlainRun.forward_backward.__name__,
+)
+"""Functions that call the model: the lines above them are not its own."""
+
+
 def users_line() -> str:
     """Return the line of the model that runs now: the innermost one outside of torch and this library.
 
@@ -277,7 +312,7 @@ def users_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if frame.f_code.co_name in (coupling_operation.__name__, PlainRun.forward_backward.__name__):
+        if frame.f_code.co_name in OWN_RUNS:
             break
         if not file.startswith((*OWN_FOLDERS, "<")):
             text = linecache.getline(file, frame.f_lineno).strip()

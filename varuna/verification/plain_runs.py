@@ -15,7 +15,7 @@ from varuna.types import PrecisionName, spread_evenly
 from varuna.verification.children import ChildError, run_alone
 from varuna.verification.compare import Tolerance
 from varuna.verification.layouts import VerifyLayout
-from varuna.verification.locate import first_operation
+from varuna.verification.locate import changing_operation, first_operation
 from varuna.verification.plain import Flip, PlainRun, Spans
 from varuna.verification.reference import Difference, ReferenceRun
 from varuna.verification.subject import VerifySubject
@@ -120,6 +120,11 @@ class PlainRuns:
         assert captured is not None
         size = layout.microbatch_size(self._subject.batch_size)
         answer = self._child(lambda: first_operation(self._subject, captured, self._run, size, backward))
+        return msgspec.msgpack.decode(answer, type=str | None)
+
+    def locate_change(self) -> str | None:
+        """Return the first operation of forward that computes something else when it runs again, if any."""
+        answer = self._child(lambda: changing_operation(self._subject, self._run))
         return msgspec.msgpack.decode(answer, type=str | None)
 
     def pieces(self, layout: VerifyLayout | None) -> Callable[[int], Spans]:

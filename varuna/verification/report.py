@@ -1,5 +1,7 @@
 """The result of a verification: values for programs, JSON, and a table for people."""
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -34,6 +36,20 @@ class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest differences of one parameter or buffer over all steps, as shares of the norm."""
+
+    name: str
+    kind: str  # parameter or buffer
+    gradient: float | None = None  # None: it has none
+    value: float | None = None  # after the update; None: no rank has compared it
+
+    @property
+    def largest(self) -> float:
+        found = [share for share in (self.gradient, self.value) if share is not None]
+        return math.inf if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
 class LayoutResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one layout. `largest`: the largest difference of each kind, as a share of the norm."""
 
@@ -41,6 +57,7 @@ class LayoutResult(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     status: Status
     largest: dict[str, float] = {}
+    tensors: tuple[TensorDifference, ...] = ()  # every parameter and buffer, the largest difference first
     first: FirstDifference | None = None
     reason: str = ""  # of a layout that was refused or failed
     seconds: float = 0.0
@@ -75,6 +92,14 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
         """0: all layouts equal the plain process; 1: one differs or is refused; 2: one could not run."""
         return {"equal": 0, "differs": 1, "refused": 1, "failed": 2}[self.status]
 
+    def tensor_table(self) -> str:
+        """Return the largest difference of every parameter and buffer, a table for each layout."""
+        return "\n\n".join(
+            "\n".join([f"{result.layout}:", *_lines(_tensor_rows(result))])
+            for result in self.layouts
+            if result.tensors
+        )
+
     def __str__(self) -> str:
         return "\n".join(
             [
@@ -103,10 +128,7 @@ def _table(results: tuple[LayoutResult, ...]) -> list[str]:
         )
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = []
-    for row in (heads, *rows):
-        lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    lines = _lines([heads, *rows])
     lines.append("(largest difference of each kind, as a share of the tensor's norm)")
     for result in results:
         if result.first is not None:
@@ -115,6 +137,26 @@ def _table(results: tuple[LayoutResult, ...]) -> list[str]:
             same = [other.layout for other in results if other.reason == result.reason]
             lines.append(f"{', '.join(same) if first is result else result.layout}: {result.reason}")
     return lines
+
+
+def _tensor_rows(result: LayoutResult) -> list[tuple[str, ...]]:
+    shares = [
+        (
+            one.name,
+            one.kind,
+            *("-" if share is None else f"{share:.1e}" for share in (one.gradient, one.value)),
+        )
+        for one in result.tensors
+    ]
+    return [("name", "kind", "gradient", "value"), *shares]
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def overall(results: tuple[LayoutResult, ...]) -> Status:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.environments import environment
-from tests.morph.hosts.lab import Host, Lab
+from varuna.chaos.hosts.lab import Host, Lab
 from varuna.morph.protocol.orders import AgentOrders
 
 PINNED = Path(__file__).with_name("ray-constraints.txt")

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.morph.hosts.box import PATH, Box, missing_tools, tool
 from tests.ports import free_port
+from varuna.chaos.hosts.box import PATH, Box, missing_tools, tool
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")
 

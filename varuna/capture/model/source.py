@@ -131,6 +131,7 @@ class Source:
             list_some(varying) if varying else "the batch size alone",
         )
         momentum = _momentum(self.meta_model)
+        structure, guards = traced.structure, traced.guards
 
         def build(flat: FlatGraph, masks: tuple[Meaning | None, ...] | None) -> Captured:
             captured = Captured(
@@ -139,8 +140,8 @@ class Source:
                 ties=self.ties,
                 shared_draws=doubled.shared_draws if doubled is not None and training else frozenset(),
                 momentum=momentum,
-                structure=traced.structure,
-                guards=traced.guards,
+                structure=structure,
+                guards=guards,
                 masks=masks,
                 partition=partition,
                 cut_like=None if partition is None else self._partitioned,
@@ -151,7 +152,7 @@ class Source:
             return captured
 
         flattened = partial(flatten, traced, self.canonical, request.batch.dims)
-        return TracedModel(traced.guards, flattened, build, request)
+        return TracedModel(guards, flattened, build, request)
 
     def _capture_doubled(self, request: TraceRequest, training: bool) -> Captured:
         """Return the capture with every sample twice, in which the same sizes vary."""

@@ -53,18 +53,23 @@ class TracedModel:
         request: TraceRequest,
     ) -> None:
         self.guards = guards
-        self._flatten, self._build, self._request = flatten, build, request
+        self._flatten: Callable[[], FlatGraph] | None = flatten  # holds the graph of torch.export
+        self._build, self._request = build, request
         self._captures: dict[object, Captured] = {}
 
     def at(self, sizes: Sizes) -> Captured:
         """Return the capture for inputs of these sizes, which keep the guards."""
         masks = mask_meanings(self._flat, self.guards.values(sizes)) if self.guards.symbols else None
         if masks not in self._captures:
+            assert self._flatten is not None
             self._captures[masks] = self._build(self._flatten(), masks)
+            if not self.guards.symbols:  # no other capture will be made of it
+                self._flatten = None
         return self._captures[masks]
 
     @cached_property
     def _flat(self) -> FlatGraph:
+        assert self._flatten is not None
         flat = self._flatten()
         compute_sizes_from_inputs(flat, self._request.batch.dims, self.guards.graph_symbols)
         return flat

@@ -88,6 +88,7 @@ class plain_randomness(TorchFunctionMode):
         self._ordinals.append(self._next() << 32)
 
     def leave_leaf(self) -> None:
+        """End what `enter_leaf` began."""
         self._ordinals.pop()
 
     def _next(self) -> int:

@@ -36,8 +36,10 @@ OPAQUE = torch.ops.varuna.opaque.default
 def opaque(module: Module, *patterns: str) -> Module:
     """Keep a module, or those of its submodules that match a pattern, eager and whole. Return the module.
 
-    opaque(model.gate)
-    opaque(model, "layers.*.gate")      # a * matches one part of the dotted name
+        opaque(model.gate)
+        opaque(model, "layers.*.gate")      # a * matches one part of the dotted name
+
+    The captured model calls its own forward, so code that cannot be traced runs as it is.
     """
     if patterns:
         for name in modules_named(module, patterns):

@@ -87,6 +87,9 @@ def taken_error(record: ClaimRecord | None, owner: Owner, *, place: str, advice:
     kind = StoreOfOtherJob if owner.launch and not generation else StoreTaken
     taken = kind(f"{place} is claimed by {who} ({where}); {advice}")
     taken.by_this_job, taken.by_this_launch = own, generation
+    taken.is_given_up = generation and not holder.token.strip(NOBODY)
+    here = holder.host == socket.gethostname()
+    taken.runs_here = here and (holder.pid == os.getpid() or runs_since(holder.pid, holder.since))
     return taken
 
 
@@ -357,7 +360,8 @@ def claim_folder(store: Store, folder: str, owner: Owner, *, force: bool) -> Cla
 def claim_after_earlier_run(store: Store, owner: Owner, *, force: bool = False, wait: bool = True) -> Claim:
     """Claim the store; wait for an earlier run of the same job that is about to end.
 
-    Without `wait`, do not wait for an earlier generation of the same managed job.
+    Without `wait`, do not wait for an earlier generation of the same managed job. Such a generation on a
+    machine that is frozen keeps its lock: take the folder over if the manager has given it up, or in the end.
     """
     patience = EARLIER_RUN_SECONDS if local_folder(store.url) else DEAD_SECONDS + RENEW_SECONDS
     deadline = time.monotonic() + patience
@@ -365,7 +369,13 @@ def claim_after_earlier_run(store: Store, owner: Owner, *, force: bool = False, 
         try:
             return store.claim(owner, force=force)
         except StoreTaken as taken:
-            early = taken.by_this_launch and not wait
-            if early or not taken.by_this_job or time.monotonic() >= deadline:
+            early = taken.by_this_launch and not wait and not taken.is_given_up
+            is_over = time.monotonic() >= deadline
+            if force or early or not taken.by_this_job:
+                raise
+            force = taken.is_given_up or (is_over and taken.by_this_launch and not taken.runs_here)
+            if force:
+                continue
+            if is_over:
                 raise
         time.sleep(0.1 if local_folder(store.url) else 1.0)

@@ -24,6 +24,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -49,6 +50,8 @@ HELLO_SECONDS = 15.0
 """Timeout for a caller to prove that it is a rank of this job."""
 REFUSAL_LOG_SECONDS = 10.0
 """Shortest interval between two log lines about refused callers."""
+ORDER_SECONDS = 0.05
+"""Interval at which a rank that waits for connections looks for an order of the manager."""
 KEEPALIVE_SECONDS = 5
 """Probe interval: after 3 unanswered probes the peer's machine counts as lost."""
 
@@ -99,9 +102,11 @@ def connect_sockets(
     key: bytes | None = None,
     unix: bool = True,
     timeout_seconds: float = CONNECT_SECONDS,
+    has_order: Callable[[], bool] | None = None,
 ) -> dict[int, socket.socket]:
     """Return a connected, non-blocking socket to each peer. Each peer must name this rank in turn.
 
+    `has_order`: give up, because the manager has lost ranks.
     `key` is a secret of all ranks, such as `job_key("links")`; None: `exchange` decides who takes part.
     """
     over_tcp, over_unix = _listen(host)
@@ -120,10 +125,11 @@ def connect_sockets(
         handshakes = Handshakes(
             [over_tcp, over_unix], rank, own_key, deadline=time.monotonic() + timeout_seconds
         )
+        handshakes.has_order = has_order
         undo.callback(handshakes.close)
         for peer in sorted(peers):
             if peer > rank:
-                handshakes.call(peer, _dial(own, addresses[peer], handshakes.deadline))
+                handshakes.call(peer, _dial(own, addresses[peer], handshakes.deadline, has_order))
         connected = handshakes.run({peer for peer in peers if peer < rank})
         for link in connected.values():
             _tune(link)
@@ -150,9 +156,12 @@ def _exchange_addresses(
     return addresses
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _listen(host: str) -> tuple[socket.socket, socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    over_tcp = socket.socket(family, socket.SOCK_STREAM)
+    over_tcp = socket.socket(_family(host), socket.SOCK_STREAM)
     over_unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         over_tcp.bind((host, 0))
@@ -167,21 +176,21 @@ def _listen(host: str) -> tuple[socket.socket, socket.socket]:
     return over_tcp, over_unix
 
 
-def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket:
-    seconds = max(deadline - time.monotonic(), 0.001)
+def _dial(
+    own: RankAddress, peer: RankAddress, deadline: float, has_order: Callable[[], bool] | None = None
+) -> socket.socket:
     if own.machine == peer.machine:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            link.settimeout(seconds)
-            link.connect(b"\0" + peer.path.encode())
+            link = _connect(socket.AF_UNIX, b"\0" + peer.path.encode(), deadline, has_order)
+        except OSError:
+            pass  # some sandboxes forbid Unix sockets: use TCP
+        else:
             if _is_own_user(link):
                 return link
             log.warning("another user listens at the Unix socket of rank %d: using TCP", peer.rank)
-        except OSError:
-            pass  # some sandboxes forbid Unix sockets: use TCP
-        link.close()
+            link.close()
     try:
-        return socket.create_connection((peer.host, peer.port), timeout=seconds)
+        return _connect(_family(peer.host), (peer.host, peer.port), deadline, has_order)
     except OSError as error:
         remedy = "is it alive, and may the two machines connect on any port?"
         if own.machine != peer.machine and ipaddress.ip_address(peer.host).is_loopback:
@@ -193,6 +202,42 @@ def _dial(own: RankAddress, peer: RankAddress, deadline: float) -> socket.socket
             f"rank {own.rank} cannot reach rank {peer.rank} at {peer.host} port {peer.port}: {error} "
             f"({remedy})"
         ) from error
+
+
+def _connect(
+    family: socket.AddressFamily,
+    address: bytes | tuple[str, int],
+    deadline: float,
+    has_order: Callable[[], bool] | None,
+) -> socket.socket:
+    """Return a connected socket. While the other machine is silent, look for an order of the manager.
+
+    Raises OSError, or PeerLost after an order.
+    """
+    with contextlib.ExitStack() as undo:
+        link = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        link.setblocking(False)
+        poll = select.poll()
+        poll.register(link, select.POLLOUT)
+        code = link.connect_ex(address)
+        while code in (errno.EINPROGRESS, errno.EAGAIN):
+            _check_order(has_order)
+            if time.monotonic() >= deadline:
+                raise TimeoutError("timed out")
+            if code == errno.EAGAIN:  # the queue of a Unix socket is full, and nothing says when it is not
+                time.sleep(ORDER_SECONDS)
+                code = link.connect_ex(address)
+            elif poll.poll(ORDER_SECONDS * 1000):
+                code = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        undo.pop_all()
+        return link
+
+
+def _check_order(has_order: Callable[[], bool] | None) -> None:
+    if has_order is not None and has_order():
+        raise PeerLost("the manager has ordered this rank to go on without lost ranks")
 
 
 def _is_own_user(link: socket.socket) -> bool:
@@ -241,6 +286,7 @@ class Handshakes:
         self._last_refusal = ""
         self._logged_at = -REFUSAL_LOG_SECONDS
         self._selector = selectors.DefaultSelector()
+        self.has_order: Callable[[], bool] | None = None
 
     def call(self, peer: int, link: socket.socket) -> None:
         """Begin a handshake over a new connection to a peer."""
@@ -256,10 +302,11 @@ class Handshakes:
             now = time.monotonic()
             if now >= self.deadline:
                 raise self._timeout()
+            _check_order(self.has_order)
             for handshake in [handshake for handshake in self._pending.values() if now >= handshake.until]:
                 self._refuse(handshake, f"it proved nothing within {HELLO_SECONDS:g} s")
             until = min([self.deadline, *(handshake.until for handshake in self._pending.values())])
-            for key, _ in self._selector.select(max(until - now, 0)):
+            for key, _ in self._selector.select(min(max(until - now, 0), ORDER_SECONDS)):
                 assert isinstance(key.fileobj, socket.socket)
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)

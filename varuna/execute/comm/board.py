@@ -39,6 +39,8 @@ else:
 POLL_SECONDS = 0.25
 STORE_SECONDS = 2.0
 """A store that does not answer for this long is unavailable."""
+INTERRUPT_SECONDS = 0.02
+"""Interval at which a waiting caller looks whether it is interrupted."""
 BEAT_SECONDS = 2.0
 """A process whose counter does not change for this long is stopped or disconnected."""
 MAX_TRACEBACK = 20_000
@@ -184,6 +186,17 @@ class StatusBoard:
             self._watcher.join(timeout=STORE_SECONDS)  # it stays blocked if the store's host is stopped
         self._client.close()
 
+    def abandon(self) -> None:
+        """Stop without a word to other ranks. The store's host may be gone."""
+        self._stop_watching.set()
+        self._client.close(at_once=True)
+        if self._watcher is not None:
+            self._watcher.join(timeout=STORE_SECONDS)
+
+    def interrupt_with(self, has_order: Callable[[], bool]) -> None:
+        """Give up requests to a store that does not answer as soon as `has_order()`."""
+        self._client.interrupted = has_order
+
     def _watch(self, on_error: Callable[[WorkerError], None]) -> None:
         store, reported = self._client.store, False
         with contextlib.suppress(RuntimeError):  # the store ended between the check and the request
@@ -273,6 +286,7 @@ class StoreClient:
 
     def __init__(self, store: Store) -> None:
         self.store: Store = cast(Any, store).clone()  # torch's declarations lack `clone`
+        self.interrupted: Callable[[], bool] = lambda: False  # no longer wait for an answer
         self._socket: socket.socket | None = None
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -299,18 +313,25 @@ class StoreClient:
     def run(self, request: Callable[[Store], T], seconds: float = STORE_SECONDS) -> T:
         answer: Future[T] = Future()
         self._tasks.put((request, answer))
-        try:
-            return answer.result(timeout=seconds)
-        except TimeoutError:
-            answer.cancel()
-            raise StoreUnavailable(f"the store has not answered for {seconds:g} s") from None
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return answer.result(timeout=min(INTERRUPT_SECONDS, max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                if answer.done() or not (time.monotonic() >= deadline or self.interrupted()):
+                    continue  # the answer has just come, or may still come
+                answer.cancel()
+                raise StoreUnavailable(f"the store has not answered for {seconds:g} s") from None
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """Close the connection. `at_once`: requests that wait for an answer fail."""
         self._tasks.put(None)
-        self._thread.join(timeout=STORE_SECONDS)
         store: Any = self.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
+        if at_once and isinstance(store, JobStore):
+            store.close()
+        self._thread.join(timeout=STORE_SECONDS)
         if isinstance(store, JobStore):
             store.close()
         if self._socket is not None:

@@ -8,7 +8,9 @@ closed to new connections (`varuna.secure.listeners`).
 import hmac
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from varuna.environment import VarunaEnvironment
-from varuna.errors import WorkerError
+from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.address import job_key, machine_identity
 from varuna.execute.comm.slots import device_uuid, reachable_gpus
 from varuna.secure.listeners import close_gloo_listeners
@@ -28,6 +30,25 @@ GLOO_TIMEOUT_FACTOR = 20
 first."""
 PROOF_SECONDS = 60.0
 """Longest wait for the proofs of all ranks of a new group."""
+
+
+_forming_since = 0.0  # 0: this process forms no group
+
+
+@contextmanager
+def forming_group() -> Iterator[None]:
+    """Note that torch forms a group. Gloo then waits for a rank that is gone, and nothing interrupts it."""
+    global _forming_since
+    _forming_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _forming_since = 0.0
+
+
+def seconds_forming() -> float:
+    """Return for how long torch has been forming a group; 0: it forms none."""
+    return time.monotonic() - _forming_since if _forming_since else 0.0
 
 
 class RankDevice(NamedTuple):
@@ -80,12 +101,13 @@ def make_group(
     """Make a group of these ranks; None if there is only one."""
     if len(ranks) < 2:
         return None
-    group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_seconds * GLOO_TIMEOUT_FACTOR),
-        backend=backend,
-        use_local_synchronization=True,
-    )
+    with forming_group():
+        group = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_seconds * GLOO_TIMEOUT_FACTOR),
+            backend=backend,
+            use_local_synchronization=True,
+        )
     assert isinstance(group, dist.ProcessGroup)
     secure_group(group)
     return group
@@ -134,7 +156,7 @@ def _exchange(group: Any, ranks: Sequence[int], own: bytes) -> list[bytes]:
     try:
         group.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)], options).wait()
     except RuntimeError as error:
-        raise WorkerError(
+        raise PeerLost(
             f"a new process group of ranks {list(ranks)} does not work: {error} (a rank has ended, or "
             "another program has taken its place; restart the job)"
         ) from error

@@ -12,7 +12,7 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -35,6 +35,7 @@ def connect(
     device: torch.device | str = "cpu",
     delay: Delay | None = None,
     timeout_seconds: float = CONNECT_SECONDS,
+    has_order: Callable[[], bool] | None = None,
 ) -> "PeerNetwork":
     """Connect this rank to its peers, given as rank → name of the rank in errors.
 
@@ -42,7 +43,12 @@ def connect(
     machine's address as the others reach it (see `own_address`), `key` a secret that only these ranks know.
     """
     sockets = connect_sockets(
-        rank, peers, exchange, host=host, key=key, unix=unix, timeout_seconds=timeout_seconds
+        *(rank, peers, exchange),
+        host=host,
+        key=key,
+        unix=unix,
+        timeout_seconds=timeout_seconds,
+        has_order=has_order,
     )
     return PeerNetwork(sockets, peers, device=torch.device(device), delay=delay)
 
@@ -106,6 +112,12 @@ class PeerNetwork:
             self._raise_if_lost()
         return happened
 
+    @property
+    def has_ended_peer(self) -> bool:
+        """Return whether a peer has said goodbye: its script has ended, and it was not lost."""
+        self._read(0)
+        return any(link.ended for link in self.links.values())
+
     def wake(self) -> None:
         """End the current or the next `wait`. Any thread may call it."""
         self._wakes += 1
@@ -124,6 +136,12 @@ class PeerNetwork:
         self._epoll.close()
         for link in self.links.values():
             link.socket.close()
+
+    def abandon(self) -> None:
+        """Close all files and threads without a goodbye. A peer may not read any more."""
+        for link in self.links.values():
+            link.lost = link.lost or "this rank has abandoned its step"
+        self.close()
 
     def __enter__(self) -> "PeerNetwork":
         return self

@@ -60,6 +60,8 @@ class Session(Collective):
     channels: Mapping[int, ChannelName] = field(default_factory=dict)  # by rank, to adjacent stages
     network: PeerNetwork | None = None
     closed: bool = False
+    num_commits: int = 0  # calls whose results count on all ranks, because all have agreed on it
+    closers: list[Callable[[], None]] = field(default_factory=list)  # called when the session closes
     provisional: bool = False  # this rank waits to join the job: it has no connection to other ranks yet
     _in_call: bool = False
 
@@ -170,11 +172,25 @@ class Session(Collective):
         if self.closed:
             return
         self.closed = True
+        for close in self.closers:
+            close()
         if self.network is not None:
             self.network.close()
         if self.board is not None:
             self.board.set_finished()
             self.board.close()
+
+    def abandon(self) -> None:
+        """Disconnect without a goodbye: some ranks are lost, and all others have given up their calls."""
+        if self.closed:
+            return
+        self.closed = True
+        for close in self.closers:
+            close()
+        if self.network is not None:
+            self.network.abandon()
+        if self.board is not None:
+            self.board.abandon()
 
 
 def single_rank_session() -> Session:
@@ -199,10 +215,12 @@ def open_session(
     host: str = "127.0.0.1",
     link_delay: Callable[[int], float] | None = None,
     channel: ChannelName | None = None,
+    has_order: Callable[[], bool] | None = None,
 ) -> Session:
     """Join this rank to the other ranks of the map. All ranks call it.
 
     `channel`, equal on all ranks, is how tensors travel between stages; None: the best one for each pair.
+    `has_order`: the manager has lost ranks, so that no rank may wait for others any more.
     """
     stage, replica = place_in_map(stage_map, rank)
     ranks = sorted(other for row in stage_map for other in row)
@@ -241,9 +259,11 @@ def open_session(
         key=job_key("links"),
         device=device,
         delay=link_delay,
+        has_order=has_order,
     )
     _open_channels(session, session.network, store, device=device, timeout_seconds=timeout_seconds)
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
+    session.waiter.listen(has_order)
     session.board.watch(session.waiter.fail)
     return session
 

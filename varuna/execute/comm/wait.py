@@ -5,7 +5,7 @@ error on the board, or the timeout ends the wait.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -15,6 +15,8 @@ from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
 from varuna.execute.comm.network import PeerNetwork
 
+ORDER_SECONDS = 0.005
+"""While a rank waits, it looks this often for an order of the manager to go on without lost ranks."""
 CALL_SECONDS = 1.0
 """After this long, a waiting rank compares its call with those of other waiting ranks."""
 CAUSE_SECONDS = 2.0
@@ -37,9 +39,16 @@ class Waiter:
         self.failure: WorkerError | None = None  # set by the board's watcher thread
         self.call = ""  # the current call of the script that all ranks must make
         self.call_number = 0
-        self.cause_seconds = CAUSE_SECONDS
+        self.survives = False  # the caller handles PeerLost and goes on without the lost rank
+        self.has_order: Callable[[], bool] | None = None  # the manager has ended the current wait
         self._patience = 1.0
         self._has_ended: Callable[[], bool] | None = None  # of a collective that may have been abandoned
+
+    def listen(self, has_order: Callable[[], bool] | None) -> None:
+        """End all waits as soon as the manager has lost ranks."""
+        self.has_order = has_order
+        if has_order is not None:
+            self.board.interrupt_with(has_order)
 
     @contextmanager
     def patient(self, factor: float) -> Iterator[None]:
@@ -65,6 +74,7 @@ class Waiter:
             while not ready():
                 if self.failure is not None:
                     raise self.failure
+                self.check_order()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self.board.find_hanging_rank()
@@ -75,7 +85,8 @@ class Waiter:
                 if not noted and left <= timeout * 2 / 3:
                     self.board.set_waiting(what())
                     noted = True
-                self.network.wait(min(left, timeout / 3, compare_at - deadline + left))
+                pause = min(left, timeout / 3, compare_at - deadline + left)
+                self.network.wait(pause if self.has_order is None else min(pause, ORDER_SECONDS))
         except (OSError, RuntimeError) as error:
             # The note stays on the board, so that other ranks do not blame this one.
             self.raise_cause(error)
@@ -113,10 +124,16 @@ class Waiter:
             if polls % POLLS_PER_LINK_CHECK:
                 time.sleep(DEVICE_POLL_SECONDS)
                 continue
+            self.check_order()
             try:
                 self.network.wait(0)
             except (OSError, RuntimeError) as error:
                 self.raise_cause(error)
+
+    def check_order(self) -> None:
+        """Raise PeerLost if the manager has lost ranks: this rank may wait for them forever."""
+        if self.has_order is not None and self.has_order():
+            raise PeerLost("the manager has ordered this rank to go on without lost ranks")
 
     def _compare_call(self) -> None:
         """Raise if another rank waits in another call than this rank."""
@@ -124,21 +141,33 @@ class Waiter:
         if error is not None:
             raise error
 
-    def drain_abandoned(self) -> None:
-        """Wait briefly for an abandoned collective before the process exits.
+    def drain_abandoned(self, works: Sequence[dist.Work] = (), seconds: float = ABANDONED_SECONDS) -> bool:
+        """Wait until abandoned collectives no longer write to their tensors. Return False if some may.
 
-        A collective that fails after the interpreter has ended would call into it and abort the process.
+        One that fails after the interpreter has ended would call into it and abort the process.
+        `works` were started and not waited for. Gloo forgets an operation whose connection ends in the middle
+        of a message: it stays until its own timeout.
         """
-        deadline = time.monotonic() + ABANDONED_SECONDS
-        while self._has_ended is not None and not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        ended = [work.get_future().done for work in works]
+        if self._has_ended is not None:
+            ended.append(self._has_ended)
+        deadline = time.monotonic() + seconds
+        while not all(done() for done in ended):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def raise_cause(self, error: Exception) -> NoReturn:
         """Raise the error that another rank posts soon, if any: a broken connection is only a symptom."""
         if isinstance(error, WorkerError) and not isinstance(error, PeerLost):
             raise error
+        if self.survives and not self.network.has_ended_peer:
+            raise (
+                error if isinstance(error, PeerLost) else PeerLost(f"another rank ended: {error}")
+            ) from error
         self._compare_call()
-        posted = self.failure or self.board.read_error(wait_seconds=self.cause_seconds)
+        posted = self.failure or self.board.read_error(wait_seconds=CAUSE_SECONDS)
         if posted is not None:
             raise posted from error
         if isinstance(error, PeerLost):

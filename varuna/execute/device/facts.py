@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 
@@ -26,6 +27,14 @@ def device_memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, _container_limit_bytes() or physical)
+
+
+def device_facts(device: torch.device) -> Callable[[], dict[str, object]] | None:
+    """Return a function that measures peak and size of a GPU's memory; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    fixed = {"memory_limit": device_memory_bytes(device), "device": device_name(device)}
+    return lambda: {"memory_bytes": torch.cuda.max_memory_allocated(device), **fixed}
 
 
 def _container_limit_bytes() -> int | None:

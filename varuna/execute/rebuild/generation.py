@@ -3,7 +3,18 @@
 All of torch.distributed's part of a morph is here: torch is about to get a function that reconfigures groups.
 """
 
+import ctypes
+import errno
+import logging
+import math
 import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,14 +26,33 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
 from varuna import codec
+from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
-from varuna.execute.comm.groups import prove_members
+from varuna.execute.comm.groups import forming_group, prove_members, seconds_forming
 from varuna.execute.comm.job_store import close_job_stores
 from varuna.execute.comm.session import Session
+from varuna.execute.device.facts import ran_out_of_memory
 from varuna.secure.listeners import close_gloo_listeners, shut_gloo_connections
 from varuna.types import MorphOrder
 
+log = logging.getLogger("varuna")
+
+SHUT_SECONDS = 0.3
+"""A collective notices within this time that its connections were shut."""
+WATCH_SECONDS = 0.01
+STUCK_SECONDS = 5.0
+"""A group that is not formed this long after the loss of a rank is never formed."""
+CONNECTION_ERRORS = frozenset(
+    {errno.EBADF, errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+)
+"""Numbers of an OSError of a socket; EBADF: another thread has closed it. Others have their own classes."""
+CONNECTION_WORDS = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused|aborted|timed out)|broken pipe|socket timeout|pair closure"
+    r"|operation timed out",
+    re.IGNORECASE,
+)
+"""Words of a RuntimeError of torch.distributed. Gloo's begin with a path: [.../gloo/.../pair.cc:538]."""
 _own_world = 0  # identity of the group that the library has made
 
 
@@ -30,7 +60,9 @@ def start_world(**options: Any) -> None:
     """Initialize torch.distributed, and note that the library has done it."""
     global _own_world
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, **options)
+    distributed_c10d._world.group_count = 0  # a start that was interrupted has counted: names would differ
+    with forming_group():
+        dist.init_process_group(backend, **options)
     _own_world = id(dist.group.WORLD)
 
 
@@ -39,49 +71,113 @@ def owns_world() -> bool:
     return not dist.is_initialized() or id(dist.group.WORLD) == _own_world
 
 
-def leave_generation(session: Session, *, abandons: bool = False) -> None:
-    """Say goodbye to the other ranks, and close links, groups and stores.
-
-    `abandons`: all ranks have abandoned their operations. Some may wait for a peer that is gone or has given
-    up, and gloo would wait for them when a group is freed.
-    """
+def leave_generation(session: Session) -> None:
+    """Say goodbye to the other ranks, and close links, groups and stores."""
     session.close()
-    if abandons:
-        shut_gloo_connections()
+    _destroy_groups(session)
+
+
+def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> None:
+    """Close links, groups and stores at once: ranks are lost, and all others have abandoned their calls.
+
+    `works`: collectives that this rank has started and not waited for.
+    """
+    session.abandon()
+    close_job_stores()  # a host that is gone does not answer
+    shut_gloo_connections()
+    if session.waiter is not None and not session.waiter.drain_abandoned(works, SHUT_SECONDS):
+        log.info("gloo does not end an operation; its groups stay until this process ends")
+        for group in list(distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # freeing it would wait for the operation
+    _destroy_groups(session)
+
+
+def _destroy_groups(session: Session) -> None:
     session.group = session.replicas = None
     if dist.is_initialized():
         dist.destroy_process_group()
     close_job_stores()
 
 
+@contextmanager
+def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
+    """Make waits for groups and stores inside the block fail as soon as the manager has lost more ranks."""
+    over = threading.Event()
+
+    def watch() -> None:
+        noticed = math.inf
+        while not over.wait(WATCH_SECONDS):
+            if has_order():
+                noticed = min(noticed, time.monotonic())
+                close_job_stores()
+                shut_gloo_connections()
+                if min(time.monotonic() - noticed, seconds_forming()) > STUCK_SECONDS:
+                    end_stuck_process()
+
+    thread = threading.Thread(target=watch, name="varuna-orders", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_stuck_process() -> None:
+    """End this process, which gloo does not free; the other survivors go on, and its machine joins again."""
+    print("gloo waits for a rank that was lost, and cannot be stopped: this worker ends", file=sys.stderr)
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_interruption(error: Exception) -> bool:
+    """Return whether this error of a morph shows that another rank is gone, or comes from `ended_by`.
+
+    All other errors are this rank's own: of its memory, its device, its disk, or the code of its model.
+    """
+    if isinstance(error, VarunaError):
+        return isinstance(error, PeerLost)
+    if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in CONNECTION_ERRORS
+    is_own = ran_out_of_memory(error)
+    return isinstance(error, RuntimeError) and not is_own and bool(CONNECTION_WORDS.search(str(error)))
+
+
 class SurvivorStep(msgspec.Struct, frozen=True):
-    """The progress of a rank that survives the loss of another one."""
+    """The progress of a rank that survives the loss of another one. Ranks of one generation compare."""
 
-    iteration: int  # number of finished steps
-    whole: bool  # its gradients of the next step are whole, and it took part in the commit
+    generation: int  # that it has entered; 0: a joiner that has no state yet
+    calls: int  # number of finished calls of this generation that all ranks make
+    between: bool  # the ranks have agreed on all earlier calls, and are in none that they cannot repeat
+    copied: list[int] = []  # steps of which it has whole copies
 
 
-def exchange_steps(
-    order: MorphOrder, old_rank: int, own: SurvivorStep, *, seconds: float
-) -> list[SurvivorStep]:
+def exchange_steps(order: MorphOrder, own: SurvivorStep, *, seconds: float) -> list[SurvivorStep]:
     """Return the progress of all survivors, through the store of the next generation."""
     timeout = timedelta(seconds=seconds)
     survivors = sorted({*(rank for rank in order.previous if rank is not None), *order.leaving})
+    assert order.old_rank in survivors, "a joiner has no step"
     os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
-    found, _, _ = next(iter(rendezvous("env://", old_rank, len(survivors), timeout=timeout)))
+    found, _, _ = next(iter(rendezvous("env://", order.old_rank, len(survivors), timeout=timeout)))
     store = distributed_c10d.PrefixStore("steps", found)
-    store.set(str(old_rank), codec.encode(own))
+    store.set(str(order.old_rank), codec.encode(own))
     return [codec.decode(store.get(str(rank)), SurvivorStep, f"step of rank {rank}") for rank in survivors]
 
 
-def enter_generation(order: MorphOrder, old_rank: int, *, timeout_seconds: float) -> Collective:
+def enter_generation(order: MorphOrder, *, timeout_seconds: float) -> Collective:
     """Initialize torch.distributed for the next generation, and return the group that hands tensors over.
 
     The environment already has the variables of the next generation. The group has all new ranks, and then
     the old ranks that leave. Those do not become ranks of torch.distributed.
     """
     world = order.layout.num_ranks
-    index = world + order.leaving.index(old_rank) if order.rank is None else order.rank
+    if order.rank is None:
+        assert order.old_rank is not None, "a joiner has a rank"
+        index = world + order.leaving.index(order.old_rank)
+    else:
+        index = order.rank
     size = world + len(order.leaving)
     store, _, _ = next(iter(rendezvous("env://", index, world)))
     if order.rank is not None:
@@ -89,7 +185,8 @@ def enter_generation(order: MorphOrder, old_rank: int, *, timeout_seconds: float
     if size == 1:
         return Collective(0, [0])
     key = distributed_c10d.PrefixStore("handover", store)
-    group = ProcessGroupGloo(key, index, size, timedelta(seconds=timeout_seconds))
+    with forming_group():
+        group = ProcessGroupGloo(key, index, size, timedelta(seconds=timeout_seconds))
     close_gloo_listeners()
     if (secret := job_key("groups")) is not None:
         prove_members(group, range(size), secret, index)

@@ -2,13 +2,14 @@
 
 1. every participant says what it holds and what it lacks
 2. all compute the same senders: on the receiver's machine if possible, else those with the least to send
-3. a sender describes all units of a receiver in one message, with hashes; then their tensors follow
+3. a sender describes all units of a receiver in one message; then their tensors follow, and their hashes
+   at the end: both sides hash one tensor while others are on their way
 4. what arrives with another hash is sent once more; if it is wrong again, all participants fail
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -23,6 +24,8 @@ from varuna.execute.update.initial_values import hash_tensor
 CHUNK_BYTES = 64 << 20
 """Most bytes of one message."""
 ATTEMPTS = 2
+HASH_BYTES = 16
+EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
@@ -56,7 +59,6 @@ class TensorNote(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     on_host: bool
-    hash: bytes
 
 
 class UnitNote(msgspec.Struct):
@@ -65,6 +67,14 @@ class UnitNote(msgspec.Struct):
     name: str
     tree: PlainValue
     tensors: list[TensorNote]
+
+
+class Arrival(NamedTuple):
+    """One unit on its way here."""
+
+    note: UnitNote
+    memory: dict[str, Tensor]
+    works: dict[str, list[Any]]
 
 
 Transfers = dict[tuple[int, int], list[str]]
@@ -94,16 +104,25 @@ def assign(offers: Sequence[Offer]) -> Transfers:
 
 @torch.no_grad()
 def hand_over(
-    group: Collective, machine: str, holds: Mapping[str, int], lacks: Sequence[str], holdings: Holdings
+    group: Collective,
+    machine: str,
+    holds: Mapping[str, int],
+    lacks: Sequence[str],
+    holdings: Holdings,
+    *,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> int:
-    """Give and take what changes its owner; return the bytes that arrived here. All participants call it."""
+    """Give and take what changes its owner; return the bytes that arrived here. All participants call it.
+
+    `note_progress` is called whenever some of the bytes have moved.
+    """
     offers = group.gather(Offer(machine, dict(holds), list(lacks)), Offer)
     transfers = assign(offers)
     received = 0
     for attempt in range(ATTEMPTS):
         if not transfers:
             break
-        num_bytes, damaged = _Transfer(group, holdings).run(transfers)
+        num_bytes, damaged = _Transfer(group, holdings, note_progress).run(transfers)
         received += num_bytes
         everyone = group.gather(damaged, list[tuple[int, int, str]])
         transfers = {}
@@ -121,67 +140,97 @@ def hand_over(
 class _Transfer:
     """One round of sending and receiving."""
 
-    def __init__(self, group: Collective, holdings: Holdings) -> None:
+    def __init__(self, group: Collective, holdings: Holdings, note_progress: Callable[[], None]) -> None:
         self._group: Any = group.group  # a raw backend of gloo
         self._own = group.rank
         self._holdings = holdings
+        self._note_progress = note_progress
         self._works: list[tuple[Any, Tensor]] = []  # the tensor is read until the work is done
+        self._given: dict[str, tuple[Unit, dict[str, Tensor]]] = {}  # with its tensors on the host
+        self._hashes: dict[int, bytes] = {}  # of these tensors, by identity
 
     def run(self, transfers: Transfers) -> tuple[int, list[tuple[int, int, str]]]:
         """Return the bytes that arrived, and what arrived damaged: (sender, receiver, name)."""
-        for (sender, receiver), names in transfers.items():
-            if sender == self._own:
-                self._send(receiver, names)
+        queues = {
+            receiver: self._send(receiver, names)
+            for (sender, receiver), names in transfers.items()
+            if sender == self._own
+        }
+        expected = [(sender, self._expect(sender)) for sender, receiver in transfers if receiver == self._own]
+        for receiver, queue in queues.items():  # while the tensors are on their way
+            for plain in queue:
+                if id(plain) not in self._hashes:
+                    self._hashes[id(plain)] = hash_tensor(plain)
+            tail = b"".join(self._hashes[id(plain)] for plain in queue)
+            self._put(receiver, torch.frombuffer(bytearray(tail), dtype=torch.uint8) if tail else EMPTY)
         received, damaged = 0, []
-        for sender, receiver in transfers:
-            if receiver == self._own:
-                num_bytes, bad = self._receive(sender)
-                received += num_bytes
-                damaged += [(sender, receiver, name) for name in bad]
+        for sender, arrivals in expected:
+            num_bytes, bad = self._receive(sender, arrivals)
+            received += num_bytes
+            damaged += [(sender, self._own, name) for name in bad]
         for work, _ in self._works:
             work.wait()
+            self._note_progress()
         return received, damaged
 
-    def _send(self, receiver: int, names: Sequence[str]) -> None:
+    def _send(self, receiver: int, names: Sequence[str]) -> list[Tensor]:
+        """Start to send units; return their tensors, whose hashes must follow."""
         notes, queue = [], list[Tensor]()
         for name in names:
-            unit = self._holdings.give(name)
+            if name not in self._given:
+                unit = self._holdings.give(name)
+                plain = {key: to_host(tensor.detach()).contiguous() for key, tensor in unit.tensors.items()}
+                self._given[name] = unit, plain
+            unit, plain = self._given[name]
             tensors = []
             for key, tensor in unit.tensors.items():
-                on_host = tensor.device.type == "cpu"
-                plain = to_host(tensor.detach()).contiguous()
                 kind = str(tensor.dtype).removeprefix("torch.")
-                tensors.append(TensorNote(key, kind, list(tensor.shape), on_host, hash_tensor(plain)))
-                queue.append(plain)
+                tensors.append(TensorNote(key, kind, list(tensor.shape), tensor.device.type == "cpu"))
+                queue.append(plain[key])
             notes.append(UnitNote(name, PlainValue(unit.tree), tensors))
         head = encode(notes)
         self._put(receiver, torch.tensor([len(head)]).view(torch.uint8))
         self._put(receiver, head)
-        for plain in queue:
-            self._put(receiver, _bytes_of(plain))
+        for one in queue:
+            self._put(receiver, _bytes_of(one))
+        return queue
 
     def _put(self, receiver: int, data: Tensor) -> None:
         for chunk in _chunks(data):
             self._works.append((self._group.send([chunk], receiver, 0), chunk))
 
-    def _receive(self, sender: int) -> tuple[int, list[str]]:
-        """Return the bytes that arrived, and the names of damaged units; the others are taken."""
-        (length,) = self._get(sender, torch.empty(8, dtype=torch.uint8)).view(torch.int64).tolist()
-        head = self._get(sender, torch.empty(int(length), dtype=torch.uint8))
+    def _expect(self, sender: int) -> list[Arrival]:
+        """Receive the description of units, and start to receive their tensors."""
+        size = torch.empty(8, dtype=torch.uint8)
+        self._arrive(self._start(sender, size), size)
+        head = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
+        self._arrive(self._start(sender, head), head)
         notes: list[UnitNote] = decode(head, list[UnitNote], f"the description by participant {sender}")
-        received, damaged = 0, []
+        arrivals = []
         for note in notes:
-            unit, whole = Unit(note.tree.value), True
-            for one in note.tensors:
-                memory = self._memory(note.name, one)
-                self._get(sender, _bytes_of(memory))
-                received += memory.nbytes
-                whole &= hash_tensor(memory) == one.hash
-                unit.tensors[one.key] = memory
-            if whole:
-                self._holdings.take(note.name, unit)
+            memory = {one.key: self._memory(note.name, one) for one in note.tensors}
+            works = {key: self._start(sender, _bytes_of(tensor)) for key, tensor in memory.items()}
+            arrivals.append(Arrival(note, memory, works))
+        return arrivals
+
+    def _receive(self, sender: int, arrivals: Sequence[Arrival]) -> tuple[int, list[str]]:
+        """Return the bytes that arrived, and the names of damaged units; the others are taken."""
+        found: list[bytes] = []
+        for one in arrivals:
+            for key, tensor in one.memory.items():
+                self._arrive(one.works[key], _bytes_of(tensor))
+                found.append(hash_tensor(tensor))
+        sent = torch.empty(sum(map(len, found)), dtype=torch.uint8)
+        self._arrive(self._start(sender, sent), sent)
+        hashes, place, received, damaged = sent.numpy().tobytes(), 0, 0, []
+        for one in arrivals:
+            own = b"".join(found[place : place + len(one.memory)])
+            first, place = place, place + len(one.memory)
+            received += sum(tensor.nbytes for tensor in one.memory.values())
+            if own == hashes[first * HASH_BYTES : place * HASH_BYTES]:
+                self._holdings.take(one.note.name, Unit(one.note.tree.value, one.memory))
             else:
-                damaged.append(note.name)
+                damaged.append(one.note.name)
         return received, damaged
 
     def _memory(self, name: str, note: TensorNote) -> Tensor:
@@ -192,10 +241,14 @@ class _Transfer:
             return found.detach()
         return torch.empty(note.shape, dtype=dtype)
 
-    def _get(self, sender: int, memory: Tensor) -> Tensor:
-        for chunk in _chunks(memory):
-            self._group.recv([chunk], sender, 0).wait()
-        return memory
+    def _start(self, sender: int, memory: Tensor) -> list[Any]:
+        return [self._group.recv([chunk], sender, 0) for chunk in _chunks(memory)]
+
+    def _arrive(self, works: Sequence[Any], memory: Tensor) -> None:
+        """Wait until these bytes have arrived in `memory`."""
+        for work in works:
+            work.wait()
+            self._note_progress()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

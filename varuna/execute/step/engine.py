@@ -21,6 +21,7 @@ from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import Waiter
 from varuna.execute.device.event_times import recorder_for
 from varuna.execute.device.host_copy import HostCopy
+from varuna.execute.device.profiled import profiled
 from varuna.execute.step.scatter import MicroBatch
 from varuna.execute.step.stage import Stage, StageProgram
 from varuna.observe.record import Recorder
@@ -83,6 +84,7 @@ class Engine:
     poll: Callable[[], None] = lambda: None  # reads what has arrived
     delay: Callable[[Op, int], float] | None = None  # extra seconds: simulates slow machines
     recorder: Recorder = field(init=False)
+    records_sends: bool = field(default=False, init=False)  # for traces
     where: str = field(default="", init=False)  # the current operation, for errors
 
     def __post_init__(self) -> None:
@@ -127,17 +129,21 @@ class Engine:
                 continue
             op, number = instruction.op, instruction.microbatch
             started = self._start(op, number)
-            if op == "F":
-                step.activations += 1
-                keep: Keep = "inputs" if number in step.recomputed else "graph"
-                outputs = self._forward(number, jobs[number], keep)
-                if self.downstream is None:
-                    step.losses.append(outputs[0])
-            elif op == "R":
-                self.stage.recompute(number)
-            else:
-                self._run_backward(step, op, number)
+            with profiled(VERBS[op], number):
+                self._run(step, op, number)
             self.recorder.add(op, number, started, time.perf_counter())
+
+    def _run(self, step: TrainingStep, op: Op, number: int) -> None:
+        if op == "F":
+            step.activations += 1
+            keep: Keep = "inputs" if number in step.recomputed else "graph"
+            outputs = self._forward(number, step.jobs[number], keep)
+            if self.downstream is None:
+                step.losses.append(outputs[0])
+        elif op == "R":
+            self.stage.recompute(number)
+        else:
+            self._run_backward(step, op, number)
 
     def _forward(self, number: int, job: MicroBatchJob, keep: Keep) -> list[Tensor]:
         """Run one forward, send its outputs to the next stage, and return them."""
@@ -213,7 +219,8 @@ class Engine:
                 self._take(self.downstream, ())
                 acknowledged += 1
             started = self._start("F", number)
-            outputs = self._forward(number, job, keep)
+            with profiled("forward", number):
+                outputs = self._forward(number, job, keep)
             if self.downstream is None:
                 results.append(outputs)
             self.recorder.add("F", number, started, time.perf_counter())
@@ -235,7 +242,8 @@ class Engine:
         for number, job in enumerate(jobs):
             if self.stage.held[number].trains and not self.stage.held[number].edges:
                 started = self._start("R", number)
-                self.stage.recompute(number)
+                with profiled("recompute", number):
+                    self.stage.recompute(number)
                 self.recorder.add("R", number, started, time.perf_counter())
             started = self._start("B", number)
             if self.downstream is None:
@@ -243,7 +251,8 @@ class Engine:
             else:
                 incoming = self._take(self.downstream, self._returned(number, job))
             stop = before_last() if number == last else None
-            self._send(self.upstream, self.stage.backward(number, incoming, again=again))
+            with profiled("backward", number):
+                self._send(self.upstream, self.stage.backward(number, incoming, again=again))
             if stop is not None:
                 stop()
             self.recorder.add("B", number, started, time.perf_counter())
@@ -254,12 +263,17 @@ class Engine:
         return [spec for spec in job.program.sent if spec.needs_grad] if trains else []
 
     def _send(self, target: AdjacentStage | None, tensors: Sequence[Tensor], *, frozen: bool = False) -> None:
+        if target is None:
+            return
+        started = time.perf_counter() if self.records_sends else 0.0
         try:
-            if target is not None:
+            with profiled("send"):
                 target.send(tensors, frozen=frozen)
         except PeerLost as error:
             assert self.waiter is not None, "a pipeline of one stage has no peer to lose"
             self.waiter.raise_cause(error)
+        if self.records_sends and self.device.type == "cpu":
+            self.recorder.add("send", -1, started, time.perf_counter())
 
     def _take_from(self, source: AdjacentStage) -> list[Tensor]:
         try:
@@ -293,7 +307,10 @@ class Engine:
             peer = self.upstream if kind == "activation" else self.downstream
             return f"{kind} {number} of rank {peer.peer if peer else '?'}"
 
-        self.waiter.until(lambda: any(peer.ready > known or peer.over for peer, known in peers), description)
+        with profiled("wait"):
+            self.waiter.until(
+                lambda: any(peer.ready > known or peer.over for peer, known in peers), description
+            )
         for peer, known in peers:
             if peer.over and peer.ready <= known:
                 self._take_from(peer)  # raises: the peer has ended too early

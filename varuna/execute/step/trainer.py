@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.stage_links import StageLinks
+from varuna.execute.device.profiled import profiled
 from varuna.execute.step.division import Division, check_equal_batches, divide_batch
 from varuna.execute.step.engine import Engine, Keep, MicroBatchJob
 from varuna.execute.step.nonfinite import NonFiniteLosses, NonFiniteSearch
@@ -29,7 +30,7 @@ from varuna.execute.update.clipping import ModelNorm
 from varuna.execute.update.precision import LossScale
 from varuna.execute.update.reduce import Reducer, StepTotals
 from varuna.schedule import limit, opportunistic, row
-from varuna.types import Plan, Work
+from varuna.types import Plan, Work, spread_evenly
 
 log = logging.getLogger("varuna")
 
@@ -62,6 +63,7 @@ class ReplicaShares:
     total_weight: float  # of all replicas, or of a full batch
     num_microbatches: Sequence[int]  # by replica
     totals: Tensor | None = None  # of the whole batch, if the loss divides by any
+    num_samples: int | None = None  # of the whole batch, if the ranks have exchanged them
 
 
 @dataclass
@@ -92,8 +94,7 @@ class Trainer:
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
     norm: ModelNorm | None = None  # None: torch's clipping functions are not used
-    commits: bool = False  # a step counts when all ranks know that the gradients of all are whole
-    uncommitted: StepTotals | None = None  # of a step whose gradients are whole here, until its commit
+    commit: Callable[[StepTotals], object] | None = None  # tells all ranks that the gradients are whole here
     _checked: set[bool] = field(default_factory=set)  # a batch of evaluation (False), of training (True)
     _known_programs: set[int] = field(default_factory=set)
 
@@ -122,15 +123,17 @@ class Trainer:
             self._run(jobs, shares.total_weight, loss_scale)
             self.engine.where = f"stage {self.session.stage}, reducing the gradients"
             started = time.perf_counter()
-            totals = self.reducer.finish(
-                nominal_weight=shares.total_weight,
-                loss_scale=loss_scale.value,
-                checks_overflow=loss_scale.checks_overflow,
-                max_norm=max_norm,
-                skips_nan=self.losses.skips,
-                sums=self.sums_losses,
-            )
+            with profiled("reduce"):
+                totals = self.reducer.finish(
+                    nominal_weight=shares.total_weight,
+                    loss_scale=loss_scale.value,
+                    checks_overflow=loss_scale.checks_overflow,
+                    max_norm=max_norm,
+                    skips_nan=self.losses.skips,
+                    sums=self.sums_losses,
+                )
             self.engine.recorder.add("reduce", -1, started, time.perf_counter())
+        totals = replace(totals, samples=self._count_samples(shares, totals.weight, own=num_samples))
         loss_scale.update(overflow=totals.overflow)
         if not math.isfinite(totals.loss):
             self.restore_buffers(before)
@@ -140,10 +143,8 @@ class Trainer:
             self.reducer.weights,
             lambda search: self._repeat_forward(search, inputs, num_samples, dims, training, shares),
         )
-        if self.commits:
-            self.uncommitted = totals
-            self.session.gather_numbers([float(self.iteration)])
-            self.uncommitted = None
+        if self.commit is not None:
+            self.commit(totals)
         self.iteration += 1
         return totals
 
@@ -371,7 +372,7 @@ class Trainer:
         if self.sums_losses:
             return self._exchange_totals(num_samples, len(microbatches), own)
         if self.plan.width == 1:
-            return ReplicaShares(0, weight or 1.0, [len(microbatches)])
+            return ReplicaShares(0, weight or 1.0, [len(microbatches)], num_samples=num_samples)
         if self.weigh is None and not self.traits.random and not self.traits.changes_buffers:
             return ReplicaShares(0, float(self.plan.batch_size), [])
         gathered = self.session.gather_over_replicas((weight, num_samples, len(microbatches)))
@@ -380,12 +381,13 @@ class Trainer:
             sum(int(theirs) for _, theirs, _ in gathered[: self.session.replica]),
             sum(theirs for theirs, _, _ in gathered) or 1.0,
             [int(count) for _, _, count in gathered],
+            num_samples=sum(int(theirs) for _, theirs, _ in gathered),
         )
 
     def _exchange_totals(self, num_samples: int, count: int, own: Tensor | None) -> ReplicaShares:
         """Gather shares and totals. A single total fits into the message with the shares."""
         if self.plan.width == 1:
-            return ReplicaShares(0, 1.0, [count], self._sum_totals(own))
+            return ReplicaShares(0, 1.0, [count], self._sum_totals(own), num_samples)
         if own is None and not self.traits.random and not self.traits.changes_buffers:
             return ReplicaShares(0, 1.0, [])
         fits = own is not None and len(own) == 2
@@ -398,7 +400,16 @@ class Trainer:
             both = [sum(counts), sum(total for _, _, total in gathered)]
             totals = torch.tensor(both, dtype=torch.float64, device=self.engine.device)
         first = sum(counts[: self.session.replica])
-        return ReplicaShares(first, 1.0, [int(number) for _, number, _ in gathered], totals)
+        return ReplicaShares(first, 1.0, [int(number) for _, number, _ in gathered], totals, sum(counts))
+
+    def _count_samples(self, shares: ReplicaShares, weight: float, *, own: int) -> int:
+        """Return the samples of the whole batch; estimate them if the ranks have exchanged no such number."""
+        if shares.num_samples is not None:
+            return shares.num_samples
+        if not self.sums_losses:
+            return round(weight)
+        share = spread_evenly(self.plan.batch_size, parts=self.plan.width)[self.session.replica]
+        return round(self.plan.batch_size * own / share) if share else self.plan.batch_size
 
     def _divide(
         self, inputs: Mapping[str, object], num_samples: int, dims: Mapping[str, int], training: bool
@@ -432,7 +443,8 @@ class Trainer:
         totals = self._sum_totals(own)
         self._begin_stage_links(division, jobs)
         total = 1.0 if self.sums_losses else total or 1.0
-        return with_totals(jobs, totals), ReplicaShares(first, total, num_microbatches, totals)
+        shares = ReplicaShares(first, total, num_microbatches, totals, division.num_samples)
+        return with_totals(jobs, totals), shares
 
     def _begin_stage_links(self, division: Division, jobs: Sequence[MicroBatchJob]) -> None:
         """Set what is exchanged with each replica of an adjacent stage. A single peer gets everything."""

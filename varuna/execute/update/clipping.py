@@ -24,6 +24,9 @@ from varuna.execute.device.host_copy import HostCopy
 from varuna.execute.update.reduce import Reducer
 
 Tensors = Tensor | Iterable[Tensor]
+ListedNorm = tuple[list[Tensor], Tensor]
+"""Parameters, and the norm of their gradients."""
+NormMeasurement = Callable[[], ListedNorm]
 
 
 class ModelNorm:
@@ -35,6 +38,9 @@ class ModelNorm:
         self._ordered = tuple(parameters)
         self._own = frozenset(self._ordered)
         self._earlier: list[frozenset[int]] = []  # identities of this model's parameters in earlier layouts
+        # Runs the first function on all ranks, and again after a loss; the second one if nothing counts.
+        self.repeat: Callable[[NormMeasurement, NormMeasurement], ListedNorm] = lambda measure, _: measure()
+        self.is_interrupted: Callable[[], bool] = lambda: False  # by a loss; `repeat` goes on
         self._family = [weakref.ref(self)]  # this model and those that share an optimizer with it
         self.add(self._own)
         _live.add(self)
@@ -49,6 +55,7 @@ class ModelNorm:
     def follow(self, last: "ModelNorm") -> None:
         """Replace the norm of the last layout of the same model."""
         _live.discard(last)
+        self.repeat, self.is_interrupted = last.repeat, last.is_interrupted
         self._earlier = [*last._earlier, *last.identities]
         for parameter, known in list(_models.items()):
             if known() is last:
@@ -95,7 +102,7 @@ class ModelNorm:
     def spans_ranks(self) -> bool:
         """True if one rank does not hold all gradients that count."""
         is_divided = self._session.depth > 1 or self._reducer.owned is not None
-        return is_divided and not self._session.closed
+        return is_divided and (not self._session.closed or self.is_interrupted())
 
     @property
     def last_step(self) -> int:
@@ -174,6 +181,11 @@ def _total_norm(
     model = _find_model(listed)
     if model is None:
         return _plain_norm(listed, norm_type, error_if_nonfinite, foreach)
+    if model.is_interrupted():
+        raise RuntimeError(
+            "a rank was lost in the last step, so these gradients are not those of the next layout (call "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which follows the layout)"
+        )
     return _checked(model.total(listed, float(norm_type), foreach), norm_type, error_if_nonfinite)
 
 
@@ -184,15 +196,25 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for live in [live for live in _live if live._earlier]:
-        listed = live.current(listed)
-    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
-    model = _find_model(listed)
-    if model is None:
-        norm = _plain_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    else:
-        norm = _checked(model.total(gradients, float(norm_type), foreach), norm_type, error_if_nonfinite)
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+    def measure() -> ListedNorm:
+        listed = given
+        for live in [live for live in _live if live._earlier]:
+            listed = live.current(listed)
+        gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+        model = _find_model(listed)
+        if model is None:
+            return listed, _plain_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        norm = model.total(gradients, float(norm_type), foreach)
+        return listed, _checked(norm, norm_type, error_if_nonfinite)
+
+    def measure_here() -> ListedNorm:
+        gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+        return given, _plain_norm(gradients, norm_type, False, foreach)
+
+    model = _find_model(given)
+    listed, norm = measure() if model is None else model.repeat(measure, measure_here)
     clip_grad._clip_grads_with_norm_(listed, max_norm, norm, foreach)
     return norm
 

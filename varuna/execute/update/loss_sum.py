@@ -41,6 +41,10 @@ class LossSum:
         self._waiter = waiter
         self._start(loss, REQUEST_WEIGHT if request else weight)
 
+    @property
+    def work(self) -> dist.Work | None:
+        return self._work
+
     def finish(self) -> LossTotals:
         loss, weight = self._wait()
         if weight != REQUEST_WEIGHT:

@@ -67,6 +67,8 @@ class StepTotals:
     loss: float
     overflow: bool
     norm: float | None
+    weight: float = 0.0  # of all losses; 1 if they add up
+    samples: int = 0  # of the whole batch
 
 
 @dataclass
@@ -162,7 +164,7 @@ class Reducer:
             for parameter in self.parameters:
                 parameter.grad = self._set_aside.get(parameter)
             self._set_aside.clear()
-            return StepTotals(loss / weight, True, None)
+            return StepTotals(loss / weight, True, None, weight)
         self._scale(nominal_weight / weight / loss_scale)
         run_gradient_hooks(hooks)
         self._add_set_aside()
@@ -171,7 +173,7 @@ class Reducer:
         overflow = checks_overflow and norm is not None and not norm < float("inf")
         if norm is not None and max_norm is not None and not overflow:
             self._clip(norm, max_norm)
-        return StepTotals(loss / weight, overflow, norm)
+        return StepTotals(loss / weight, overflow, norm, weight)
 
     def reduce_gradients(self) -> None:
         """Sum gradients over replicas and ties, without a loss and without scaling."""
@@ -343,6 +345,12 @@ class Reducer:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         self.waiter.for_work(work, lambda: what)
+
+    def unfinished_works(self) -> list[dist.Work]:
+        """Return the reductions of an interrupted step that may still run."""
+        works = [bucket.work for bucket in self._buckets]
+        works.append(None if self._loss_sum is None else self._loss_sum.work)
+        return [work for work in works if work is not None]
 
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]

@@ -38,7 +38,12 @@ class ModelProxy:
 def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[None]:
     """Within the block, the model's forward computes the loss. Copies made in the block keep it."""
     original = type(model)
-    patched = vars(model).pop("forward", None)  # bound to this model: a copy would call the original
+    # They call this model, not the copy that has them.
+    patches = {
+        module: vars(module).pop("forward")
+        for module in model.modules()
+        if "forward" in vars(module) and (module is model or _is_of_trl(vars(module)["forward"]))
+    }
 
     def forward(self: Any, **inputs: Any) -> Any:
         if inputs.pop(ALL_OUTPUTS, False):
@@ -55,5 +60,11 @@ def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[Non
         yield
     finally:
         model.__class__ = original
-        if patched is not None:
-            vars(model)["forward"] = patched
+        for module, patch in patches.items():
+            vars(module)["forward"] = patch
+
+
+def _is_of_trl(patch: Any) -> bool:
+    """Return whether trl has made this forward, such as the one with a fused head in an adapted model."""
+    code = getattr(patch, "__func__", patch)
+    return str(getattr(code, "__globals__", {}).get("__name__", "")).startswith("trl.")

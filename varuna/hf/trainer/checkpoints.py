@@ -1,7 +1,6 @@
 """Saving and loading of VarunaTrainer: replaces the methods of transformers' Trainer that touch files."""
 
 import os
-import signal
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from varuna.hf.trainer import files
 from varuna.hf.trainer.one_process import own_rank
 from varuna.hf.trainer.pipeline import TrainerPipeline
 from varuna.hf.trainer.refusals import UnsupportedFeature
+from varuna.hf.trainer.save_signal import ignore_signal
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -22,19 +22,37 @@ class TrainerCheckpoints(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     _resume_folder: str | None = None  # to load when the model is wrapped
+    _owner: files.FolderOwner | None = None  # of the folders that this call of train() writes
+    _is_exiting = False  # the next start continues from the folder that is being saved
+    _saved_folder: str | None = None  # the last complete one of this call of train()
 
     @property
     def pipeline(self) -> TrainerPipeline:
         raise NotImplementedError
 
-    def _save_and_exit(self, _signal: int, _frame: Any) -> None:
+    def _save_and_exit(self) -> None:
         """Save a checkpoint folder and end this process. All ranks call it between two steps."""
-        if not self.is_in_train:
-            return
+        self._is_exiting = True
         self._save_checkpoint(self.model, None)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        ignore_signal()  # another one must not interrupt the end
         self.pipeline.close()
         raise SystemExit(0)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save checkpoint-N. A restart needs the training state, whatever `save_only_model` says."""
+        folder = os.path.abspath(
+            os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        )
+        if self._is_exiting and folder == self._saved_folder:
+            return
+        files.begin_folder(self.pipeline, folder, self._owner)
+        restarts = self._owner is not None or self._is_exiting
+        if self.args.save_only_model and restarts:
+            self._save_optimizer_and_scheduler(folder)
+            self._save_rng_state(folder)
+        super()._save_checkpoint(model, trial)
+        if restarts or not self.args.save_only_model:
+            self._saved_folder = folder
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as a Hugging Face folder: each stage writes its own files. All ranks call this."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from varuna.train.process_rank import find_local_rank, find_rank
+
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -19,11 +21,13 @@ LAUNCHER_VARIABLES = (
     "CCL_WORLD_SIZE",
 )
 """Variables from which accelerate concludes that it has to distribute the work itself."""
+HIDDEN_FIELDS = ("gradient_checkpointing", "torch_compile", "average_tokens_across_devices")
+"""Fields that Varuna honours instead of transformers: it sees False."""
 
 
 def own_rank() -> int:
     """Return this process's rank in the job."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else find_rank(os.environ).rank
 
 
 def set_one_process(args: Any) -> None:
@@ -48,6 +52,11 @@ def _one_process_class(kind: type) -> type:
         """Hide the value of a field from transformers. `given` returns it."""
         return property(lambda _self: False, lambda self, value: self.__dict__.__setitem__(name, value))
 
+    def to_dict(self: Any) -> dict[str, Any]:
+        """Return the values that the script gave: loggers show them, and trl makes an SFTConfig of them."""
+        values: dict[str, Any] = kind.to_dict(self)  # type: ignore[attr-defined]
+        return values | {name: given(self, name) for name in HIDDEN_FIELDS if name in values}
+
     members = {
         "__doc__": kind.__doc__,
         "__reduce_ex__": lambda self, _protocol: (restored, (kind, dict(self.__dict__))),
@@ -57,14 +66,13 @@ def _one_process_class(kind: type) -> type:
         "parallel_mode": property(lambda _self: ParallelMode.NOT_PARALLEL),
         "process_index": property(lambda _self: own_rank()),
         "local_process_index": property(
-            lambda _self: int(os.environ.get("LOCAL_RANK", "0")) if dist.is_initialized() else 0
+            lambda _self: max(0, find_local_rank(os.environ)) if dist.is_initialized() else 0
         ),
         "mixed_precision": property(
             lambda _self: "no", lambda self, value: self.__dict__.__setitem__("mixed_precision", value)
         ),
-        "gradient_checkpointing": is_given("gradient_checkpointing"),
-        "torch_compile": is_given("torch_compile"),
-        "average_tokens_across_devices": is_given("average_tokens_across_devices"),
+        "to_dict": to_dict,
+        **{name: is_given(name) for name in HIDDEN_FIELDS},
     }
     return type(kind.__name__, (kind,), members)
 

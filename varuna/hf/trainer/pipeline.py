@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.capture.model.tied_weights import named_tensors
@@ -16,9 +15,8 @@ from varuna.execute.comm.collective import Collective
 from varuna.hf.trainer.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
 from varuna.train.loader import own_share
 from varuna.train.outputs import whole_outputs
-from varuna.train.validate import start_process_group
 from varuna.train.varuna import Varuna
-from varuna.train.wrap import choose_map, default_microbatch_size, hand_over
+from varuna.train.wrap import choose_map, default_microbatch_size, hand_over, join_ranks
 from varuna.types import PrecisionName, parse_stage_map
 
 SAMPLE_SIZE = 2
@@ -60,7 +58,7 @@ class TrainerPipeline:
         if self.model is not None:
             return self.model._session
         if self._joined is None:
-            self._joined = _all_ranks()
+            self._joined = join_ranks()
         return self._joined
 
     @property
@@ -81,7 +79,8 @@ class TrainerPipeline:
         stage_map = environment.stage_to_rank_map or choose_map(model, settings.stages, settings.device)
         size = environment.chunk_size or settings.microbatch_size
         if size is None:
-            size = default_microbatch_size(stage_map, settings.batch_size)
+            tokens = tokens_of(inputs) if settings.device.type == "cpu" else None
+            size = default_microbatch_size(stage_map, settings.batch_size, tokens)
             size = min(size, settings.device_batch_size)
         model.train()
         options = {"recompute": settings.recompute, **settings.options}
@@ -100,6 +99,7 @@ class TrainerPipeline:
             )
         if settings.saves:
             self.model._saver.expect_no_store()
+        self.model._requests.autosave.turn_off()  # a store belongs to one checkpoint folder, at one step
         self.source = model
 
     def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -168,6 +168,12 @@ def sample_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def tokens_of(inputs: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a sample, the length of `input_ids`; None for other inputs."""
+    found = inputs.get("input_ids")
+    return max(1, found.shape[1]) if isinstance(found, Tensor) and found.dim() == 2 else None
+
+
 def join_batches(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Concatenate batches of equal shapes. Others stay batches of their own."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
@@ -212,15 +218,6 @@ def check_launcher(settings: PipelineSettings, environment: VarunaEnvironment) -
             f"stages={settings.stages}, but the launcher has chosen the map {stage_map!r} (set --nstages "
             "there)"
         )
-
-
-def _all_ranks() -> Collective:
-    """Return all ranks of the job; initialize torch.distributed if a launcher has started several."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        start_process_group()
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Collective(0, [0])
-    return Collective(dist.get_rank(), range(dist.get_world_size()), dist.new_group(backend="gloo"))
 
 
 def loss_inputs(inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from varuna.hf.adapters import trains_prompts
+
 LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_layerwise", "q_apollo")
 """Parts of names of optimizers that need the whole model, or that step inside backward."""
 
@@ -78,13 +80,29 @@ def refuse_model(model: Any) -> None:
         )
 
 
-def refuse_trainer(trainer: Any) -> None:
-    """Raise UnsupportedFeature for a trainer whose steps are not those of Trainer or SFTTrainer."""
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+def refuse_kind(kind: type) -> None:
+    """Raise UnsupportedFeature for a class whose steps are not those of Trainer or SFTTrainer."""
+    kinds = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"]
     if kinds and kinds[0].__name__ != "SFTTrainer":
         raise UnsupportedFeature(
             f"{kinds[0].__name__} of trl calls the model in ways that cannot be cut into stages (SFTTrainer "
             "works; for others, use pyrannc.RaNNCModule or trl's own parallelism)"
         )
-    if getattr(trainer.args, "loss_type", "nll") != "nll":
-        raise UnsupportedFeature(f"loss_type={trainer.args.loss_type!r} is not supported (use 'nll')")
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Raise UnsupportedFeature for a combination of arguments that cannot be honoured."""
+    args = trainer.args
+    if getattr(trainer, "padding_free", False):  # trl sets it for this way of packing
+        raise UnsupportedFeature(
+            f"packing_strategy={args.packing_strategy!r} makes one long row of a batch, which cannot "
+            "be divided into micro-batches (use packing_strategy='wrapped', or packing=False)"
+        )
+    if getattr(args, "loss_type", "nll") != "nll":
+        raise UnsupportedFeature(f"loss_type={args.loss_type!r} is not supported (use 'nll')")
+    is_prompt = hasattr(trainer.model, "peft_config") and trains_prompts(trainer.model)
+    if is_prompt and args.load_best_model_at_end and args.save_only_model:
+        raise UnsupportedFeature(
+            "save_only_model=True with load_best_model_at_end=True is not supported for prompts: their files "
+            "lack the weights that make them (set save_only_model=False)"
+        )

@@ -2,8 +2,6 @@
 
 import math
 import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -27,7 +25,14 @@ from varuna.hf.trainer.pipeline import (
     loss_inputs,
 )
 from varuna.hf.trainer.reader import BatchMessage, SharedReader, plain_batch, read_batches
-from varuna.hf.trainer.refusals import UnsupportedFeature, refuse_arguments, refuse_model, refuse_trainer
+from varuna.hf.trainer.refusals import (
+    UnsupportedFeature,
+    refuse_arguments,
+    refuse_kind,
+    refuse_model,
+    refuse_trainer,
+)
+from varuna.hf.trainer.save_signal import saving_on_signal
 
 
 class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -64,11 +69,16 @@ class VarunaTrainer(TrainerCheckpoints):
         varuna_options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
+        refuse_kind(type(self))
         self._layout = (stages, micro_batch, dict(varuna_options or {}))
         self._pipeline: TrainerPipeline | None = None
         self._update: list[dict[str, Any]] = []  # batches of the current update
         self._num_steps = 0  # of the current update
-        args = named.get("args", positional[1] if len(positional) > 1 else None)
+        given_model, args = (
+            named.get(name, positional[index] if len(positional) > index else None)
+            for index, name in enumerate(("model", "args"))
+        )
+        refuse_model(given_model)  # before transformers starts to distribute it
         if args is not None:
             refuse_arguments(args)
             set_one_process(args)
@@ -137,18 +147,31 @@ class VarunaTrainer(TrainerCheckpoints):
         if trial is not None:
             self.hyperparameter_search()
         refuse_model(self.model)
-        generation = VarunaEnvironment.read(os.environ).generation
-        if not resume_from_checkpoint and generation is not None and generation > 1:
-            resume_from_checkpoint = self._agree(files.newest_folder(self.args.output_dir))
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, self._save_and_exit)
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        environment = VarunaEnvironment.read(os.environ)
+        self._owner = files.next_owner(environment, self.args.output_dir)
+        if resume_from_checkpoint or self._owner is not None:
+            resume_from_checkpoint = self._find_folder(resume_from_checkpoint, environment.resume_step)
+        self._saved_folder = None
+        with saving_on_signal(
+            self._save_and_exit,
+            is_wrapped=lambda: self._pipeline is not None and self._pipeline.model is not None,
+            is_managed=self._owner is not None,
+        ):
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def _agree(self, value: str | None) -> str | None:
-        """Return the first rank's value on all ranks."""
-        collective = self.pipeline.collective
-        found: str | None = collective.broadcast(value, collective.ranks[0], str | None)
-        return found
+    def _find_folder(self, given: str | bool | None, resume_step: int | None) -> str | None:
+        """Return the checkpoint folder from which all ranks resume. The first rank chooses it."""
+        output_dir, collective = self.args.output_dir, self.pipeline.collective
+        first, found = collective.ranks[0], None
+        if collective.rank == first:
+            found = files.find_folder(output_dir, given, self._owner, resume_step)
+        folder: str | None = collective.broadcast(found, first, str | None)
+        if given and folder is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but {output_dir} has no complete checkpoint (pass False to "
+                "start at step 0)"
+            )
+        return folder
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -312,7 +335,10 @@ class VarunaTrainer(TrainerCheckpoints):
                 "model is cut along its loss (call evaluate() once before, or give the test set labels)"
             )
         self._wrap(inputs, self._get_num_items_in_batch([inputs], self.args.device))
-        self.pipeline.adopt(None)
+        if isinstance(self.optimizer, StageOptimizer):  # in train(), as with eval_on_start
+            self._use_optimizer()
+        else:
+            self.pipeline.adopt(self.optimizer)  # the script's, or None
 
 
 def _plain_compute_loss(kind: type) -> Any:

@@ -1,13 +1,19 @@
 """Messages that start a generation, prepare its joiners, or order workers into it in place."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+import msgspec
+
+from varuna.files import make_private_folder, write_atomic
 from varuna.morph import commands
 from varuna.morph.protocol.messages import MorphWorkers, StartWorkers
 from varuna.morph.state import Generation
 from varuna.types import JobSpec, MachineWorkers
 
 GenerationCommand = commands.Launch | commands.Prepare | commands.Morph
+MACHINES = "machines.json"
+"""The ranks of each machine, in the folder of a generation."""
 
 
 def generation_messages(
@@ -44,6 +50,24 @@ def generation_messages(
     joins = isinstance(command, commands.Prepare)
     machines = command.joiners if isinstance(command, commands.Prepare) else generation.machines
     return {machine: StartWorkers(generation.number, workers(machine), joins) for machine in machines}
+
+
+def write_machines(log_dir: Path, generation: Generation) -> None:
+    """Write which machine has which ranks, for those who look for a rank's files later. Raise OSError."""
+    folder = log_dir / f"generation_{generation.number}"
+    make_private_folder(folder)
+    ranks = msgspec.json.encode(dict(zip(generation.machines, generation.ranks, strict=True))).decode()
+    write_atomic(folder / MACHINES, f"{ranks}\n", fsync=False, private=True)
+
+
+def read_machines(log_dir: Path, number: int) -> dict[int, str]:
+    """Return the machine of each rank of a generation; empty if it is not known."""
+    try:
+        data = (log_dir / f"generation_{number}" / MACHINES).read_bytes()
+        ranks = msgspec.json.decode(data, type=dict[str, list[int]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {rank: machine for machine, found in ranks.items() for rank in found}
 
 
 def describe_generation(command: commands.Launch | commands.Morph) -> str:

@@ -10,10 +10,13 @@ import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.state import WorkerProgress
+from varuna.observe.history import ScalarPoint, StepPoint
 from varuna.observe.ledger import LedgerReport
 from varuna.types import Layout, MachineWorkers, repr_without_values
 
-LogStream = Literal["out", "err"]
+LogStream = Literal["out", "err", "timeline", "trace", "trace.old", "traces"]
+"""Files beside the logs: the last measured step, in the log folder of the first rank; recorded steps of a
+worker; and the list of all these files of a machine (JSON)."""
 
 
 class ManagerMessage(msgspec.Struct, frozen=True, tag=True):
@@ -31,6 +34,18 @@ class AgentHello(ManagerMessage, frozen=True):
 class AgentHeartbeat(ManagerMessage, frozen=True):
     generation: int | None  # generation of its live workers
     progress: tuple[WorkerProgress, ...] = ()
+    morphed: bool = (
+        False  # its workers have just entered the generation: the manager does not wait for a tick
+    )
+
+
+class WorkerMetrics(ManagerMessage, frozen=True):
+    """New steps and scalars of a worker."""
+
+    rank: int
+    steps: tuple[StepPoint, ...] = ()
+    scalars: tuple[ScalarPoint, ...] = ()
+    dropped: int = 0  # records that were thinned out or overwritten since the last message
 
 
 class PreemptionReport(ManagerMessage, frozen=True):
@@ -112,7 +127,7 @@ class ManagerRequest(ManagerMessage, frozen=True):
     """The message of a command such as `varuna status`. `varuna logs` sends several."""
 
     job: str
-    what: str  # status, stop, drain, logs, preempt
+    what: str  # status, view, stop, drain, logs, preempt
     machine: str = ""
     rank: int = 0
     generation: int | None = None
@@ -140,6 +155,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     iteration: int
     compute_seconds: float
     step_seconds: float
+    copy_of: int | None = None  # rank whose state it has a copy of
 
 
 class MachineStatus(msgspec.Struct, frozen=True):
@@ -179,6 +195,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 ToManager = (
     AgentHello
     | AgentHeartbeat
+    | WorkerMetrics
     | events.StoreReady
     | events.StoreEnded
     | events.WorkerFailed

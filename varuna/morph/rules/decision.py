@@ -43,11 +43,18 @@ class Decision:
 
     def put(self, field: str, key: str, value: object) -> None:
         """Set one key of a mapping of the state. The mapping is copied once, not for each of its keys."""
+        self._copy_of(field)[key] = value
+
+    def drop(self, field: str, key: str) -> None:
+        """Remove one key of a mapping of the state, if it is there."""
+        self._copy_of(field).pop(key, None)
+
+    def _copy_of(self, field: str) -> dict[str, Any]:
         mapping = self._copies.get(field)
         if mapping is None or mapping is not getattr(self.state, field):
             mapping = self._copies[field] = dict(getattr(self.state, field))
             self.set(**{field: mapping})
-        mapping[key] = value
+        return mapping
 
     def enter(self, phase: Phase, reason: str, **fields: Any) -> None:
         if phase not in ("running", "morphing", "over"):
@@ -133,8 +140,12 @@ class Decision:
         for name, member in members.items():
             if member.kept and name not in generation.machines:
                 members[name] = msgspec.structs.replace(member, kept=False)
+        known = set(self.state.generation.machines) if self.state.generation is not None else set()
         for name in generation.machines:
-            members[name] = msgspec.structs.replace(members[name], workers=generation.number)
+            ready_at = members[name].ready_at if name in known else self.now  # its work begins
+            members[name] = msgspec.structs.replace(
+                members[name], workers=generation.number, ready_at=ready_at
+            )
         self.report_problem("change postponed", "")
         self.enter(
             phase,
@@ -158,6 +169,9 @@ class Decision:
             joiners={},
             leaving=tuple(name for name in self.leavers() if name not in generation.machines),
             lost={},
+            holding=False,
+            morph_begun_at=0.0,
+            morph_broken="",
         )
 
     def save_and_end(self, why: str) -> None:
@@ -165,19 +179,16 @@ class Decision:
         self.enter(
             "saving",
             why,
-            deadline=self.save_deadline(),
+            deadline=save_deadline(self),
             save_requested=True,
             failed_before=self.state.failed_saves,
         )
         self.do(commands.SaveAndEnd(self.generation.number, self.generation.machines, why))
 
-    def save_deadline(self) -> float:
-        return min(self.now + self.settings.save_seconds, self.leave_by())
-
-    def leave_by(self) -> float:
-        """Return the earliest deadline of a notice for a machine of the generation."""
+    def leave_by(self, *, due: bool = False) -> float:
+        """Return the earliest deadline of a notice for a machine of the generation (that must leave now)."""
         members = [self.state.members.get(name) for name in self.generation.machines]
-        deadlines = (member.leave_by for member in members if member is not None)
+        deadlines = (m.leave_by for m in members if m is not None and not (due and self.now < m.leave_at))
         return min((deadline for deadline in deadlines if deadline is not None), default=float("inf"))
 
     def end_generation(self, why: str) -> None:
@@ -189,18 +200,8 @@ class Decision:
         shown_elsewhere = self.state.verdict is not None or why == self.state.reason
         self.enter("ending", why, deadline=self.now + self.settings.end_seconds)
         self.log("generation ended", f"{number}: {shorten_reason(why) if shown_elsewhere else why}")
-        if machines := tuple(member.name for member in self.members_with_workers()):
+        if machines := tuple(member.name for member in members_with_workers(self)):
             self.do(commands.KillWorkers(number, machines, why))
-
-    def members_with_workers(self) -> list[Member]:
-        """Return the connected machines that may still have workers of the generation, or leaving ones."""
-        members = [self.state.members.get(name) for name in self.generation.machines]
-        number = self.generation.number
-        ours = [member for member in members if member and member.agent and member.workers == number]
-        return [
-            *ours,
-            *(self.state.members[name] for name in self.leavers() if name not in self.generation.machines),
-        ]
 
     def finish(self, verdict: JobVerdict) -> None:
         self.enter("over", verdict.reason, verdict=verdict)
@@ -208,3 +209,23 @@ class Decision:
             if member.agent or member.starting is not None:
                 self.do(commands.EndAgent(name, "the job is over"))
         self.do(commands.Finish(verdict))
+
+
+def members_with_workers(decision: Decision) -> list[Member]:
+    """Return the connected machines that may still have workers of the generation, or leaving ones."""
+    state, generation = decision.state, decision.generation
+    members = [state.members.get(name) for name in generation.machines]
+    ours = [member for member in members if member and member.agent and member.workers == generation.number]
+    leaving = (name for name in decision.leavers() if name not in generation.machines)
+    return [*ours, *(state.members[name] for name in leaving)]
+
+
+def save_deadline(decision: Decision) -> float:
+    return min(decision.now + decision.settings.save_seconds, decision.leave_by())
+
+
+def request_plan(decision: Decision, machines: tuple[str, ...], devices: int = 0) -> None:
+    """Request a plan for these machines, unless another request runs. `devices` of each; 0: all."""
+    if decision.state.planning_for is None:
+        decision.set(planning_for=machines, planning_devices=devices)
+        decision.do(commands.MakePlan(machines, devices))

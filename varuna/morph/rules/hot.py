@@ -12,15 +12,24 @@ import msgspec
 from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause, shorten_reason
 from varuna.morph.rules import workers
-from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.decision import Decision, request_plan
+from varuna.morph.rules.holding import NOT_REPLACED, hold_state, prepare_replacement
+from varuna.morph.rules.joiners import all_wait, prepare, refuse_other_code, unusable_machines
 from varuna.morph.rules.membership import lose_machine, ready_machines
+from varuna.morph.rules.orders import break_morph
 from varuna.morph.rules.survivors import (
-    can_recover,
+    COLD,
+    awaits_reports,
+    handing_over,
     lost_ranks,
     match_ranks,
-    surviving_machines,
+    surviving_ranks,
+    waits_for_reports,
+    whole_machines,
     why_not_hot,
+    why_not_recover,
 )
+from varuna.morph.rules.worth import leaves_first
 from varuna.morph.state import Generation, MachinePlan, Outcome, Preparation
 from varuna.units import format_bytes
 
@@ -29,10 +38,11 @@ WARM = "warm restart"
 
 def change(decision: Decision, proposal: MachinePlan, why: str) -> None:
     """Change to the plan: in place if the workers can, else by a save and a restart."""
-    joiners = tuple(name for name in proposal.used if name not in decision.generation.machines)
+    working = frozenset(decision.generation.machines)
+    joiners = tuple(name for name in proposal.used if name not in working)
     if not decision.settings.hot:
         decision.save_and_end(why)
-    elif decision.leavers() or _waits_for_first_step(decision):
+    elif decision.leavers() or _waits(decision, proposal):
         return
     elif why_warm := _why_warm(decision, proposal, joiners):
         decision.log(WARM, f"the workers cannot morph in place: {why_warm}")
@@ -40,86 +50,84 @@ def change(decision: Decision, proposal: MachinePlan, why: str) -> None:
     elif not joiners:
         morph(decision, decision.next_generation(proposal, None), why, reasons=proposal.reasons)
     elif decision.now >= max(decision.state.retry_join_at, decision.state.wait_until):
-        _prepare(decision, proposal, joiners, why)
+        limit = decision.now + decision.settings.prepare_seconds
+        prepare(decision, proposal, joiners, why, deadline=limit)
+
+
+def _waits(decision: Decision, proposal: MachinePlan) -> bool:
+    """Return True while the manager does not know yet whether the change is possible in place."""
+    return (
+        _waits_for_first_step(decision)
+        or _waits_for_manager(decision)
+        or _waits_for_store(decision, proposal)
+    )
 
 
 def _waits_for_first_step(decision: Decision) -> bool:
-    """Return True until the workers know whether they can morph in place, unless a machine must leave."""
+    """Return True until the workers know whether they can morph in place, unless a machine must leave.
+
+    After a morph in place, joiners know it last: when they have made a step.
+    """
     state = decision.state
-    if state.step_seconds or not state.activity or decision.leave_by() < float("inf"):
+    reports = [worker for found in state.progress.values() for worker in found]
+    know = all(worker.steps or worker.hot or worker.why_not for worker in reports)
+    if (state.step_seconds and know) or not state.activity or decision.leave_by() < float("inf"):
         return False
     return decision.now - state.since < decision.settings.save_seconds
+
+
+def _waits_for_store(decision: Decision, proposal: MachinePlan) -> bool:
+    """Return True right after a change, while the first machine opens the store for the next one."""
+    is_new = decision.now - decision.state.since < decision.settings.begin_seconds
+    return is_new and decision.state.members[proposal.used[0]].store_port == 0
+
+
+def _waits_for_manager(decision: Decision) -> bool:
+    """Return True while a restarted manager has not heard of all workers, unless a machine must leave."""
+    in_time = decision.state.attach_until < decision.leave_by()
+    return in_time and waits_for_reports(decision, decision.generation.machines)
 
 
 def _why_warm(decision: Decision, proposal: MachinePlan, joiners: tuple[str, ...]) -> str:
     generation, state = decision.generation, decision.state
     if joiners and state.join_failures >= decision.settings.join_limit:
         return f"joiners have failed {state.join_failures} times in a row"
+    lost = lost_ranks(decision)
+    if state.slow_morph and not (lost or state.morph_broken):
+        return f"a change in place took too long before ({state.slow_morph})"
     if len(joiners) == len(proposal.used):
         return "no machine stays"
     if state.members[proposal.used[0]].store_port == 0:
         return f"{proposal.used[0]} has no store for the next generation"
-    old_ranks = dict(zip(generation.machines, generation.ranks, strict=True))
+    old_ranks, joining = surviving_ranks(decision, lost), frozenset(joiners)
     for machine, ranks in zip(proposal.used, proposal.ranks, strict=True):
-        if machine not in joiners and len(ranks) > len(old_ranks[machine]):
+        if machine not in joining and len(ranks) > len(old_ranks[machine]):
             return f"{machine} gets {len(ranks)} workers, and has {len(old_ranks[machine])}"
-    lost = lost_ranks(decision)
-    return why_not_hot(decision, surviving_machines(decision, lost) if lost else generation.machines)
+    if state.phase == "morphing":  # their reports are those of the generation before
+        return ""
+    return why_not_hot(decision, old_ranks if lost else generation.machines, lost=lost)
 
 
 # ---------------------------------------------------------------- joiners
 
 
-def _prepare(decision: Decision, proposal: MachinePlan, joiners: tuple[str, ...], why: str) -> None:
-    """Start the joiners; the current generation trains on."""
-    generation = decision.next_generation(proposal, None)
-    preparation = Preparation(
-        generation,
-        joiners,
-        deadline=decision.now + decision.settings.prepare_seconds,
-        leave_by=decision.leave_by(),
-        why=why,
-        reasons=proposal.reasons,
-    )
-    decision.set(preparation=preparation, joiners={}, leaving=(), next_number=generation.number + 1)
-    for name in joiners:
-        decision.set_member(name, workers=generation.number)
-    decision.log(
-        "preparing", f"{', '.join(joiners)} builds the model for generation {generation.number} ({why})"
-    )
-    decision.do(commands.Prepare(generation, joiners, why))
-
-
 def continue_preparation(decision: Decision, preparation: Preparation) -> None:
     """Morph once all joiners are prepared. Drop the preparation if its machines changed or time is over."""
     generation, members = preparation.generation, decision.state.members
-    ready = ready_machines(decision, with_kept=True)
-    gone = [
-        name
-        for name, agent in zip(generation.machines, generation.agents, strict=True)
-        if name not in ready or members[name].agent != agent
-    ]
-    if gone:
+    if gone := unusable_machines(decision, generation):
         decision.drop_preparation(f"{', '.join(gone)} is no longer usable")
-    elif decision.leave_by() < preparation.leave_by:
+    elif decision.leave_by(due=True) < preparation.leave_by:
         decision.drop_preparation("another machine must leave first")
     elif why := why_not_hot(decision, decision.generation.machines):
         decision.drop_preparation(f"the workers can no longer morph in place: {why}")
-    elif _all_wait(decision, preparation):
-        if members[generation.machines[0]].store_port:
+    elif refuse_other_code(decision, preparation):
+        return
+    elif all_wait(decision, preparation):
+        if members[generation.machines[0]].store_port and not leaves_first(decision, generation.machines):
             morph(decision, generation, preparation.why, reasons=preparation.reasons)
     elif decision.now >= preparation.deadline:
         limit = decision.settings.prepare_seconds
         _joiners_failed(decision, f"they were not prepared within {limit:.0f} s")
-
-
-def _all_wait(decision: Decision, preparation: Preparation) -> bool:
-    for machine, ranks in zip(preparation.generation.machines, preparation.generation.ranks, strict=True):
-        if machine in preparation.joiners:
-            waiting = {worker.rank for worker in decision.state.joiners.get(machine, ()) if worker.waits}
-            if not set(ranks) <= waiting:
-                return False
-    return True
 
 
 def _is_joiner(decision: Decision, event: events.WorkerFailed | events.WorkersEnded) -> bool:
@@ -155,23 +163,55 @@ def morph(
     generation: Generation,
     why: str,
     *,
-    lost: frozenset[int] = frozenset(),
+    lost: frozenset[int] | None = None,
     reasons: tuple[str, ...] = (),
 ) -> None:
-    """Order all workers into the next generation, which is the current one from now on."""
+    """Order all workers into the next generation, which is the current one from now on.
+
+    `lost`: the workers abandon what they do, and go on without these ranks. None: a planned change.
+    """
     last = decision.generation
+    gone_ranks = () if lost is None else tuple(sorted(lost)) or (last.layout.num_ranks,)
     master = decision.state.members[generation.machines[0]]
     generation = msgspec.structs.replace(generation, master_port=master.store_port)
-    previous, leaving = match_ranks(last, generation, lost)
-    gone = tuple(name for name in last.machines if name not in generation.machines)
-    limit = max(decision.settings.morph_seconds, decision.settings.hang_steps * decision.state.step_seconds)
-    deadline = min(decision.now + limit, decision.leave_by())
+    previous, leaving = match_ranks(last, generation, gone_ranks)
+    staying = frozenset(generation.machines)
+    gone = tuple(name for name in last.machines if name not in staying)
+    reports = [worker for found in decision.state.progress.values() for worker in found]  # none in a morph
+    whole = all(worker.replicated for worker in reports)
+    whole = whole and (decision.state.phase != "morphing" or decision.state.morph_whole)
+    if interrupted := handing_over(decision):  # the others do without them
+        assert decision.state.morphed_from is not None
+        decision.do(commands.KillWorkers(decision.state.morphed_from.number, interrupted, why))
     decision.begin_generation("morphing", generation, why)
-    decision.set(deadline=deadline, morphed_from=last, morph_lost=tuple(sorted(lost)))
+    decision.set(morphed_from=last, morph_lost=gone_ranks, morph_whole=whole)
+    follow_progress(decision)
     decision.add_leaving(gone)
-    decision.do(
-        commands.Morph(generation, last, previous, leaving, tuple(sorted(lost)), shorten_reason(why), reasons)
+    decision.do(commands.Morph(generation, last, previous, leaving, gone_ranks, shorten_reason(why), reasons))
+
+
+def follow_progress(decision: Decision) -> None:
+    """Move the deadline of the morph while tensors travel, or a worker is busy before it takes its order.
+
+    A planned order waits for the end of a step and of the script's own work between steps.
+    """
+    state, settings = decision.state, decision.settings
+    last = state.morphed_from
+    before = frozenset(last.machines if last is not None else ())
+    staying = [name for name in decision.generation.machines if name in before]
+    number = decision.generation.number
+    reports = [worker for name in staying for worker in state.progress.get(name, ())]
+    is_waiting = not state.morph_begun_at and any(
+        worker.taken is not None and worker.taken < number for worker in reports
     )
+    if not (is_waiting or state.morph_begun_at) and all(name in state.progress for name in staying):
+        decision.set(morph_begun_at=decision.now)
+    limit = max(settings.morph_seconds, settings.hang_steps * state.step_seconds)
+    deadline = max(state.since, decision.state.morph_begun_at, state.progressed_at) + limit
+    if is_waiting and not state.morph_lost:
+        idle = max(settings.idle_seconds, 10 * settings.hang_steps * state.step_seconds)
+        deadline = min(deadline, state.since + idle) if state.in_step else state.since + idle
+    decision.set(deadline=deadline)
 
 
 def is_complete(decision: Decision) -> bool:
@@ -187,18 +227,44 @@ def is_complete(decision: Decision) -> bool:
 def end_morph(decision: Decision) -> None:
     """Report the completed morph; the generation trains."""
     reports = [worker for found in decision.state.progress.values() for worker in found]
-    seconds = max(worker.morph_seconds for worker in reports)
-    moved = sum(worker.morph_bytes for worker in reports)
-    number = decision.generation.number
-    decision.log("morphed", f"{number}: in place, pause {seconds:.3f} s, {format_bytes(moved)} moved")
+    slowest = max(reports, key=lambda worker: worker.morph_seconds)
+    moved = format_bytes(sum(worker.morph_bytes for worker in reports))
+    pause = f"pause {slowest.morph_seconds:.3f} s, {moved} moved"
+    decision.log("morphed", f"{decision.generation.number}: in place, {pause} ({slowest.morph_parts})")
+    _note_steps(decision)
     decision.enter(
-        "running", decision.state.reason, join_failures=0, leaving_since=decision.now, morphed_from=None
+        "running",
+        decision.state.reason,
+        join_failures=0,
+        leaving_since=decision.now,
+        morphed_from=None,
+        morph_broken="",
+        slow_morph="",
     )
     if decision.state.verdict is not None:  # a stop was requested meanwhile
         decision.save_and_end(decision.state.verdict.reason)
 
 
+def _note_steps(decision: Decision) -> None:
+    """Forget crashes if a worker has made steps since it last entered a generation in place.
+
+    After a loss, workers may go back to copies of an earlier step: the best iteration does not grow, though
+    they make progress.
+    """
+    reports = decision.state.progress.items()
+    steps = {f"{name}/{worker.pid}": worker.steps for name, found in reports for worker in found}
+    before = decision.state.steps_entered
+    if any(count > before[worker] for worker, count in steps.items() if worker in before):
+        decision.set(crashes=min(1, decision.state.crashes))
+    decision.set(steps_entered=steps)
+
+
 def worker_failed(decision: Decision, event: events.WorkerFailed) -> None:
+    if event.generation != _current_number(decision, event.machine, event.generation):
+        (outcome,) = _with_new_ranks(decision, event.machine, (event.outcome,)) or (None,)
+        if outcome is None:
+            return
+        event = msgspec.structs.replace(event, generation=decision.generation.number, outcome=outcome)
     if decision.member_of_agent(event.machine, event.agent) and not _is_joiner(decision, event):
         workers.worker_failed(decision, event)
     elif decision.state.preparation is not None:
@@ -209,14 +275,52 @@ def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
     """Drop a preparation that lost a joiner. End a morph that lost a machine before its handover."""
     if decision.member_of_agent(event.machine, event.agent) is None:
         return
+    if event.generation != _current_number(decision, event.machine, event.generation):
+        outcomes = _with_new_ranks(decision, event.machine, event.outcomes)
+        number = decision.generation.number
+        decision.set_member(event.machine, workers=number)
+        event = msgspec.structs.replace(event, generation=number, outcomes=outcomes)
     joined = _is_joiner(decision, event)
     workers.workers_ended(decision, event)
     if joined:
         _joiner_ended(decision, event.machine, event.outcomes)
-    elif decision.state.phase == "morphing" and event.machine in decision.state.leaving:
+    elif _leaves_morph(decision, event):
         failures = [outcome.failure for outcome in event.outcomes if outcome.failure is not None]
         if any(failure.rank not in decision.state.morph_lost for failure in failures):
-            decision.end_generation(f"{event.machine} failed while it handed its state over")
+            break_morph(decision, f"{event.machine} failed while it handed its state over")
+
+
+def _current_number(decision: Decision, machine: str, number: int) -> int:
+    """Return the generation of workers that ended before their agent got the order for the current one."""
+    state, last = decision.state, decision.state.morphed_from
+    if state.phase != "morphing" or last is None or number != last.number:
+        return number
+    stays = machine in last.machines and machine in decision.generation.machines
+    return decision.generation.number if stays else number
+
+
+def _with_new_ranks(decision: Decision, machine: str, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    """Return the outcomes with the ranks that these workers have in the current generation."""
+    last, generation = decision.state.morphed_from, decision.generation
+    assert last is not None
+    old, new = (one.ranks[one.machines.index(machine)] for one in (last, generation))
+    ranks = dict(zip((rank for rank in old if rank not in decision.state.morph_lost), new, strict=False))
+    found = []
+    for outcome in outcomes:
+        failure = outcome.failure
+        if failure is not None and failure.rank in ranks:
+            failure = msgspec.structs.replace(failure, rank=ranks[failure.rank])
+            outcome = msgspec.structs.replace(outcome, failure=failure)
+        if failure is None or failure.rank in new:
+            found.append(outcome)
+    return tuple(found)
+
+
+def _leaves_morph(decision: Decision, event: events.WorkersEnded) -> bool:
+    """Return whether these workers hand their state over. Joiners that were killed do not."""
+    state, last = decision.state, decision.state.morphed_from
+    is_old = last is not None and event.generation == last.number
+    return state.phase == "morphing" and is_old and event.machine in state.leaving
 
 
 def end_leavers(decision: Decision) -> None:
@@ -233,37 +337,94 @@ def end_leavers(decision: Decision) -> None:
 
 
 def recover(decision: Decision) -> bool:
-    """Morph without the lost ranks; return False if the generation must end."""
-    if not can_recover(decision):
-        return False
+    """Morph without the lost ranks; return False if the generation must end.
+
+    A machine that lost one of several workers leaves and joins again, if the other machines have a plan. If
+    not, its other workers go on.
+    """
+    if why_not_recover(decision):
+        return awaits_reports(decision)
     lost = lost_ranks(decision)
-    survivors = surviving_machines(decision, lost)
-    ready = ready_machines(decision, with_kept=True)
-    remaining = tuple(name for name in ready if name in survivors)
-    proposal = decision.state.proposal
-    if not remaining or decision.now - decision.state.failed_at > decision.settings.replan_seconds:
+    survivors = surviving_ranks(decision, lost)
+    remaining = tuple(name for name in ready_machines(decision, with_kept=True) if name in survivors)
+    if not remaining:
         return False
-    if proposal is None or proposal.machines != remaining:
-        if decision.state.planning_for is None:
-            decision.set(planning_for=remaining)
-            decision.do(commands.MakePlan(remaining))
+    unhurt = frozenset(whole_machines(decision, survivors))
+    whole = tuple(name for name in remaining if name in unhurt)
+    if decision.state.holding:
+        return _continue_holding(decision, whole)
+    if decision.now - decision.state.failed_at > decision.settings.replan_seconds:
+        return False
+    if waits_for_reports(decision, remaining):
         return True
-    if proposal.layout is None or _why_warm(decision, proposal, ()):
+    machines, devices = whole, 0
+    if whole != remaining and whole in ((), decision.state.unplannable):
+        machines, devices = remaining, min(len(survivors[name]) for name in remaining)
+    proposal = decision.state.proposal
+    if proposal is None or not proposal.is_for(machines, devices):
+        request_plan(decision, machines, devices)
+        return True
+    if proposal.layout is None:
+        return hold_state(decision, whole, proposal.problem) and _continue_holding(decision, whole)
+    if not decision.state.members[proposal.used[0]].store_port:
+        return True  # it opens one: two losses came one after the other
+    if why_warm := _why_warm(decision, proposal, ()):
+        decision.log(COLD, why_warm)
+        return False
+    if not _count_loss(decision):
         return False
     why = _describe_loss(decision)
-    workers.count_crash(decision, why)
-    if decision.state.verdict is not None:
-        return False
     decision.drop_preparation(why)
-    decision.log("recovering", f"{why}; the others hold every stage and go on in place")
+    planned = decision.now - decision.state.failed_at
+    decision.log(
+        "recovering", f"{why}; the others hold every stage and go on in place, planned in {planned:.3f} s"
+    )
     generation = decision.next_generation(proposal, None)
     morph(decision, generation, why, lost=lost, reasons=proposal.reasons)
     return True
 
 
+def _continue_holding(decision: Decision, survivors: tuple[str, ...]) -> bool:
+    """Morph once replacements of the lost machines are prepared; return False if the generation must end."""
+    why = _describe_loss(decision)
+    preparation = decision.state.preparation
+    if preparation is None:
+        return prepare_replacement(decision, survivors, why)
+    generation = preparation.generation
+    if gone := unusable_machines(decision, generation):
+        decision.drop_preparation(f"{', '.join(gone)} is no longer usable")
+    elif decision.now >= preparation.deadline:
+        decision.log(COLD, NOT_REPLACED)
+        return False
+    elif not refuse_other_code(decision, preparation) and all_wait(decision, preparation):
+        if not decision.state.members[generation.machines[0]].store_port:
+            return True
+        if not _count_loss(decision):
+            return False
+        waited = decision.now - decision.state.failed_at
+        joiners = ", ".join(preparation.joiners)
+        decision.log(
+            "recovering", f"{why}; the others have held every stage for {waited:.1f} s until {joiners} joins"
+        )
+        lost = lost_ranks(decision)
+        morph(decision, generation, why, lost=lost, reasons=preparation.reasons)
+    return True
+
+
+def _count_loss(decision: Decision) -> bool:
+    """Count a crash or a loss; return False if it ends the job."""
+    if decision.state.failures:
+        workers.count_crash(decision, _describe_loss(decision))
+    else:  # machines that go are no crash of the job
+        decision.set(losses=decision.state.losses + 1)
+    return decision.state.verdict is None
+
+
 def _describe_loss(decision: Decision) -> str:
-    found = [f"{machine} was lost: {why}" for machine, why in decision.state.lost.items()]
-    if failures := [outcome.failure for outcome in decision.state.failures if outcome.failure is not None]:
+    state = decision.state
+    found = [state.morph_broken] if state.morph_broken else []
+    found += [f"{machine} was lost: {why}" for machine, why in state.lost.items()]
+    if failures := [outcome.failure for outcome in state.failures if outcome.failure is not None]:
         cause = describe_failure(find_cause(failures), decision.generation.layout)
         found.append(shorten_reason(cause))
     return "; ".join(found)

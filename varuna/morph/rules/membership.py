@@ -4,7 +4,10 @@ import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.rules.decision import Decision
-from varuna.morph.rules.survivors import can_recover
+from varuna.morph.rules.history import machine_lost, machine_ready
+from varuna.morph.rules.orders import break_morph, may_lack_order, repeat_order
+from varuna.morph.rules.survivors import ANYWAY, handing_over, log_cold_restart, why_not_recover
+from varuna.morph.rules.worth import time_to_leave, trial_wait
 from varuna.morph.state import Member
 
 EMPTY_LIST = "it names no machine; nothing changes (`varuna stop` ends the job)"
@@ -44,7 +47,8 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
     member = decision.state.members.get(name)
     # An agent ignores numbers that are not above its last one, so none is given twice.
     decision.set(next_number=max(decision.state.next_number, (event.generation or 0) + 1))
-    if member is None or not (member.listed or member.kept or decision.is_working(name)):
+    hands_over = name in handing_over(decision)
+    if member is None or not (member.listed or member.kept or hands_over or decision.is_working(name)):
         member = msgspec.structs.replace(member or Member(name), agent=event.agent, listed=False)
         member = msgspec.structs.replace(member, seen=decision.now, starting=None, workers=None)
         decision.set(members={**decision.state.members, name: member})
@@ -57,7 +61,10 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
         member = msgspec.structs.replace(member, agent="", dismissed_at=None)
     if member.agent and member.agent != event.agent:
         lose_machine(decision, member, "another agent replaced its agent")
-    continues = _continues(decision, event)
+    is_known = name in decision.state.lost  # its survivors are about to go on without it
+    lacks_order = not is_known and may_lack_order(decision, event)
+    continues = lacks_order or (not is_known and _continues(decision, event))
+    stays = continues and not hands_over
     decision.set_member(
         name,
         agent=event.agent,
@@ -67,20 +74,23 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
         starting=None,
         start_failures=0,
         warm=event.store_port > 0 or event.generation is not None,
-        store_port=event.store_port,
-        workers=event.generation,
+        store_port=0 if _serves_generation(decision, event) else event.store_port,
+        workers=decision.generation.number if stays else event.generation,
         released=False,
         dismissed_at=None,
     )
+    _note_ready(decision, name)
     decision.log("agent joined", name + (f", with generation {event.generation}" if continues else ""))
     if continues:
+        if lacks_order:
+            repeat_order(decision, name)
         if decision.state.phase == "saving":  # the earlier request may not have reached it
             decision.do(commands.SaveAndEnd(decision.generation.number, (name,), decision.state.reason))
         return
     if event.generation is not None:
         why = f"generation {event.generation} is not the current one"
         decision.do(commands.KillWorkers(event.generation, (name,), why))
-    if decision.is_working(name) and decision.state.phase != "ending":
+    if decision.is_working(name) and decision.state.phase != "ending" and not is_known:
         decision.end_generation(f"{name} came back without its workers")
 
 
@@ -90,6 +100,14 @@ def _continues(decision: Decision, event: events.AgentJoined) -> bool:
         return False
     index = decision.generation.machines.index(event.machine)
     return decision.generation.agents[index] == event.agent
+
+
+def _serves_generation(decision: Decision, event: events.AgentJoined) -> bool:
+    """Return True if the agent's next store is that of the current generation, which it does not know yet."""
+    generation = decision.state.generation if decision.state.active else None
+    if generation is None or event.machine != generation.machines[0]:
+        return False
+    return event.store_port == generation.master_port and event.generation != generation.number
 
 
 def agent_left(decision: Decision, event: events.AgentLeft) -> None:
@@ -110,6 +128,25 @@ def agent_not_started(decision: Decision, event: events.AgentNotStarted) -> None
 def store_ready(decision: Decision, event: events.StoreReady) -> None:
     if decision.member_of_agent(event.machine, event.agent):
         decision.set_member(event.machine, store_port=event.port, warm=True)
+        _note_ready(decision, event.machine)
+
+
+def _note_ready(decision: Decision, name: str) -> None:
+    """Note that a machine has become usable. One that tends to leave again must stay for some time first."""
+    member = decision.state.members[name]
+    if not member.warm or member.ready_at:
+        return
+    machine_ready(decision, name, began_at=member.began_at)
+    decision.set_member(name, began_at=0.0)
+    if not decision.settings.greedy and (wait := trial_wait(decision, name)):
+        decision.set_member(name, trial_until=decision.now + wait)
+        stays = decision.state.stays[name]
+        stayed = sum(stay.seconds for stay in stays) / len(stays)
+        decision.log(
+            "on trial",
+            f"{name} stayed {len(stays)} times, for {stayed:.0f} s on average; its join and its end cost "
+            f"the others {wait:.0f} machine-seconds: it is used if it stays for as long",
+        )
 
 
 def notice_received(decision: Decision, event: events.NoticeReceived) -> None:
@@ -119,8 +156,11 @@ def notice_received(decision: Decision, event: events.NoticeReceived) -> None:
     if event.deadline is None:
         decision.set_member(event.machine, drained=True, released=False)
     else:
-        decision.set_member(event.machine, leave_by=event.deadline, released=False)
+        decision.log("notice", f"{event.machine}: {event.why}")
+        leave_at = time_to_leave(decision, event.machine, event.deadline)
+        decision.set_member(event.machine, leave_by=event.deadline, leave_at=leave_at, released=False)
         decision.set(retry_change_at=0.0)  # there may not be much time
+        return
     decision.log("notice", f"{event.machine}: {event.why}")
 
 
@@ -130,11 +170,8 @@ def notice_withdrawn(decision: Decision, event: events.NoticeWithdrawn) -> None:
         decision.log("notice withdrawn", event.machine)
 
 
-def lose_machine(decision: Decision, member: Member, why: str, *, silent: bool = False) -> None:
-    """Give the machine up. If it comes back, its old workers are killed before it is used again.
-
-    `silent`: its connections are still open, so workers may wait for it until they are killed.
-    """
+def lose_machine(decision: Decision, member: Member, why: str) -> None:
+    """Give the machine up. If it comes back, its old workers are killed before it is used again."""
     if member.dismissed_at is not None:  # this was to be expected
         _forget(decision, member.name)
         if member.listed:  # again: it may have a new agent now
@@ -142,7 +179,10 @@ def lose_machine(decision: Decision, member: Member, why: str, *, silent: bool =
             decision.set(members={**decision.state.members, member.name: fresh})
         return
     was_working = decision.is_working(member.name)
+    if member.name in handing_over(decision):
+        break_morph(decision, f"{member.name} was lost while it handed its state over: {why}")
     _note_absence(decision, member.name)
+    machine_lost(decision, member, was_working=was_working)
     wait = max(0.0, _welcome_at(decision, member.name) - decision.now)
     decision.set_member(
         member.name,
@@ -151,31 +191,31 @@ def lose_machine(decision: Decision, member: Member, why: str, *, silent: bool =
         warm=False,
         store_port=0,
         starting=None,
+        ready_at=0.0,
+        began_at=0.0,
         retry_at=decision.now + wait / 10.0,
         welcome_at=decision.now + wait,
     )
     waits = _describe_wait(decision, decision.state.members[member.name])
     decision.log("machine lost", f"{member.name}: {why}{waits}")
     if was_working:
-        recovers = decision.state.phase == "running" and not silent and can_recover(decision, member.name)
-        if recovers:
+        # Machines that are lost together are checked together, by `hot.recover`.
+        why_not = "" if decision.state.lost else why_not_recover(decision, member.name)
+        if decision.state.phase in ("running", "morphing") and why_not != ANYWAY:
             first = not (decision.state.failures or decision.state.lost)
             failed_at = decision.now if first else decision.state.failed_at
             decision.set(lost={**decision.state.lost, member.name: why}, failed_at=failed_at)
         elif decision.state.phase != "ending":  # else an earlier loss has ended the generation
             decision.set(losses=decision.state.losses + 1)
             decision.end_generation(f"{member.name} was lost: {why}")
+            log_cold_restart(decision, why_not)
 
 
 def _note_absence(decision: Decision, name: str) -> None:
-    """Remember that a machine was lost or dismissed just now; forget what is long ago."""
+    """Remember that a machine was lost or dismissed just now; `forget_absences` drops what is long ago."""
     since = decision.now - decision.settings.flap_seconds
-    recent = {
-        other: kept
-        for other, times in decision.state.absences.items()
-        if (kept := tuple(at for at in times if at > since))
-    }
-    decision.set(absences={**recent, name: (*recent.get(name, ()), decision.now)})
+    recent = tuple(at for at in decision.state.absences.get(name, ()) if at > since)
+    decision.put("absences", name, (*recent, decision.now))
 
 
 def _welcome_at(decision: Decision, name: str) -> float:
@@ -204,16 +244,17 @@ def _dismiss(decision: Decision, member: Member, why: str) -> None:
 
 def lose_silent_machines(decision: Decision) -> None:
     since = decision.now - decision.settings.lost_seconds
-    for member in decision.state.members.values():
+    for member in list(decision.state.members.values()):
         if member.seen < since and member.agent:
             silence = decision.now - member.seen
             decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
-            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s", silent=True)
+            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
 
 
 def start_and_end_agents(decision: Decision) -> None:
     """Start missing agents, end agents of unlisted machines, and retry starts that took too long."""
-    for name, member in list(decision.state.members.items()):
+    for member in list(decision.state.members.values()):
+        name = member.name
         if member.dismissed_at is not None:
             if decision.now - member.dismissed_at > decision.settings.end_seconds:
                 decision.do(commands.EndAgent(name, "it does not exit", unresponsive=True))
@@ -231,22 +272,25 @@ def start_and_end_agents(decision: Decision) -> None:
         elif not member.listed:
             _forget(decision, name)
         elif decision.now >= max(member.retry_at, member.leave_by or 0.0) and not decision.state.verdict:
-            decision.set_member(name, starting=decision.now)
+            decision.set_member(name, starting=decision.now, began_at=decision.now)
             decision.do(commands.StartAgent(name))
 
 
 def _forget(decision: Decision, name: str) -> None:
-    members = decision.state.members.items()
-    decision.set(members={other: member for other, member in members if other != name})
+    decision.drop("members", name)
 
 
 def ready_machines(
-    decision: Decision, *, without_flapping: bool = False, with_kept: bool = False
+    decision: Decision,
+    *,
+    without_flapping: bool = False,
+    without_trials: bool = False,
+    with_kept: bool = False,
 ) -> tuple[str, ...]:
     """Return the listed machines that can run workers now, those of the last generation first.
 
-    `without_flapping` leaves out machines that were lost several times recently. `with_kept` adds machines
-    that were removed from the list but are kept.
+    `without_flapping` leaves out machines that were lost several times recently, `without_trials` those that
+    are not worth a change yet. `with_kept` adds machines that were removed from the list but are kept.
     """
     last, members = decision.state.generation, decision.state.members
     current = last.number if last is not None and decision.state.active else None
@@ -257,11 +301,15 @@ def ready_machines(
     for name, member in members.items():  # a thousand machines, at each event: no calls in this loop
         if not (member.agent and member.warm) or not (member.listed or (with_kept and member.kept)):
             continue
-        if member.dismissed_at is not None or member.drained or member.leave_by is not None:
+        if member.dismissed_at is not None or member.drained:
+            continue
+        if member.leave_by is not None and (decision.now >= member.leave_at or not decision.is_working(name)):
             continue
         if member.workers not in (None, current, prepared):
             continue
-        if without_flapping and decision.now < member.welcome_at and not decision.is_working(name):
+        if decision.now < member.welcome_at and without_flapping and not decision.is_working(name):
+            continue
+        if decision.now < member.trial_until and without_trials and not decision.is_working(name):
             continue
         ready[name] = None
     first = [name for name in last.machines if name in ready] if last is not None else []
@@ -302,7 +350,7 @@ def note_usable_machines(decision: Decision) -> None:
     )
     if present != decision.state.present:
         decision.set(present=present, present_at=decision.now)
-    usable = ready_machines(decision, without_flapping=True)
+    usable = ready_machines(decision, without_flapping=True, without_trials=True)
     if usable != decision.state.usable:
         decision.set(usable=usable, changed_at=decision.now)
 

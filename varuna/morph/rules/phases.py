@@ -2,10 +2,19 @@
 
 from varuna.morph import commands, events
 from varuna.morph.rules import hot
-from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.decision import Decision, members_with_workers, request_plan, save_deadline
+from varuna.morph.rules.history import forced_change
 from varuna.morph.rules.membership import kept_machines, lose_machine, ready_machines, why_kept
-from varuna.morph.rules.survivors import why_not_hot
+from varuna.morph.rules.survivors import log_cold_restart, why_not_hot, why_not_recover
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
+from varuna.morph.rules.worth import (
+    is_due,
+    joins_later,
+    leave_earlier,
+    leave_together,
+    noticed_machines,
+    waits_for_joiners,
+)
 from varuna.morph.state import JobVerdict, MachinePlan
 
 POSTPONED = "change postponed"
@@ -14,11 +23,13 @@ FINISHED = JobVerdict("finished", 0, "every worker ended normally")
 
 def plan_ready(decision: Decision, event: events.PlanReady) -> None:
     proposal = event.proposal
-    if proposal.machines != decision.state.planning_for:
+    requested = decision.state.planning_for
+    if requested is None or not proposal.is_for(requested, decision.state.planning_devices):
         return
     decision.set(planning_for=None, proposal=proposal)
     if proposal.layout is None:
-        decision.set(unplannable=proposal.machines)
+        if not proposal.devices:
+            decision.set(unplannable=proposal.machines)
         decision.log("no plan", f"{', '.join(proposal.machines)}: {proposal.problem}")
     elif decision.state.phase == "running" and proposal.same_as(decision.generation):
         decision.log("plan unchanged", f"{proposal.layout}; nothing restarts")
@@ -33,15 +44,18 @@ def checkpoint_found(decision: Decision, event: events.CheckpointFound) -> None:
         return
     if event.none_left:
         decision.finish(JobVerdict("failed", 1, event.problem))
-    elif proposal.machines == _machines_to_use(decision) and _can_launch(decision, proposal):
+    elif proposal.is_for(_machines_to_use(decision)) and _can_launch(decision, proposal):
         decision.launch(proposal, event.step)
 
 
 def stop_requested(decision: Decision, event: events.StopRequested) -> None:
     decision.set(verdict=JobVerdict("stopped", event.exit_code, event.why))
-    if decision.state.phase == "running" and event.save:
+    broken = bool(
+        decision.state.failures or decision.state.lost
+    )  # its workers wait for others, and cannot save
+    if decision.state.phase == "running" and event.save and not broken:
         decision.save_and_end(event.why)
-    elif decision.state.active and not event.save:
+    elif decision.state.active and (broken or not event.save):
         decision.end_generation(event.why)
 
 
@@ -57,8 +71,8 @@ def gather(decision: Decision) -> None:
     if decision.leavers():
         return
     proposal = state.proposal
-    if proposal is None or proposal.machines != ready:
-        _request_plan(decision, ready)
+    if proposal is None or not proposal.is_for(ready):
+        request_plan(decision, ready)
     elif _can_launch(decision, proposal):
         if state.generation is None and state.resume_step is not None:
             decision.launch(proposal, state.resume_step)
@@ -71,24 +85,27 @@ def gather(decision: Decision) -> None:
 
 def _machines_to_use(decision: Decision) -> tuple[str, ...]:
     """Return the listed machines that are ready; if they are not enough, also those that are kept."""
-    listed = ready_machines(decision)
+    listed = _stable_machines(decision)
     with_kept = bool(kept_machines(decision)) and why_kept(decision, listed)
     return ready_machines(decision, with_kept=True) if with_kept else listed
+
+
+def _stable_machines(decision: Decision) -> tuple[str, ...]:
+    """Return the machines that are ready, without those that tend to leave again if the others are enough."""
+    ready, unplannable = ready_machines(decision), decision.state.unplannable
+    if decision.settings.greedy or ready == unplannable:
+        return ready
+    stable = ready_machines(decision, without_trials=True)
+    return ready if stable in ((), unplannable) else stable
 
 
 def _enough_machines(decision: Decision, ready: tuple[str, ...]) -> bool:
     """Return False while a new job still waits for listed machines."""
     if decision.state.generation is not None:
-        return True
+        return not waits_for_joiners(decision)
     waited = decision.now - decision.state.since >= decision.settings.gather_seconds
     expected = {m.name for m in decision.state.members.values() if m.listed and not m.leaves}
     return waited or expected <= set(ready)
-
-
-def _request_plan(decision: Decision, machines: tuple[str, ...]) -> None:
-    if decision.state.planning_for is None:
-        decision.set(planning_for=machines)
-        decision.do(commands.MakePlan(machines))
 
 
 def _can_launch(decision: Decision, proposal: MachinePlan) -> bool:
@@ -115,11 +132,16 @@ def run(decision: Decision) -> None:
 
 
 def _end_after_loss(decision: Decision) -> None:
-    if decision.state.failures:
+    why_not = why_not_recover(decision)
+    if not decision.state.lost and decision.state.failures:
         crash_when_cause_is_known(decision)
+    elif not decision.state.lost:
+        decision.end_generation(decision.state.morph_broken)
     else:
         losses = (f"{machine} was lost: {why}" for machine, why in decision.state.lost.items())
+        decision.set(losses=decision.state.losses + 1)
         decision.end_generation("; ".join(losses))
+    log_cold_restart(decision, why_not)
 
 
 def _finish_or_gather(decision: Decision) -> None:
@@ -135,15 +157,34 @@ def _finish_or_gather(decision: Decision) -> None:
 
 def wait_for_morph(decision: Decision) -> None:
     """Wait until all workers have entered the generation. Restart from the store if they do not."""
+    hot.follow_progress(decision)
     state, last = decision.state, decision.state.morphed_from
-    staying = [name for name in decision.generation.machines if last is not None and name in last.machines]
-    if state.failures:
-        crash_when_cause_is_known(decision)
+    before = frozenset(last.machines if last is not None else ())
+    staying = [name for name in decision.generation.machines if name in before]
+    if state.failures or state.lost or state.morph_broken:
+        if not hot.recover(decision):
+            _end_after_loss(decision)
     elif all(name in state.ended for name in staying):  # the script ended before it saw the order
         _finish_or_gather(decision)
     elif hot.is_complete(decision):
         hot.end_morph(decision)
     elif decision.now >= state.deadline:
+        _morph_takes_long(decision)
+
+
+def _morph_takes_long(decision: Decision) -> None:
+    """Restart from the store, once the workers have written their stacks to their logs, if there is time.
+
+    They are in the middle of the change, and cannot save. So the next planned changes are not made in place.
+    """
+    state, generation = decision.state, decision.generation
+    if state.stacks_at < state.since and decision.now < decision.leave_by():
+        decision.set(stacks_at=decision.now)
+        decision.do(commands.DumpStacks(generation.number, generation.machines))
+    elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
+        if not state.morph_lost:
+            seconds = decision.now - max(state.since, state.progressed_at)
+            decision.set(slow_morph=f"{state.reason}: no progress for {seconds:.0f} s")
         decision.end_generation(f"{state.reason}; but the workers did not morph in time")
 
 
@@ -153,12 +194,17 @@ def _saved_on_demand(decision: Decision) -> bool:
 
 def consider_change(decision: Decision) -> None:
     """Change the generation if machines joined or leave and the plan for the others differs."""
-    members, machines = decision.state.members, decision.generation.machines
-    urgent = any([member for name in machines if (member := members.get(name)) and member.leaves])
+    machines = decision.generation.machines
+    noticed = noticed_machines(decision)
+    if noticed and not decision.settings.greedy:
+        leave_earlier(decision, noticed)
+    urgent = any([is_due(decision, decision.state.members[member.name]) for member in noticed])
+    if urgent and not decision.settings.greedy:
+        leave_together(decision)
     if _keeps_machines(decision) and not urgent:
         return
     usable = decision.state.usable if not urgent else _machines_to_use(decision)
-    if decision.leave_by() < float("inf") and not why_not_hot(decision, machines):  # join after it
+    if urgent and decision.leave_by() < float("inf") and not why_not_hot(decision, machines):  # join after it
         working = set(machines)
         staying = tuple(name for name in usable if name in working)
         usable = usable if staying in ((), decision.state.unplannable) else staying
@@ -168,9 +214,9 @@ def consider_change(decision: Decision) -> None:
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
             decision.save_and_end(f"{', '.join(leaving)} leaves, and no other machine is ready")
-    elif proposal is None or proposal.machines != usable:
+    elif proposal is None or not proposal.is_for(usable):
         if urgent or _is_settled(decision):
-            _request_plan(decision, usable)
+            request_plan(decision, usable)
     elif proposal.layout is None:
         if leaving:
             decision.save_and_end(f"{', '.join(leaving)} leaves; {proposal.problem}")
@@ -178,6 +224,10 @@ def consider_change(decision: Decision) -> None:
         before, after = set(machines), set(proposal.used)
         joining = [name for name in proposal.used if name not in before]
         gone = [name for name in machines if name not in after]
+        if gone:
+            forced_change(decision)
+        elif joining and joins_later(decision, joining):
+            return
         changes = [f"{', '.join(joining)} joins"] if joining else []
         changes += [f"{', '.join(gone)} leaves"] if gone else []
         hot.change(decision, proposal, "; ".join(changes) or f"a better plan: {proposal.layout}")
@@ -230,7 +280,7 @@ def _save_takes_long(decision: Decision) -> None:
     if decision.now >= decision.leave_by() or not state.step_seconds:
         decision.end_generation(f"{state.reason}; but the workers did not save and end in time")
         return
-    decision.set(deadline=decision.save_deadline())
+    decision.set(deadline=save_deadline(decision))
     if state.saving_now:
         decision.log("saving", "the save takes long; the job waits for it")
     else:  # the request may be lost, or the workers are far from the end of a step
@@ -278,7 +328,7 @@ def try_postponed_change(decision: Decision) -> None:
 
 
 def wait_for_end(decision: Decision) -> None:
-    waiting = decision.members_with_workers()
+    waiting = members_with_workers(decision)
     if waiting and decision.now < decision.state.deadline:
         return
     for member in waiting:

@@ -1,20 +1,34 @@
 """Facts about workers that survive a loss: who can morph in place, and who still holds each stage."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from varuna.morph.rules.decision import Decision
 from varuna.morph.state import Generation
 
+COLD = "cold restart"
+ANYWAY = "a loss ends this generation"
+YOUNG_SECONDS = 3.0
+YOUNG_STEPS = 10
+"""Until then, heartbeats may be older than what survivors know: that they can morph, and have copies."""
+FRESH_SECONDS = 0.1
+"""A heartbeat that comes this long after the news of a loss was sent after the loss."""
 
-def why_not_hot(decision: Decision, machines: Iterable[str]) -> str:
-    """Say why the workers of these machines cannot morph in place; "" if they can."""
+
+def why_not_hot(decision: Decision, machines: Iterable[str], *, lost: Collection[int] = ()) -> str:
+    """Say why the workers of these machines, but the lost ranks, cannot morph in place; "" if they can."""
     if not decision.settings.hot:
         return "hot morphs are off"
-    generation = decision.generation
+    generation, progress = decision.generation, decision.state.progress
     ranks_of = dict(zip(generation.machines, generation.ranks, strict=True))
     for machine in machines:
-        reports = {worker.rank: worker for worker in decision.state.progress.get(machine, ())}
+        found = progress.get(machine, ())
+        ready = [worker for worker in found if worker.hot and worker.generation == generation.number]
+        if len(ready) == len(ranks_of[machine]):  # most of a thousand machines
+            continue
+        reports = {worker.rank: worker for worker in found}
         for rank in ranks_of[machine]:
+            if rank in lost:
+                continue
             worker = reports.get(rank)
             if worker is None or worker.generation != generation.number:
                 return f"{machine} has not reported rank {rank}"
@@ -31,48 +45,138 @@ def lost_ranks(decision: Decision) -> frozenset[int]:
     return frozenset(failed | {rank for machine, ranks in places if machine in state.lost for rank in ranks})
 
 
-def surviving_machines(decision: Decision, lost: Iterable[int]) -> tuple[str, ...]:
-    """Return the machines of the generation that have lost no rank."""
-    generation = decision.generation
-    places = zip(generation.machines, generation.ranks, strict=True)
-    return tuple(machine for machine, ranks in places if not set(ranks) & set(lost))
+def surviving_ranks(decision: Decision, lost: Collection[int]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that are left on each machine of the generation that has any."""
+    generation, ended, gone = decision.generation, decision.state.ended, frozenset(lost)
+    found = {}
+    for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
+        if gone.isdisjoint(ranks):  # most of a thousand machines
+            found[machine] = ranks
+        elif machine not in ended and (left := tuple(rank for rank in ranks if rank not in gone)):
+            found[machine] = left
+    return found
 
 
-def can_recover(decision: Decision, lost_machine: str = "") -> bool:
-    """Return True if the survivors can morph in place, and hold every stage between them.
+def whole_machines(decision: Decision, survivors: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the machines that have lost no rank."""
+    places = zip(decision.generation.machines, decision.generation.ranks, strict=True)
+    return tuple(machine for machine, ranks in places if survivors.get(machine) == ranks)
+
+
+def _restarts_anyway(decision: Decision) -> bool:
+    """Return True if a loss ends this generation whatever its survivors hold."""
+    settings, state = decision.settings, decision.state
+    failures = [outcome.failure for outcome in state.failures if outcome.failure is not None]
+    by_itself = any(failure.error or (failure.exit_code or 0) >= 0 for failure in failures)
+    return not (settings.hot and settings.morphs) or state.verdict is not None or by_itself
+
+
+def log_cold_restart(decision: Decision, why: str) -> None:
+    """Log why a generation that survives losses does not survive this one."""
+    if why and why != ANYWAY and decision.state.phase == "ending":
+        decision.log(COLD, why)
+
+
+def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
+    """Say why the survivors of a loss cannot go on in place; "" if they can: they hold every stage.
 
     `lost_machine` is lost, too. Only workers that died of a signal are replaced: an exception in the script
     would be raised again. Ranks commit their steps, and so can survive a loss, if every stage has replicas.
+    If not, they go back to copies of the lost ranks' state, which survivors have.
+    In the middle of a morph, the ranks of the generation before must hold every stage.
     """
     state, generation = decision.state, decision.generation
-    settings = decision.settings
-    if not (settings.hot and settings.hot_losses and settings.morphs) or state.verdict is not None:
-        return False
-    if any(
-        o.failure is not None and (o.failure.error or (o.failure.exit_code or 0) >= 0) for o in state.failures
-    ):
-        return False
+    if _restarts_anyway(decision):
+        return ANYWAY
     lost = set(lost_ranks(decision))
     places = dict(zip(generation.machines, generation.ranks, strict=True))
     lost |= set(places.get(lost_machine, ()))
-    survivors = surviving_machines(decision, lost)
-    if not survivors or any(machine in state.ended for machine in survivors):
-        return False
+    survivors = surviving_ranks(decision, lost)
+    if not survivors:
+        return "no worker is left"
+    if ended := [name for name in survivors if name in state.ended]:
+        return f"the workers of {', '.join(ended)} have ended"
+    if state.phase == "morphing":
+        held = _hold_last_stages(decision, lost)
+        return "" if held else "the workers that stay do not hold every stage in the middle of this change"
     holders_left = all(len(stage) > 1 and set(stage) - lost for stage in generation.layout.stage_map)
-    return holders_left and not why_not_hot(decision, survivors)
+    if waits_for_reports(decision, survivors):
+        return "" if holders_left else "the manager has not heard yet who has copies of the lost state"
+    reports = [worker for name in survivors for worker in state.progress.get(name, ())]
+    reports = [worker for worker in reports if worker.rank not in lost]
+    whole = holders_left and all(worker.replicated for worker in reports)
+    copied = {worker.copy_of for worker in reports if worker.copy_of is not None}
+    if not whole and not lost <= copied:
+        missing = ", ".join(str(rank) for rank in sorted(lost - copied))
+        return why_not_hot(decision, survivors, lost=lost) or (
+            f"only the lost workers had the state of rank {missing}, and no other worker has a copy of it yet"
+        )
+    return why_not_hot(decision, survivors, lost=lost)
+
+
+def awaits_reports(decision: Decision) -> bool:
+    """Return True while the next heartbeats of survivors may say that they can go on in place after all.
+
+    The first step of a generation or a copy may be newer than the last heartbeat. The survivors wait.
+    """
+    state = decision.state
+    since = decision.now - state.failed_at
+    if state.phase != "running" or _restarts_anyway(decision) or since >= decision.settings.report_seconds:
+        return False
+    lost = lost_ranks(decision)
+    survivors = surviving_ranks(decision, lost)
+    if not survivors or any(name in state.ended for name in survivors):
+        return False
+    reports = [worker for name in survivors for worker in state.progress.get(name, ())]
+    reports = [worker for worker in reports if worker.rank not in lost]
+    if any(worker.why_not for worker in reports):
+        return False
+    is_young = state.failed_at - state.since < YOUNG_SECONDS or any(
+        one.steps < YOUNG_STEPS for one in reports
+    )
+    heard = all(state.members[name].seen >= state.failed_at + FRESH_SECONDS for name in survivors)
+    return is_young and not heard
+
+
+def _hold_last_stages(decision: Decision, lost: Collection[int]) -> bool:
+    """Return whether survivors of an interrupted morph hold every stage of the generation before.
+
+    Ranks that leave in this morph do not take part in the next one: the others must do without them.
+    """
+    last, generation = decision.state.morphed_from, decision.generation
+    if last is None or not decision.state.morph_whole:  # a rank had state of its own
+        return False
+    previous, _ = match_ranks(last, generation, decision.state.morph_lost)
+    alive = {old for rank, old in enumerate(previous) if rank not in lost}
+    return all(alive & set(stage) for stage in last.layout.stage_map)
+
+
+def handing_over(decision: Decision) -> tuple[str, ...]:
+    """Return the machines that leave in the morph that runs, and still have workers."""
+    last = decision.state.morphed_from
+    if decision.state.phase != "morphing" or last is None:
+        return ()
+    return tuple(name for name in decision.leavers() if name in last.machines)
+
+
+def waits_for_reports(decision: Decision, machines: Iterable[str]) -> bool:
+    """Return True while a restarted manager has not heard of the workers of all these machines."""
+    state = decision.state
+    return decision.now < state.attach_until and any(name not in state.progress for name in machines)
 
 
 def match_ranks(
-    last: Generation, following: Generation, lost: Iterable[int]
+    last: Generation, following: Generation, lost: Collection[int]
 ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """Return the old rank of each new rank (None: a joiner), and the old ranks that leave.
 
-    A worker keeps its machine and its device: the i-th worker of a machine stays the i-th.
+    A worker keeps its machine and its device. The workers that are left on a machine keep their order.
     """
     previous: list[int | None] = [None] * following.layout.num_ranks
     old_ranks = dict(zip(last.machines, last.ranks, strict=True))
     for machine, ranks in zip(following.machines, following.ranks, strict=True):
-        for rank, old in zip(ranks, old_ranks.get(machine, ()), strict=False):
+        left = [old for old in old_ranks.get(machine, ()) if old not in lost]
+        for rank, old in zip(ranks, left, strict=False):
             previous[rank] = old
     gone = {*previous, *lost}
     return tuple(previous), tuple(rank for ranks in last.ranks for rank in ranks if rank not in gone)

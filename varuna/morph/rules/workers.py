@@ -6,6 +6,7 @@ from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import lose_silent_machines
+from varuna.morph.rules.orders import break_morph
 from varuna.morph.state import JobVerdict, Outcome, WorkerProgress
 
 
@@ -45,7 +46,10 @@ def _add_failure(decision: Decision, outcome: Outcome) -> None:
 
 
 def store_ended(decision: Decision, event: events.StoreEnded) -> None:
-    """Restart the generation if it lost its store: it could report no error any more."""
+    """Restart the generation if it lost its store: it could report no error any more.
+
+    Workers that enter it in place go on to another generation, which has a store.
+    """
     member = decision.member_of_agent(event.machine, event.agent)
     if member is None:
         return
@@ -59,6 +63,10 @@ def store_ended(decision: Decision, event: events.StoreEnded) -> None:
         else:
             count_crash(decision, reason)
             decision.end_generation(reason)
+    elif decision.state.phase == "morphing" and _is_store_of(decision, event):
+        break_morph(decision, f"the store of the job on {event.machine} has ended: {event.why}")
+    elif not (decision.state.active and _is_store_of(decision, event)):
+        decision.log("store ended", f"{event.machine}: {event.why}; no running generation needs it")
 
 
 def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
@@ -72,7 +80,7 @@ def tick(decision: Decision, event: events.Tick) -> None:
     preparation = decision.state.preparation
     for name, (agent, generation, found) in event.heartbeats.items():
         if decision.member_of_agent(name, agent):
-            decision.set_member(name, seen=decision.now)
+            decision.set_member(name, seen=event.heard.get(name, decision.now))
             if decision.state.active and generation == decision.generation.number:
                 latest[name] = found
             elif preparation is not None and generation == preparation.generation.number:
@@ -107,7 +115,7 @@ def _end_if_not_begun(decision: Decision, event: events.Tick) -> None:
         return
     for name, (agent, generation, _) in event.heartbeats.items():
         is_working = decision.member_of_agent(name, agent) and decision.is_working(name)
-        if is_working and generation != decision.generation.number:
+        if is_working and name not in decision.state.lost and generation != decision.generation.number:
             decision.end_generation(f"{name} does not run its workers")
             return
 
@@ -188,15 +196,18 @@ def crash_when_cause_is_known(decision: Decision) -> None:
 def count_crash(decision: Decision, reason: str) -> None:
     """Wait ever longer before the next start, and end the job after too many crashes without progress."""
     state = decision.state
-    crashes = 1 if state.best_iteration > state.iteration_at_crash else state.crashes + 1
+    progressed = state.best_iteration > state.iteration_at_crash
+    crashes = 1 if progressed else state.crashes + 1
+    setbacks = 1 if progressed else state.setbacks + 1
     decision.set(
         crashes=crashes,
+        setbacks=setbacks,
         losses=state.losses + 1,
         iteration_at_crash=state.best_iteration,
         wait_until=decision.now + (0.0 if crashes == 1 else min(60.0, 2.0 ** (crashes - 2))),
     )
-    if crashes > decision.settings.crash_limit:
-        why = f"{crashes} times without progress in between; last, {reason}"
+    if crashes > decision.settings.crash_limit or setbacks > decision.settings.setback_limit:
+        why = f"{max(crashes, setbacks)} times without progress in between; last, {reason}"
         decision.set(verdict=JobVerdict("failed", 1, why))
 
 

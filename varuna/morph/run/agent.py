@@ -29,7 +29,7 @@ from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.stream import MessageReader, pack_message
 from varuna.morph.run.cloud_poll import CloudListener
 from varuna.morph.run.forkserver import LEASE_SECONDS, PRELOADED
-from varuna.morph.run.log_pages import find_lines, read_page
+from varuna.morph.run.log_pages import answer
 from varuna.morph.run.supervisor import Supervisor, WorkerProcess
 from varuna.morph.run.worker_env import make_orders
 from varuna.secure.framing import FramingError
@@ -38,6 +38,7 @@ RECONNECT_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 NOTICE_SECONDS = 30.0
 """Assumed time until the machine is taken away after SIGTERM."""
+MORPH_POLL_SECONDS = 0.01
 MAX_STORE_ENDS = 10
 """Stores that may end unexpectedly in one generation; one more ends the agent."""
 MAX_REFUSALS = 8
@@ -59,6 +60,7 @@ class Agent:
             on_store=self.store_opened,
             on_store_end=self.store_ended,
             on_exit=self.end,
+            on_worker_left=lambda worker: self.send_output(),
         )
         self.cloud = CloudListener(orders, self.send) if orders.cloud else None
         self.tls = orders.credential.client_context()
@@ -189,11 +191,13 @@ class Agent:
             self.supervisor.store_port,
         )
         self.send(messages.AgentHello(self.orders.job, os.getpid(), joined))
-        self.send_output()
+        self.send_output(again=True)
         if self.reported_end:
             self.report_end()
         elif self.start is not None and not self.start.joins:
             self.check_store(self.start)
+            for worker in self.supervisor.workers.values():  # an earlier manager may not have heard of it
+                report_failure(self, worker)
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
         if self.writer is not None:
@@ -205,9 +209,7 @@ class Agent:
             await asyncio.sleep(self.orders.heartbeat_seconds)
             self.supervisor.send_heartbeat()
             self.send_output()
-            live = self.supervisor.live_workers
-            generation = self.start.generation if self.start is not None and live else None
-            self.send(messages.AgentHeartbeat(generation, tuple(worker.progress() for worker in live)))
+            report_progress(self)
 
     async def obey(self, message: messages.FromManager) -> None:
         if isinstance(message, messages.Welcome):
@@ -300,11 +302,16 @@ class Agent:
 
     def morph_workers(self, morph: messages.MorphWorkers) -> None:
         """Order the workers into the next generation; those that stay keep their processes."""
+        uses_store = bool(morph.workers.ranks) and morph.workers.master_port == self.supervisor.store_port
         if self.start is None or self.start.generation > morph.generation or self.reported_end:
+            if uses_store:  # the manager counts it as used
+                self.supervisor.open_store(self.address)
             return  # an outdated message, or its workers have ended meanwhile
+        if self.start.generation == morph.generation and not self.start.joins:
+            return  # a restarted manager has sent it again
         last, workers = self.start.workers, morph.workers
         self.supervisor.close_old_stores(used=last.master_port)
-        if workers.ranks and workers.master_port == self.supervisor.store_port:
+        if uses_store:
             self.supervisor.open_store(self.address)
         orders = make_orders(morph, last.ranks, joins=self.start.joins)
         try:
@@ -314,6 +321,7 @@ class Agent:
         if workers.ranks:
             self.start = messages.StartWorkers(morph.generation, workers)
             self.check_store(self.start)
+            self.spawn(report_morph(self, morph.generation))
 
     def log_folder(self, generation: int) -> Path:
         assert self.start is not None
@@ -324,9 +332,8 @@ class Agent:
         self.send_output()
         if not self.supervisor.live_workers:
             self.report_end()
-        elif worker.outcome.failure is not None:
-            number = self.start.generation
-            self.send(events.WorkerFailed(self.orders.machine, self.name, number, worker.outcome))
+        else:
+            report_failure(self, worker)
 
     def report_end(self) -> None:
         assert self.start is not None
@@ -342,29 +349,55 @@ class Agent:
         if self.start is not None and self.start.generation <= generation:
             self.supervisor.signal_workers(number)
 
-    def send_output(self) -> None:
-        """Send new output of rank 0 to the manager's terminal; keep it while disconnected."""
+    def send_output(self, *, again: bool = False) -> None:
+        """Send new output of rank 0, and all new records; keep them while disconnected.
+
+        `again`: send the last records again, because the manager may be a new one.
+        """
         worker = self.supervisor.workers.get(0)
         if worker is not None and self.writer is not None:
             for is_stderr, text in worker.new_output():
                 self.send(messages.WorkerOutput(worker.rank, text, is_stderr))
+        for metrics in self.supervisor.collect_metrics(again=again):
+            while self.writer is not None and (found := metrics.take()) is not None:
+                self.send(found)
 
     async def send_log(self, request: messages.LogRequest) -> None:
         """Read a page of a log in a thread: a slow disk must not delay heartbeats."""
         page = None
         if self.start is not None:
-            path = self.log_folder(request.generation) / f"rank_{request.rank}.{request.stream}"
             with suppress(OSError):
-                if request.lines:
-                    page = await asyncio.to_thread(find_lines, path, request.lines, stop=request.stop)
-                else:
-                    page = await asyncio.to_thread(read_page, path, request.start, request.stop)
+                page = await asyncio.to_thread(answer, Path(self.start.workers.job.log_dir), request)
         self.send(messages.LogReply(request.request, page))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+
+def report_progress(agent: Agent, *, morphed: bool = False) -> None:
+    live = agent.supervisor.live_workers
+    generation = agent.start.generation if agent.start is not None and live else None
+    progress = tuple(worker.progress() for worker in live)
+    agent.send(messages.AgentHeartbeat(generation, progress, morphed))
+
+
+async def report_morph(agent: Agent, generation: int) -> None:
+    """Report at once that all workers have entered the generation."""
+    while agent.start is not None and agent.start.generation == generation:
+        await asyncio.sleep(MORPH_POLL_SECONDS)
+        live = agent.supervisor.live_workers
+        if not live or all(worker.progress().generation == generation for worker in live):
+            agent.supervisor.close_old_stores(used=agent.start.workers.master_port)  # all ranks have left it
+            report_progress(agent, morphed=True)
+            return
+
+
+def report_failure(agent: Agent, worker: WorkerProcess) -> None:
+    if agent.start is not None and worker.outcome is not None and worker.outcome.failure is not None:
+        number = agent.start.generation
+        agent.send(events.WorkerFailed(agent.orders.machine, agent.name, number, worker.outcome))
 
 
 def main() -> None:

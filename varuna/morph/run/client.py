@@ -28,6 +28,10 @@ REPLY_SECONDS = 10.0
 """Time limit without a byte from the manager."""
 
 
+class JobIsOver(ValueError):
+    """The job of a command has ended."""
+
+
 class ManagerClient:
     """A connection to the manager. Methods raise OSError or FramingError."""
 
@@ -110,7 +114,7 @@ def connect_manager(code_dir: str) -> Iterator[tuple[ManagerClient, str]]:
         for record in read_journal(folder.journal).records:
             if isinstance(record, JobOver):
                 how, reason = record.verdict.how, shorten_reason(record.verdict.reason)
-                raise ValueError(
+                raise JobIsOver(
                     f"{contact.job} is over: {how}: {reason}; logs in {contact.log_dir}"
                 ) from None
         raise ValueError(

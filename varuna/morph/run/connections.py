@@ -5,6 +5,7 @@ stranger: it can send nothing but the handshake, it has a time limit, and the nu
 """
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class ManagerConnection(asyncio.Protocol):
         self._closed_because = ""
         self.agent = ""
         self.machine = ""
+        self.heard = math.inf  # time of the last heartbeat; infinite: it has sent none
         self.pid = 0
         self.progress: tuple[WorkerProgress, ...] = ()  # of the last heartbeat
 

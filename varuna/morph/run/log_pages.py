@@ -7,13 +7,30 @@ Each call reads a limited number of bytes, so a request has a deadline, and no p
 import os
 from pathlib import Path
 
-from varuna.morph.protocol.messages import LogPage
+import msgspec
+
+from varuna.morph.protocol.messages import LogPage, LogRequest
+from varuna.observe.step_timelines import NAME as TIMELINE
+from varuna.observe.trace_file import list_traces
 
 SCAN_BYTES = 32 * 2**20
 """Bytes that one search reads at most."""
 PAGE_BYTES = 256 * 2**10
 """Bytes of text that one page has at most."""
 _BLOCK_BYTES = 256 * 2**10
+
+
+def answer(log_dir: Path, request: LogRequest) -> LogPage:
+    """Search or read a file of this machine's log folder. Raise OSError."""
+    if request.stream == "traces":
+        data = msgspec.json.encode([file for file in list_traces(log_dir) if file.generation])
+        return LogPage(len(data), len(data), data=data)
+    path = log_dir / f"generation_{request.generation}" / f"rank_{request.rank}.{request.stream}"
+    if request.stream == "timeline":
+        path = log_dir / TIMELINE
+    if request.lines:
+        return find_lines(path, request.lines, stop=request.stop)
+    return read_page(path, request.start, request.stop)
 
 
 def find_lines(path: Path, lines: int, *, stop: int | None = None, scan_bytes: int = SCAN_BYTES) -> LogPage:

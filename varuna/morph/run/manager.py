@@ -9,6 +9,7 @@ command that fails becomes an event.
 """
 
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -27,24 +28,18 @@ from varuna.files import LineFile, make_private_folder
 from varuna.morph import commands, events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.decide import decide_all
-from varuna.morph.interval import SaveRhythm
-from varuna.morph.journal import (
-    GenerationLaunched,
-    JobOver,
-    Journal,
-    SaveRequested,
-    StoreSeen,
-    counts_changed,
-    counts_record,
-)
+from varuna.morph.interval import SaveRhythm, count_failures
+from varuna.morph.journal import Journal, records_of
 from varuna.morph.ledger_file import LedgerKeeper
 from varuna.morph.machines import is_loopback
+from varuna.morph.metrics.observer import JobObserver
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.generations import (
     GenerationCommand,
     describe_generation,
     generation_messages,
     name_unused_devices,
+    write_machines,
 )
 from varuna.morph.protocol.orders import AgentOrders, StartedAgent, Starter
 from varuna.morph.run.connections import ConnectionServer, ManagerConnection
@@ -57,6 +52,8 @@ from varuna.observe.ledger import ledger_lines
 from varuna.types import JobSpec
 
 TICK_SECONDS = 0.25
+LATE_SECONDS = 0.01
+"""A machine is lost this long after its time is over."""
 EXIT_SECONDS = 5.0
 """Time limit for agents to exit when the job is over."""
 
@@ -64,7 +61,8 @@ EXIT_SECONDS = 5.0
 class Planner(Protocol):
     """Plans the job for some machines. May take seconds, and may raise."""
 
-    def __call__(self, machines: tuple[str, ...]) -> MachinePlan: ...
+    def __call__(self, machines: tuple[str, ...], devices: int = 0) -> MachinePlan:
+        """Plan for `devices` of each machine; 0: all."""
 
 
 class Manager:
@@ -81,6 +79,7 @@ class Manager:
         journal: Journal,
         clock: SuspendAwareClock,
         say: Callable[..., None],
+        show_output: Callable[[messages.WorkerOutput], None] = lambda output: None,
     ) -> None:
         """`newest` returns the newest step of a store, `address_for` the address that a machine uses."""
         self.job = job
@@ -94,6 +93,7 @@ class Manager:
         self.journal = journal
         self.clock = clock
         self.say = say
+        self.show_output = show_output
         self.agents: dict[str, ManagerConnection] = {}  # by machine
         self.started: dict[str, StartedAgent] = {}  # by machine
         self.heartbeats: dict[str, Heartbeat] = {}  # since the last tick
@@ -104,6 +104,9 @@ class Manager:
         self.ledger = LedgerKeeper(
             job, continues=state.attach_until > 0, wall=time.time, monotonic=time.monotonic
         )
+        self.observer = JobObserver(
+            job, contact.job, ledger=self.ledger.report, continues=state.attach_until > 0
+        )
         self.machine_list = MachineListWatcher(Path(job.machine_list))
         self.slow_machines = SlowMachineWatcher(Path(job.slow_file))
         self.requests = RequestHandler(
@@ -112,6 +115,7 @@ class Manager:
             agents=self.agents,
             slow_machines=self.slow_machines.machines,
             ledger=self.ledger.report,
+            view=lambda: self.observer.view(self.state, now=self.clock.now()),
             put_event=self.events.put_nowait,
         )
         self.server = ConnectionServer(
@@ -177,8 +181,12 @@ class Manager:
             self.report_journal()
             heartbeats, self.heartbeats = self.heartbeats, {}
             self.find_slow_machines(heartbeats)
-            self.events.put_nowait(events.Tick(heartbeats))
-            await asyncio.sleep(TICK_SECONDS)
+            heard = {machine: connection.heard for machine, connection in self.agents.items()}
+            self.events.put_nowait(events.Tick(heartbeats, heard))
+            first = min((connection.heard for connection in self.agents.values()), default=math.inf)
+            left = first + self.state.settings.lost_seconds - self.clock.now()
+            # A machine that falls silent is lost on time.
+            await asyncio.sleep(min(TICK_SECONDS, left + LATE_SECONDS) if left > 0 else TICK_SECONDS)
 
     def read_machine_list(self) -> None:
         if self.machine_list.was_read and not self.state.settings.morphs:
@@ -233,11 +241,11 @@ class Manager:
         before = self.state
         self.state, found = decide_all(self.state, batch, self.clock.now())
         self.ledger.observe(self.state)
-        self.report_problem("ledger", self.ledger.problem)
-        if self.state.store != before.store:
-            self.journal.write(StoreSeen(self.state.store))
-        if counts_changed(before, self.state):
-            self.journal.write(counts_record(self.state, self.clock.now() - self.begun_at))
+        self.observer.observe(self.state, now=self.clock.now(), slow=self.slow_machines.machines)
+        for topic, why in (("ledger", self.ledger.problem), ("metrics", self.observer.problem)):
+            self.report_problem(topic, why)
+        for record in records_of(before, self.state, found, seconds=self.clock.now() - self.begun_at):
+            self.journal.write(record)
         for command in found:
             self.carry_out(command)
 
@@ -251,7 +259,12 @@ class Manager:
         elif isinstance(message, messages.AgentHeartbeat):
             heartbeat = (connection.agent, message.generation, message.progress)
             self.heartbeats[connection.machine] = heartbeat
+            connection.heard = self.clock.now()
             connection.progress = message.progress
+            if message.morphed or self.state.failures or self.state.lost:  # the next decision waits for it
+                self.events.put_nowait(events.Tick({connection.machine: heartbeat}))
+        elif isinstance(message, messages.WorkerMetrics):
+            self.observer.add(message)
         elif isinstance(message, events.Event):
             self.events.put_nowait(message)
         elif isinstance(message, messages.PreemptionReport):
@@ -259,10 +272,7 @@ class Manager:
             machine = message.machine or connection.machine
             self.events.put_nowait(events.NoticeReceived(machine, deadline, message.why))
         elif isinstance(message, messages.WorkerOutput):
-            stream = sys.stderr if message.is_stderr else sys.stdout
-            with suppress(OSError):  # the terminal is gone, or its file is on a full disk
-                for line in message.text.splitlines():
-                    print(f"[rank {message.rank}] {line}", file=stream, flush=True)
+            self.show_output(message)
         elif isinstance(message, messages.LogReply):
             self.requests.forward_log(message)
 
@@ -279,7 +289,7 @@ class Manager:
             earlier.machine = ""  # the same agent reconnects: it is not lost
             earlier.close("replaced")
         connection.machine, connection.agent, connection.pid = joined.machine, joined.agent, hello.pid
-        self.agents[joined.machine] = connection
+        self.agents[joined.machine], connection.heard = connection, self.clock.now()
         connection.send(messages.Welcome(self.job.environment))
         self.events.put_nowait(joined)
 
@@ -300,20 +310,21 @@ class Manager:
         elif isinstance(command, commands.EndAgent):
             self.end_agent(command)
         elif isinstance(command, commands.MakePlan):
-            self.spawn(self.make_plan(command.machines))
+            self.spawn(self.make_plan(command))
         elif isinstance(command, commands.FindCheckpoint):
             self.spawn(self.find_checkpoint(command.store))
         elif isinstance(command, commands.Launch | commands.Prepare | commands.Morph):
             self.start_generation(command)
+        elif isinstance(command, commands.RepeatOrders):
+            self.send_generation(command.morph, command.machines)
         elif isinstance(command, commands.SaveAndEnd):
-            self.journal.write(SaveRequested(command.generation))
             self.log("saving", command.why)
             self.send(command.machines, command)
         elif isinstance(command, commands.KillWorkers | commands.DumpStacks | commands.ReleaseMachines):
             self.send(command.machines, command)
         elif isinstance(command, commands.Finish):
-            self.journal.write(JobOver(command.verdict))
             self.record(command.verdict.how, command.verdict.reason)  # `varuna run` prints it
+            self.observer.finish(self.state, now=self.clock.now())
             for line in ledger_lines(self.ledger.report()):
                 self.say(line)
             self.verdict = command.verdict
@@ -361,12 +372,13 @@ class Manager:
         if started is not None and (connection is None or is_loopback(command.machine)):
             started.kill()
 
-    async def make_plan(self, machines: tuple[str, ...]) -> None:
+    async def make_plan(self, command: commands.MakePlan) -> None:
+        machines, devices = command.machines, command.devices
         try:
-            proposal = await asyncio.to_thread(self.planner, machines)
+            proposal = await asyncio.to_thread(self.planner, machines, devices)
         except Exception as error:
             proposal = MachinePlan(machines, problem=str(error) or type(error).__name__)
-        self.events.put_nowait(events.PlanReady(proposal))
+        self.events.put_nowait(events.PlanReady(msgspec.structs.replace(proposal, devices=devices)))
 
     async def find_checkpoint(self, store: str) -> None:
         try:
@@ -383,7 +395,8 @@ class Manager:
         with suppress(OSError):  # a second record of the number, if the journal is lost
             make_private_folder(Path(self.job.log_dir) / f"generation_{generation.number}")
         if not isinstance(command, commands.Prepare):
-            self.journal.write(GenerationLaunched(generation))
+            with suppress(OSError):  # a full disk must not end the job
+                write_machines(Path(self.job.log_dir), generation)
             self.slow_machines.reset()
             self.log("generation", describe_generation(command))
             for reason in command.reasons:
@@ -393,17 +406,23 @@ class Manager:
                 devices = self.job.devices_per_machine
                 idle = name_unused_devices(generation, self.state.usable, devices_per_machine=devices)
                 self.log("idle devices", idle)
+        self.send_generation(command)
+
+    def send_generation(self, command: GenerationCommand, machines: tuple[str, ...] | None = None) -> None:
+        """Send each machine its part of a generation; `machines`: only to these."""
         rhythm = SaveRhythm(
             every_seconds=self.job.save_every_seconds,
-            failures=self.state.losses,
+            failures=count_failures(self.state.losses, self.state.history.survived),
             observed_seconds=self.state.seconds_before + self.clock.now() - self.begun_at,
             save_seconds=self.state.save_seconds,
         )
-        saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode())
+        hot = "1" if self.state.settings.hot and self.state.settings.morphs else None
+        saves = VarunaEnvironment(saves=msgspec.json.encode(rhythm).decode(), hot=hot)
         environment = {**saves.write(), **forced(self.forces)}
         self.forces = False  # later generations must not take the store back
         for machine, message in generation_messages(command, self.job, environment).items():
-            self.send((machine,), message)
+            if machines is None or machine in machines:
+                self.send((machine,), message)
 
     def log(self, what: str, why: str) -> None:
         """Write to the event log and the terminal."""
@@ -412,6 +431,7 @@ class Manager:
 
     def record(self, what: str, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.observer.add_event(what, why)
         why_not = ""
         try:
             make_private_folder(self.event_log.path.parent)

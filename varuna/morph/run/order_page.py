@@ -1,8 +1,10 @@
 """Morph orders of a worker: its agent writes them to a small file, and a counter to a shared memory page.
 
 The files stand beside the progress page of the worker: `<progress file>.order` has the newest order as JSON,
-`<progress file>.control` the generation of that order. The worker reads the counter once a step, which takes
-less than a microsecond. The agent writes the order first, so a worker that sees the counter finds the order.
+`<progress file>.control` the generation of that order, and of the newest order after a loss. The worker reads
+them once a step, which takes less than a microsecond, and while it waits for other ranks. The agent writes
+the order first, so a worker that sees the counters finds the order. The worker writes there the generation of
+the last order that it has taken: from then on, it is in the middle of the change.
 """
 
 import mmap
@@ -17,7 +19,9 @@ from varuna.files import open_private, write_atomic
 from varuna.types import MorphOrder
 
 PAGE = 4096
-_COUNTER = struct.Struct("<q")
+_COUNTERS = struct.Struct("<qq")  # generation of the newest order, and of the newest one with lost ranks
+_TAKEN = struct.Struct("<q")  # generation of the last order that the worker has taken
+_TAKEN_AT = 64
 _CHANGING = (
     "stage_to_rank_map",
     "batch_size",
@@ -49,11 +53,22 @@ class OrderWriter:
             file.write(bytes(PAGE))
             file.flush()
             self._page = mmap.mmap(file.fileno(), PAGE)
+        self._newest_loss = 0
 
     def give(self, order: MorphOrder) -> None:
-        """Write an order; the worker carries it out at its next step boundary. Raise OSError."""
+        """Write an order; the worker carries it out at its next step boundary. Raise OSError.
+
+        If ranks were lost, the worker abandons its step.
+        """
         write_atomic(self._order, encode(order), fsync=False, private=True)
-        _COUNTER.pack_into(self._page, 0, order.generation)
+        if order.lost:
+            self._newest_loss = order.generation
+        _COUNTERS.pack_into(self._page, 0, order.generation, self._newest_loss)
+
+    @property
+    def taken(self) -> int:
+        """Generation of the last order that the worker has begun to carry out; 0: none."""
+        return int(_TAKEN.unpack_from(self._page, _TAKEN_AT)[0])
 
     def close(self) -> None:
         self._page.close()
@@ -69,6 +84,11 @@ class OrderReader:
         """Return True if there is an order that was not taken."""
         return False
 
+    @property
+    def abandons(self) -> bool:
+        """Return True if ranks were lost and an order to go on without them was not taken."""
+        return False
+
     def take(self) -> MorphOrder:
         """Return the newest order, which is then no longer pending."""
         raise RuntimeError("no order is pending (take() needs is_pending)")
@@ -79,19 +99,24 @@ class SharedOrderReader(OrderReader):
 
     def __init__(self, progress_file: Path) -> None:
         self._order, control = _paths(progress_file)
-        with control.open("rb") as file:
-            self._page = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
+        with control.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), PAGE)
         self._taken = 0
 
     @property
     def is_pending(self) -> bool:
-        return bool(_COUNTER.unpack_from(self._page)[0] != self._taken)
+        return bool(_COUNTERS.unpack_from(self._page)[0] != self._taken)
+
+    @property
+    def abandons(self) -> bool:
+        return bool(_COUNTERS.unpack_from(self._page)[1] > self._taken)
 
     def take(self) -> MorphOrder:
         if not self.is_pending:
             return super().take()
         order = decode(self._order.read_bytes(), MorphOrder, str(self._order))
         self._taken = order.generation
+        _TAKEN.pack_into(self._page, _TAKEN_AT, order.generation)
         return order
 
 

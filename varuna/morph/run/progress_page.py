@@ -10,31 +10,41 @@ import struct
 import time
 from pathlib import Path
 
+from varuna.codec import decode, encode
 from varuna.environment import VarunaEnvironment
 from varuna.files import open_private
-from varuna.morph.state import WorkerProgress
+from varuna.morph.state import CodeIdentity, MorphParts, WorkerProgress
 
 PAGE = 8192
-_NUMBERS = struct.Struct("<qqqqqqqddddqqqdq")  # in the order of SharedProgressWriter._write
+_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqq")  # in the order of SharedProgressWriter._write
 _TEXT = struct.Struct("<H")
-_TEXT_AT = 128
+_TEXT_AT = 192
 MAX_TEXT = 2048
 _NOTE_AT = 2304
 MAX_NOTE = 1536
 _SAVE_PROBLEM_AT = 4096
 _WHY_NOT_AT = 5760
+_CODE_AT = 7312
+MAX_CODE = 768
 
 
 class ProgressWriter:
     """Ignores progress: no agent reads it."""
 
     watched = False
+    _left = 0.0
 
     def enter(self) -> None:
         """Note the start of a step."""
+        self._left = self._left or time.monotonic()
 
-    def leave(self, iteration: int, compute_seconds: float) -> None:
-        """Note the end of a step."""
+    def leave(self, iteration: int, compute_seconds: float, *, missing_samples: int = 0) -> float:
+        """Note the end of a step, which was so many samples short of a full batch.
+
+        Return the seconds since the end of the last one.
+        """
+        left, self._left = self._left, time.monotonic()
+        return self._left - left
 
     def alive(self) -> None:
         """Note other progress, such as an evaluation."""
@@ -57,14 +67,22 @@ class ProgressWriter:
     def saves_every(self, seconds: float) -> None:
         """Note the autosave interval; 0: off."""
 
-    def hot(self, yes: bool, why_not: str = "") -> None:
-        """Note whether this worker can morph in place, and why not."""
+    def hot(self, yes: bool, why_not: str = "", *, replicated: bool = True) -> None:
+        """Note whether this worker can morph in place, why not, and if replicas hold their whole stage."""
+
+    def runs(self, code: CodeIdentity) -> None:
+        """Note the code of this worker."""
 
     def waits(self, now: bool) -> None:
         """Note that this worker waits for a morph order."""
 
-    def morphed(self, generation: int, *, seconds: float, num_bytes: int) -> None:
-        """Note that an order is carried out: its generation, the pause, and the received bytes."""
+    def holds_copy_of(self, rank: int | None) -> None:
+        """Note the rank whose state this worker has a copy of; None: none."""
+
+    def morphed(
+        self, generation: int, parts: MorphParts, *, seconds: float, num_bytes: int, iteration: int
+    ) -> None:
+        """Note that an order is carried out: its generation, the pause, the received bytes, the last step."""
 
 
 class SharedProgressWriter(ProgressWriter):
@@ -74,15 +92,16 @@ class SharedProgressWriter(ProgressWriter):
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        self._steps = self._iteration = self._activity = self._failed_saves = 0
+        self._steps = self._iteration = self._activity = self._failed_saves = self._missing_samples = 0
         self._in_step = self._on_demand = False
         self._saved_step = -1
         self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
-        self._hot = self._waits = False
+        self._hot, self._waits = 0, False
+        self._copy_of: int | None = None
         environment = VarunaEnvironment.read(os.environ)
         self._generation = 0 if environment.joins else environment.generation or 0
-        self._morph_seconds, self._morph_bytes = 0.0, 0
-        self._entered = 0.0
+        self._morph_seconds, self._morph_bytes, self._morph_parts = 0.0, 0, MorphParts()
+        self._entered = self._left = 0.0
         self._store = ""
         self.alive()  # from now on a hang is detected
 
@@ -94,14 +113,19 @@ class SharedProgressWriter(ProgressWriter):
         self._in_step = True
         self._write()
 
-    def leave(self, iteration: int, compute_seconds: float) -> None:
+    def leave(self, iteration: int, compute_seconds: float, *, missing_samples: int = 0) -> float:
+        now = time.monotonic()
+        seconds = now - (self._left or self._entered)
+        self._left = now
         self._in_step = False
         self._iteration = iteration
         self._compute_seconds = compute_seconds
         self._steps += 1
+        self._missing_samples += missing_samples
         if self._steps == 1:
-            self._step_seconds = time.monotonic() - self._entered
+            self._step_seconds = seconds
         self.alive()
+        return seconds
 
     def alive(self) -> None:
         self._activity += 1
@@ -135,18 +159,30 @@ class SharedProgressWriter(ProgressWriter):
         self._save_every_seconds = seconds
         self._write()
 
-    def hot(self, yes: bool, why_not: str = "") -> None:
+    def hot(self, yes: bool, why_not: str = "", *, replicated: bool = True) -> None:
         self._write_text(_WHY_NOT_AT, why_not.encode()[:MAX_NOTE])
-        self._hot = yes
+        self._hot = yes * (1 if replicated else 2)
         self._write()
+
+    def runs(self, code: CodeIdentity) -> None:
+        data = encode(code).encode()
+        if len(data) <= MAX_CODE:
+            self._write_text(_CODE_AT, data)
 
     def waits(self, now: bool) -> None:
         self._waits = now
         self.alive()
 
-    def morphed(self, generation: int, *, seconds: float, num_bytes: int) -> None:
-        self._generation = generation
-        self._morph_seconds, self._morph_bytes = seconds, num_bytes
+    def holds_copy_of(self, rank: int | None) -> None:
+        self._copy_of = rank
+        self._write()
+
+    def morphed(
+        self, generation: int, parts: MorphParts, *, seconds: float, num_bytes: int, iteration: int
+    ) -> None:
+        self._generation, self._iteration = generation, iteration
+        self._copy_of = None
+        self._morph_seconds, self._morph_bytes, self._morph_parts = seconds, num_bytes, parts
         self._waits = False
         self.alive()
 
@@ -173,6 +209,11 @@ class SharedProgressWriter(ProgressWriter):
             self._generation,
             self._morph_seconds,
             self._morph_bytes,
+            self._morph_parts.waited,
+            self._morph_parts.rebuild,
+            self._morph_parts.move,
+            0 if self._copy_of is None else self._copy_of + 1,
+            self._missing_samples,
         )
 
 
@@ -202,7 +243,7 @@ class ProgressReader:
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers[:11]
-        hot, waits, generation, morph_seconds, morph_bytes = numbers[11:]
+        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing = numbers[11:]
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -221,12 +262,24 @@ class ProgressReader:
             failed_saves=failed,
             save_problem=self._read_text(_SAVE_PROBLEM_AT, MAX_NOTE),
             hot=bool(hot),
+            replicated=hot != 2,
             why_not=self._read_text(_WHY_NOT_AT, MAX_NOTE),
             waits=bool(waits),
             generation=generation,
+            copy_of=copy_of - 1 if copy_of else None,
+            code=self._read_code(),
             morph_seconds=morph_seconds,
             morph_bytes=morph_bytes,
+            morph_parts=MorphParts(*parts),
+            missing_samples=missing,
         )
+
+    def _read_code(self) -> CodeIdentity:
+        text = self._read_text(_CODE_AT, MAX_CODE)
+        try:
+            return decode(text, CodeIdentity, "the code of a worker") if text else CodeIdentity()
+        except ValueError:  # it is being written
+            return CodeIdentity()
 
     def _read_text(self, place: int, longest: int) -> str:
         (length,) = _TEXT.unpack_from(self._page, place)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import msgspec
 
 from varuna.morph import events
+from varuna.morph.metrics.view import describe_member
 from varuna.morph.protocol import messages
 from varuna.morph.run.connections import ManagerConnection
 from varuna.morph.state import JobState
+from varuna.observe.job_view import JobView
 from varuna.observe.ledger import LedgerReport
 
 LOG_SECONDS = 8.0
@@ -35,6 +37,7 @@ class RequestHandler:
         agents: Mapping[str, ManagerConnection],
         slow_machines: Collection[str],
         ledger: Callable[[], LedgerReport],
+        view: Callable[[], JobView],
         put_event: Callable[[events.Event], None],
     ) -> None:
         self._job = job
@@ -42,6 +45,7 @@ class RequestHandler:
         self._agents = agents
         self._slow_machines = slow_machines
         self._ledger = ledger
+        self._view = view
         self._put_event = put_event
         self._waiting: dict[int, LogWait] = {}
         self._num_log_requests = 0
@@ -56,6 +60,8 @@ class RequestHandler:
         elif request.what == "status":
             status = msgspec.json.encode(self._status(state, now=now))
             _reply(caller, True, "", status)
+        elif request.what == "view":
+            _reply(caller, True, "", msgspec.json.encode(self._view()))
         elif request.what == "stop":
             self._put_event(events.StopRequested(request.why or "stop requested", save=request.save))
             _reply(caller, True, "the job saves and ends" if request.save else "the job ends")
@@ -161,25 +167,7 @@ def machine_status(
         agent_pid=connection.pid if connection is not None else None,
         seen_seconds_ago=round(now - member.seen, 3) if member.agent else None,
         workers=tuple(
-            messages.WorkerStatus(w.rank, w.pid, w.iteration, w.compute_seconds, w.step_seconds)
+            messages.WorkerStatus(w.rank, w.pid, w.iteration, w.compute_seconds, w.step_seconds, w.copy_of)
             for w in (connection.progress if connection is not None else ())
         ),
     )
-
-
-def describe_member(state: JobState, machine: str, *, now: float) -> str:
-    """Return the state of a machine as `varuna status` shows it."""
-    member = state.members[machine]
-    if member.dismissed_at is not None:
-        return "ending"
-    if not member.agent:
-        return (
-            "starting" if member.starting is not None else "lost" if machine in state.absences else "absent"
-        )
-    if member.leaves:
-        return "leaving"
-    if state.active and state.generation is not None and machine in state.generation.machines:
-        return "at work, not listed" if member.kept else "at work"
-    if now < member.welcome_at:
-        return f"waits {member.welcome_at - now:.0f} s: it left or was lost repeatedly"
-    return "spare" if member.warm else "warming up"

@@ -21,6 +21,7 @@ from varuna.codec import decode
 from varuna.environment import VarunaEnvironment
 from varuna.files import make_private_folder
 from varuna.morph.failures import ErrorFile, WorkerFailure, describe_exit
+from varuna.morph.metrics.collect import MetricsCollector
 from varuna.morph.run.log_pages import last_lines
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
@@ -30,7 +31,7 @@ from varuna.morph.run.worker_env import (
     worker_arguments,
     worker_environment,
 )
-from varuna.morph.state import Outcome, WorkerProgress
+from varuna.morph.state import Outcome, WorkerFacts, WorkerProgress
 from varuna.secure.credential import JobCredential
 from varuna.types import MachineWorkers, MorphOrder
 
@@ -59,6 +60,7 @@ class WorkerProcess:
         self.last_progress = WorkerProgress(rank)
         progress_file = folder / f"rank_{rank}.progress"
         self._reader = ProgressReader(progress_file, rank) if shows_progress else None
+        self.metrics = MetricsCollector(progress_file) if shows_progress else None
         self._orders = OrderWriter(progress_file) if shows_progress else None
         self._shown = {False: 0, True: 0}  # bytes of stdout and stderr that were returned
 
@@ -68,8 +70,10 @@ class WorkerProcess:
         return {"TORCHELASTIC_ERROR_FILE": str(self.error_file), **ours.write()}
 
     def progress(self) -> WorkerProgress:
-        assert self._reader is not None
-        return self._reader.read(self.pid or 0)
+        assert self._reader is not None and self._orders is not None
+        facts = self.metrics.facts(self.pid or 0) if self.metrics is not None else WorkerFacts()
+        found = self._reader.read(self.pid or 0)
+        return msgspec.structs.replace(found, facts=facts, taken=self._orders.taken)
 
     def failure(self) -> WorkerFailure | None:
         """Return the failure of the worker, also while it still runs after writing its error file."""
@@ -87,6 +91,8 @@ class WorkerProcess:
             self._reader.close()
         if self._orders is not None:
             self._orders.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
     def give(self, order: MorphOrder, folder: Path) -> None:
         """Order the worker into the next generation; `folder` gets links to its logs. Raise OSError."""
@@ -134,11 +140,13 @@ class Supervisor:
         on_store: Callable[[int, str], None] = lambda port, error: None,
         on_store_end: Callable[[int, str], None] = lambda port, why: None,
         on_exit: Callable[[str], None] = lambda why: None,
+        on_worker_left: Callable[[WorkerProcess], None] = lambda worker: None,
     ) -> None:
         """`credential` None: the workers use torch's own store, which is open to strangers.
 
         `on_store` gets the port of a new store, or 0 and an error; `on_store_end` the port of a store that
-        ended unexpectedly, `on_exit` the reason for an unexpected end of the fork server.
+        ended unexpectedly, `on_exit` the reason for an unexpected end of the fork server, `on_worker_left` a
+        worker that has ended after it handed its state over.
         """
         self.workers: dict[int, WorkerProcess] = {}  # by rank
         self.leaving: list[WorkerProcess] = []  # hand their state over to the others, then exit
@@ -149,6 +157,7 @@ class Supervisor:
         self._on_store = on_store
         self._on_store_end = on_store_end
         self._on_exit = on_exit
+        self._on_worker_left = on_worker_left
         self._server: asyncio.subprocess.Process | None = None
         self._closing = False
         self._stores: dict[str, int] = {}  # port by key; the last one is for the next generation
@@ -228,6 +237,7 @@ class Supervisor:
             elif worker is not None and what == "ended":
                 worker.end(facts["code"])
                 if worker in self.leaving:
+                    self._on_worker_left(worker)
                     self.leaving.remove(worker)
                 else:
                     self._on_worker_end(worker)
@@ -291,9 +301,15 @@ class Supervisor:
             )
 
     def morph_workers(self, orders: Mapping[int, MorphOrder], folder: Path) -> None:
-        """Give each live worker its order, by its present rank. Raise OSError."""
+        """Give each live worker its order, by its present rank. Raise OSError.
+
+        Workers that still hand their state over in an earlier morph are killed if this one interrupts it.
+        """
         make_private_folder(folder)
         live = self.live_workers
+        if any(order.lost for order in orders.values()):
+            for worker in self.leaving:
+                self._request("signal", key=worker.key, number=int(signal.SIGKILL))
         ends = all(orders[worker.rank].rank is None for worker in live)
         for worker in live:
             order = orders[worker.rank]
@@ -302,6 +318,15 @@ class Supervisor:
                 self.leaving.append(worker)
         if not ends:  # else they stay the workers of their generation, and end with it
             self.workers = {worker.rank: worker for worker in live if worker not in self.leaving}
+
+    def collect_metrics(self, *, again: bool = False) -> list[MetricsCollector]:
+        """Take the new records of all workers, also of those that have ended; `again`: also the last ones."""
+        found = []
+        for worker in (*self.workers.values(), *self.leaving):
+            if worker.metrics is not None:
+                worker.metrics.collect(worker.rank, again=again)
+                found.append(worker.metrics)
+        return found
 
     def signal_workers(self, number: int) -> None:
         """Send a signal to all live workers; SIGKILL reaches their own children too."""

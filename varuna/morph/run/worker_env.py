@@ -103,12 +103,20 @@ def worker_environment(workers: MachineWorkers, local_rank: int) -> dict[str, st
 
 
 def make_orders(morph: MorphWorkers, last_ranks: tuple[int, ...], *, joins: bool) -> dict[int, MorphOrder]:
-    """Return the order of each worker of a machine, by its present rank: that of a joiner is tentative."""
+    """Return the order of each worker of a machine, by its present rank: that of a joiner is tentative.
+
+    The first workers that are left stay. Each keeps its device, and so its LOCAL_RANK.
+    """
     orders = {}
-    for local_rank, old in enumerate(last_ranks):
-        stays = local_rank < len(morph.workers.ranks)
-        rank = morph.workers.ranks[local_rank] if stays else None
-        ours = VarunaEnvironment(generation=morph.generation).write()
+    left = [old for old in last_ranks if joins or old not in morph.lost]
+    for place, old in enumerate(left):
+        stays = place < len(morph.workers.ranks)
+        rank = morph.workers.ranks[place] if stays else None
+        environment: dict[str, str] = {}
+        if stays:
+            ours = VarunaEnvironment(generation=morph.generation).write()
+            environment = {**worker_environment(morph.workers, place), **ours}
+            del environment["LOCAL_RANK"]
         orders[old] = MorphOrder(
             generation=morph.generation,
             layout=morph.workers.layout,
@@ -117,9 +125,10 @@ def make_orders(morph: MorphWorkers, last_ranks: tuple[int, ...], *, joins: bool
             previous=morph.previous,
             leaving=morph.leaving,
             lost=morph.lost,
+            old_rank=None if joins else old,
             master_addr=morph.workers.master_addr,
             master_port=morph.workers.master_port,
-            environment={**worker_environment(morph.workers, local_rank), **ours} if stays else {},
+            environment=environment,
             why=morph.why,
         )
         assert rank is None or morph.previous[rank] == (None if joins else old)

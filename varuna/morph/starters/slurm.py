@@ -28,6 +28,7 @@ exec <"$orders" && rm -f "$orders" && exec "$@"
 """
 
 ARRAY_SECONDS = 0.1
+"""Agents that are requested within this time form one array."""
 NOTICE_SECONDS = 60
 SLURM_SECONDS = 60.0
 """Time limit for a command of Slurm."""
@@ -84,6 +85,7 @@ class SlurmStarter:
         python: str = sys.executable,
         options: Sequence[str] = (),
         watch_seconds: float = 2.0,
+        array_seconds: float = ARRAY_SECONDS,
         agent: Sequence[str] = AGENT,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
@@ -105,6 +107,7 @@ class SlurmStarter:
             *["--parsable", "--nodes=1", "--ntasks=1", "--no-requeue"],
         ]
         self._watch_seconds = watch_seconds
+        self._array_seconds = array_seconds
         self._environment = environment
         self._lock = threading.Lock()
         self._requested: list[tuple[AgentOrders, Future[SlurmAgent]]] = []
@@ -118,7 +121,7 @@ class SlurmStarter:
             self._requested.append((orders, answer))
             first = len(self._requested) == 1
         if first:
-            threading.Event().wait(ARRAY_SECONDS)
+            threading.Event().wait(self._array_seconds)
             with self._lock:
                 requested, self._requested = self._requested, []
             try:

@@ -3,7 +3,11 @@
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
+from varuna.checkpoint.format.manifest import hash_of
 from varuna.execute.rebuild.generation import owns_world
+from varuna.morph.state import CodeIdentity
 
 if TYPE_CHECKING:
     from varuna.train.varuna import Varuna
@@ -19,10 +23,10 @@ TENSORS = (
 def why_not_hot(model: "Varuna") -> str:
     """Return why this rank cannot morph in place; "" if it can."""
     options = model._options
-    if not model._fetches:
+    if not model._hot.fetches:
         return TENSORS
-    if options.shard_optimizer or options.offload_optimizer:
-        return "shard_optimizer and offload_optimizer place the optimizer's state for one layout"
+    if isinstance(model._optimizer, torch.optim.LBFGS):
+        return "LBFGS computes one direction from the gradients of all parameters, so it needs one stage"
     if options.spans is not None or not isinstance(options.recompute, bool | None):
         return "the script sets spans or recompute for each stage of one layout"
     if len(model._copies):
@@ -40,16 +44,26 @@ def why_not_hot(model: "Varuna") -> str:
 
 def report_if_hot(model: "Varuna") -> None:
     """Tell the manager whether this rank can morph in place. Cheap: it looks again every 16 steps."""
-    known = model._reported
-    if known is not None and (known == TENSORS) != model._fetches and model._trainer.iteration % 16:
+    known = model._hot.reported
+    if known is not None and (known == TENSORS) != model._hot.fetches and model._trainer.iteration % 16:
         return
     why_not = why_not_hot(model)
     if why_not == known:
         return
+    if known is None:
+        model._progress.runs(code_identity(model))
     if known is None and why_not and model._session.rank == model._session.ranks[0]:
         log.info("when machines change, this job restarts from a checkpoint: %s", why_not)
-    model._reported = why_not
-    model._progress.hot(not why_not, why_not)
+    model._hot.reported = why_not
+    model._progress.hot(not why_not, why_not, replicated=not model._options.shard_optimizer)
+
+
+def code_identity(model: "Varuna") -> CodeIdentity:
+    """Return the versions, the user's code and the model of this worker."""
+    import varuna  # it imports this module
+
+    fingerprint = hash_of(model._programs.sampled.captured.graph.fingerprint.encode())
+    return CodeIdentity(varuna.__version__, str(torch.__version__), model._hot.script, fingerprint)
 
 
 def open_models() -> "list[Varuna]":

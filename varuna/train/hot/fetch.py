@@ -44,6 +44,13 @@ class FetchedInputs(dict[str, object]):
         return range(first, first + shares[replica])
 
 
+def evaluated_share(fetch: Fetch, num_samples: int, model: StepPlace) -> Mapping[str, object]:
+    """Return this replica's share of the samples 0, 1, 2, ... of an evaluation."""
+    shares, replica = spread_evenly(num_samples, parts=model.data_depth), model.rank_within_stage
+    first = sum(shares[:replica])
+    return _checked(fetch(range(first, first + shares[replica])))
+
+
 def _place(model: StepPlace) -> tuple[int, int, int]:
     return model.iteration, model.rank_within_stage, model.data_depth
 

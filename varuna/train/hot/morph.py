@@ -11,19 +11,24 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from varuna.capture.model.state import moved_state
+from varuna.capture.model.state import StageState, moved_state
 from varuna.environment import VarunaEnvironment
 from varuna.errors import WorkerError
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.session import Session
-from varuna.execute.rebuild.generation import enter_generation, leave_generation
-from varuna.execute.rebuild.handover import hand_over
+from varuna.execute.device.profiled import profiled_as
+from varuna.execute.rebuild.generation import enter_generation, is_interruption, leave_generation
+from varuna.execute.rebuild.handover import Unit
 from varuna.morph.run.order_page import apply_environment
+from varuna.morph.state import MorphParts
 from varuna.train import build
+from varuna.train.hot.copies import StateCopies
 from varuna.train.hot.moving import MovingState, group_options, hash_groups, set_group_options
 from varuna.train.layout import Prediction
 from varuna.train.programs import CapturedModel
@@ -43,59 +48,90 @@ COMPARED_STEPS = 4096
 """Compare the optimizers of all ranks for this many steps after a join: in steps 1, 2, 4, 8, ..."""
 
 
-def morph(model: "Varuna", order: MorphOrder) -> None:
+@profiled_as("morph")
+def morph(
+    model: "Varuna",
+    order: MorphOrder,
+    parts: MorphParts | None = None,
+    *,
+    copied: Mapping[str, Unit] | None = None,
+) -> None:
     """Carry out an order. All ranks of the old generation that live, and all joiners, call this.
 
-    Raises SystemExit(0) on a rank that leaves, once it has handed its tensors over.
+    `parts`: seconds since the notice of a loss. `copied`: state before an earlier step, to which all ranks go
+    back. Raises SystemExit(0) on a rank that leaves, once it has handed its tensors over.
     """
-    started = time.perf_counter()
-    old, environment = model._session, VarunaEnvironment.read(os.environ)
+    parts = parts or MorphParts()
+    started = time.perf_counter() - parts.rebuild
     model._programs.tensors.follow()  # values that the script has assigned
-    follows_launcher = environment.chunk_size == model._options.microbatch_size
-    leave_generation(old, abandons=bool(order.lost))
+    if not order.lost or order.old_rank is None:  # else this rank has abandoned it
+        leave_generation(model._session)
     apply_environment(order, os.environ)
     os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
     if order.rank is not None:
         os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(order.layout.num_ranks))
     seconds = model._options.timeout_seconds
-    group = enter_generation(order, old.rank, timeout_seconds=seconds)
+    group = enter_generation(order, timeout_seconds=seconds)
     if order.rank is None:
-        _leave_job(model, group)
+        _leave_job(model, group, copied)
         raise SystemExit(0)
-    size = order.layout.microbatch_size if follows_launcher else model._options.microbatch_size
+    size = order.layout.microbatch_size if model._follows_launcher else model._options.microbatch_size
     options = replace(model._options, stage_map=order.layout.stage_map, microbatch_size=size)
-    session = build.connect(options, order.rank)
+    orders = model._orders
+    session = build.connect(options, order.rank, has_order=lambda: orders.abandons)
+    parts.rebuild = time.perf_counter() - started
     try:
-        num_bytes = _rebuild(model, session, options, group)
+        num_bytes = _rebuild(model, session, options, group, order, parts, copied)
     except Exception as error:
-        session.report_error(error, f"stage {session.stage}, entering generation {order.generation}")
+        if is_interruption(error):
+            session.abandon()
+        else:
+            session.report_error(error, f"stage {session.stage}, entering generation {order.generation}")
         raise
-    if None in order.previous:
-        model._joined_at = model._trainer.iteration
-    seconds = time.perf_counter() - started
-    model._progress.morphed(order.generation, seconds=seconds, num_bytes=num_bytes)
+    seconds = parts.waited + time.perf_counter() - started
+    model._tracer.note("morph", time.perf_counter() - seconds)
+    step = model._trainer.iteration
+    model._progress.morphed(order.generation, parts, seconds=seconds, num_bytes=num_bytes, iteration=step)
     log.info(
-        "generation %d: rank %d in %.3f s, %d bytes arrived (%s)",
+        "generation %d: rank %d in %.3f s (%s), %d bytes arrived (%s)",
         order.generation,
         session.rank,
         seconds,
+        parts,
         num_bytes,
         order.why,
     )
 
 
-def _leave_job(model: "Varuna", group: Collective) -> None:
+def moving_state(model: "Varuna", state: StageState | None) -> MovingState:
+    """Return the state of this rank on its way to a next layout; None: it gives its state only."""
+    training, is_joiner = model._checkpoints.training, model._session.provisional
+    job = partial(_job_values, model)
+    return MovingState(training, state, is_joiner, job, note_progress=model._progress.alive)
+
+
+def _leave_job(model: "Varuna", group: Collective, copied: Mapping[str, Unit] | None) -> None:
     """Give everything that other ranks lack, and disconnect."""
-    moving = MovingState(model._checkpoints.training, None, False, lambda: _job_values(model))
-    hand_over(group, machine_identity(), moving.holds, moving.lacks, moving)
+    moving = moving_state(model, None)
+    moving.copied = copied
+    moving.hand_over(group, None)
     model._saver.close()
 
 
-def _rebuild(model: "Varuna", session: Session, options: WrapOptions, group: Collective) -> int:
+def _rebuild(
+    model: "Varuna",
+    session: Session,
+    options: WrapOptions,
+    group: Collective,
+    order: MorphOrder,
+    parts: MorphParts,
+    copied: Mapping[str, Unit] | None,
+) -> int:
     """Build this rank's part of the next layout; return the bytes that arrived from other ranks."""
     environment = VarunaEnvironment.read(os.environ)
     is_joiner = model._session.provisional
-    groups = "" if is_joiner else hash_groups(model._optimizer) or ""
+    # Ranks that go back to copies may be at different steps of their schedules; the copies have the options.
+    groups = "" if is_joiner or copied is not None else hash_groups(model._optimizer) or ""
     sampled = _same_model(model._programs.sampled, session, groups)
     plan, prediction = build.choose_plan(sampled, options, session, environment)
     own = plan.stages[session.stage]
@@ -103,15 +139,19 @@ def _rebuild(model: "Varuna", session: Session, options: WrapOptions, group: Col
         sampled.source, sampled.captured, own.first, own.stop, held=model._state, device=options.device
     )
     training = model._checkpoints.training
-    moving = MovingState(training, state, is_joiner, lambda: _job_values(model))
+    moving = moving_state(model, state)
+    moving.copied = copied
     if not is_joiner:
         moving.base = {name for name in state.canonical if name in training.base}
-    num_bytes = hand_over(group, machine_identity(), moving.holds, moving.lacks, moving)
-    moving.arrange_optimizer()
+    started = time.perf_counter()
+    num_bytes = moving.hand_over(group, session)
+    parts.move = time.perf_counter() - started
+    model._hot.half_moved = True
     _use(model, session, options, plan, sampled, moving)
     if moving.taken_job is not None:
         _take_job_values(model, moving.taken_job)
-    _use_reports(model, session, sampled, prediction, environment)
+    model._hot.generation, model._hot.half_moved = order.generation, False
+    _use_reports(model, session, sampled, prediction, environment, is_joiner=is_joiner)
     return num_bytes
 
 
@@ -141,13 +181,13 @@ def compare_groups(model: "Varuna") -> None:
 
     A learning rate scheduler that is not registered starts from step 0 on a joiner.
     """
-    if model._joined_at is None:
+    if model._hot.joined_at is None:
         return
-    since = model._trainer.iteration - model._joined_at
+    since = model._trainer.iteration - model._hot.joined_at
     if since < 1 or since & (since - 1):
         return
     if since >= COMPARED_STEPS:
-        model._joined_at = None
+        model._hot.joined_at = None
     found = model._session.gather(hash_groups(model._optimizer) or "", str)
     if len(set(found)) > 1:
         raise WorkerError(
@@ -172,6 +212,8 @@ def _use(
     if (before.first, before.stop) == (after.first, after.stop):
         programs.adopt(model._programs)
     trainer.iteration, trainer.seed = last.iteration, last.seed
+    if moving.training.shards is not None:
+        trainer.reducer.owned = moving.training.shards.counted(trainer.reducer.weights)
     base = FrozenBase(state, [name for name in state.canonical if name in moving.base])
     training = replace(moving.training, stage=state, trainer=trainer, base=base, _first_stage={})
     first = session.rank == session.stage_map[0][0]
@@ -208,11 +250,18 @@ def _use_reports(
     sampled: CapturedModel,
     prediction: Prediction | None,
     environment: VarunaEnvironment,
+    *,
+    is_joiner: bool,
 ) -> None:
     # The gather also keeps all ranks together until each has built its stage.
-    predicted = session.gather(prediction is not None, bool)[0]
-    reporter = Reporter(session, sampled.machines, prediction, reports=predicted, folder=environment.log_dir)
-    vars(model).update(_reporter=reporter)
+    reports = prediction is not None or environment.log_dir is not None
+    joined_at = model._trainer.iteration if is_joiner else model._hot.joined_at
+    everyone = session.gather((reports, -1 if joined_at is None else joined_at), tuple[bool, int])
+    reports = everyone[0][0]
+    newest = max(joined for _, joined in everyone)  # ranks may have been interrupted in an earlier morph
+    model._hot.joined_at = None if newest < 0 else newest
+    reporter = Reporter(session, sampled.machines, prediction, reports=reports, folder=environment.log_dir)
+    vars(model).update(_reporter=reporter, _state_copies=StateCopies(session, sampled.machines))
     timer = model._requests.autosave
     if session.rank != session.stage_map[0][0]:
         model._requests.autosave = AutosaveTimer(None, timer.store)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from varuna.checkpoint.format.manifest import hash_of
 from varuna.checkpoint.format.optimizer import SPEED_OPTIONS, pack_groups
 from varuna.checkpoint.format.tree import pack, unpack
 from varuna.errors import WorkerError
-from varuna.execute.rebuild.handover import Unit
+from varuna.execute.comm.address import machine_identity
+from varuna.execute.comm.collective import Collective
+from varuna.execute.comm.session import Session
+from varuna.execute.rebuild.handover import Unit, hand_over
 from varuna.train.saving.training_state import TrainingState
 
 JOB = ""
 """Name of the unit with what is the same on all ranks. Joiners take it."""
+SHARD = "\0"
+"""Prefix of units with a shard of the optimizer's state, in a copy."""
 
 
 @dataclass
@@ -32,13 +38,17 @@ class MovingState:
     job: Callable[[], Mapping[str, Any]]  # plain values that joiners take
     groups: dict[str, int] = field(default_factory=dict)  # optimizer group of each tensor that arrived
     base: set[str] = field(default_factory=set)  # tensors of the next layout in the frozen base
+    copied: Mapping[str, Unit] | None = None  # all ranks go back to this state of an earlier step
     taken_job: dict[str, Any] | None = None
+    note_progress: Callable[[], None] = lambda: None  # some bytes have moved
 
     @property
     def holds(self) -> dict[str, int]:
         """Bytes of the values that this rank can give, by name."""
         if self.is_joiner:
             return {}
+        if self.copied is not None:
+            return {name: num_bytes(one) for name, one in self.copied.items() if not name.startswith(SHARD)}
         stage = self.training.stage
         return {JOB: 0, **{name: stage.tensor(name).nbytes for name in stage.canonical}}
 
@@ -49,7 +59,17 @@ class MovingState:
         held = self.holds
         return [name for name in (JOB, *self.state.canonical) if name not in held]
 
+    def all_units(self) -> dict[str, Unit]:
+        """Return everything that this rank can give, to be copied."""
+        units = {name: self.give(name) for name in self.holds}
+        if self.training.shards is not None:
+            shards = MovingShards(self.training, False, None)
+            units |= {f"{SHARD}{name}": shards.give(name) for name in shards.holds}
+        return units
+
     def give(self, name: str) -> Unit:
+        if self.copied is not None:
+            return self.copied[name]
         tensors: dict[str, Tensor] = {}
         if name == JOB:
             return Unit(pack(dict(self.job()), "job", tensors), tensors)
@@ -57,13 +77,11 @@ class MovingState:
         tensors["value"] = tensor
         if tensor.grad is not None:
             tensors["gradient"] = tensor.grad
-        optimizer, group, state = self.training.optimizer, None, {}
-        if optimizer is not None:
-            group = _group_of(optimizer).get(tensor)
-            state = dict(optimizer.state.get(tensor, {}))
+        optimizer = self.training.optimizer
+        state = {} if optimizer is None or self.training.shards else dict(optimizer.state.get(tensor, {}))
         tree = {
             "trains": tensor.requires_grad,
-            "group": group,
+            "group": self._groups_before.get(tensor),
             "in_base": name in self.training.base,
             "state": pack(state, "state", tensors),
             "on_host": [key for key, one in tensors.items() if one.device.type == "cpu"],
@@ -81,15 +99,10 @@ class MovingState:
         own, value = self.state.tensor(name), unit.tensors["value"]
         if value.data_ptr() != own.data_ptr():
             own.data.copy_(value)
-        on_host = set(unit.tree["on_host"])
-
-        def placed(key: str) -> Tensor:
-            found = unit.tensors[key]
-            return found if key in on_host else found.to(own.device)
-
         if own.is_leaf and own.requires_grad != unit.tree["trains"]:
             own.requires_grad_(unit.tree["trains"])
-        own.grad = placed("gradient").view(own.shape) if "gradient" in unit.tensors else None
+        gradient = unit.tensors.get("gradient")
+        own.grad = None if gradient is None else gradient.to(own.device).view(own.shape)
         if unit.tree["in_base"]:
             self.base.add(name)
         optimizer = self.training.optimizer
@@ -100,18 +113,46 @@ class MovingState:
                 "this rank has no optimizer (call set_optimizer before resume and the first step)"
             )
         self.groups[name] = unit.tree["group"]
-        state = unpack(unit.tree["state"], placed)
-        if state:
-            optimizer.state[own] = state
-        else:
-            optimizer.state.pop(own, None)
+        if self.training.shards is not None:  # the state follows to the owner
+            return
+        set_state(optimizer, own, unit)
 
-    def arrange_optimizer(self) -> None:
+    @cached_property
+    def _groups_before(self) -> dict[Tensor, int]:
+        """The optimizer group of each parameter in the last layout."""
+        if self.training.shards is not None:
+            return dict(self.training.shards.group_of)
+        groups = [] if self.training.optimizer is None else self.training.optimizer.param_groups
+        return {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+
+    def hand_over(self, group: Collective, session: Session | None) -> int:
+        """Give and take what changes its owner, and give the optimizer its parameters. All ranks call this.
+
+        `session` of the next layout; None: this rank leaves. Returns the bytes that arrived here.
+        """
+        move = partial(hand_over, group, machine_identity(), note_progress=self.note_progress)
+        received = move(self.holds, self.lacks, self)
+        if self.copied is not None and self.state is not None:
+            for name in (JOB, *self.state.canonical):
+                if name in self.copied:
+                    self.take(name, self.copied[name])
+        shards = None
+        if self.training.shards is not None:
+            shards = MovingShards(self.training, self.is_joiner, self.copied)
+        if session is not None:
+            self._arrange_optimizer(session)
+        if shards is not None:
+            lacks = [] if self.state is None else shards.lacks(self.state)
+            received += move(shards.holds, lacks, shards)
+            shards.take_copied()
+        return received
+
+    def _arrange_optimizer(self, session: Session) -> None:
         """Give the optimizer the parameters of the next layout; its groups stay the same objects."""
         optimizer = self.training.optimizer
         if optimizer is None or self.state is None:
             return
-        before = _group_of(optimizer)
+        before = self._groups_before
         held = {self.training.stage.tensor(name) for name in self.training.stage.canonical}
         canonical: dict[Tensor, str] = {self.state.tensor(name): name for name in self.state.canonical}
         lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
@@ -119,9 +160,14 @@ class MovingState:
             number = self.groups.get(canonical[parameter], before.get(parameter))
             if number is not None:
                 lists[self._checked(number, optimizer)].append(parameter)
+        for one, number in before.items():
+            if one not in held and one not in canonical:  # the placeholder
+                lists[number].append(one)
+        if self.training.shards is not None:
+            self.training.shards.place(lists, session)
+            return
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
-            others = [one for one in group["params"] if one not in held and one not in canonical]
-            group["params"][:] = [*parameters, *others]  # others: the placeholder
+            group["params"][:] = parameters
         current = {one for group in optimizer.param_groups for one in group["params"]}
         for gone in [one for one in optimizer.state if one not in current]:
             del optimizer.state[gone]
@@ -135,9 +181,77 @@ class MovingState:
         return group
 
 
-def _group_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    groups = optimizer.param_groups
-    return {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+class MovingShards:
+    """The sharded state of the optimizer on its way to its next owners."""
+
+    def __init__(self, training: TrainingState, is_joiner: bool, copied: Mapping[str, Unit] | None) -> None:
+        assert training.optimizer is not None
+        self._optimizer = training.optimizer
+        self._parameters: dict[str, Tensor] = {}  # of the next layout
+        self._is_copied = copied is not None
+        self._held: dict[str, Unit] = {}  # as long as others may ask for it
+        if copied is not None:
+            self._held = {k.removeprefix(SHARD): one for k, one in copied.items() if k.startswith(SHARD)}
+            return
+        for name in () if is_joiner else training.stage.canonical:
+            if (parameter := training.stage.tensor(name)) in self._owned():
+                self._held[name] = _state_unit(self._optimizer.state.get(parameter, {}))
+
+    def _owned(self) -> set[Tensor]:
+        return {p for group in self._optimizer.param_groups for p in group["params"]}
+
+    @property
+    def holds(self) -> dict[str, int]:
+        """Bytes of the state that this rank has owned until now, by name of the parameter."""
+        return {name: num_bytes(unit) for name, unit in self._held.items()}
+
+    def lacks(self, state: StageState) -> list[str]:
+        """Return the names of parameters of the next layout that this rank owns from now on."""
+        owned = self._owned()
+        tensors = {name: state.tensor(name) for name in state.canonical}
+        self._parameters = {name: tensor for name, tensor in tensors.items() if tensor in owned}
+        return [name for name in self._parameters if name not in self._held]
+
+    def give(self, name: str) -> Unit:
+        return self._held[name]
+
+    def take_copied(self) -> None:
+        """Go back to the copied state of what this rank owns."""
+        for name in self._parameters if self._is_copied else ():
+            if name in self._held:
+                self.take(name, self._held[name])
+
+    def memory(self, name: str, key: str) -> Tensor | None:
+        return None
+
+    def take(self, name: str, unit: Unit) -> None:
+        set_state(self._optimizer, self._parameters[name], unit)
+
+
+def _state_unit(state: Mapping[str, Any]) -> Unit:
+    tensors: dict[str, Tensor] = {}
+    packed = pack(dict(state), "state", tensors)
+    on_host = [key for key, one in tensors.items() if one.device.type == "cpu"]
+    return Unit({"state": packed, "on_host": on_host}, tensors)
+
+
+def num_bytes(unit: Unit) -> int:
+    return sum(tensor.nbytes for tensor in unit.tensors.values())
+
+
+def set_state(optimizer: torch.optim.Optimizer, parameter: Tensor, unit: Unit) -> None:
+    """Set the state of a parameter from a unit; a tensor that was on the host stays there."""
+    on_host = set(unit.tree["on_host"])
+
+    def placed(key: str) -> Tensor:
+        found = unit.tensors[key]
+        return found if key in on_host else found.to(parameter.device)
+
+    state = unpack(unit.tree["state"], placed)
+    if state:
+        optimizer.state[parameter] = state
+    else:
+        optimizer.state.pop(parameter, None)
 
 
 def hash_groups(optimizer: torch.optim.Optimizer | None) -> str | None:

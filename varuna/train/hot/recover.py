@@ -1,29 +1,47 @@
-"""Continues a job after the loss of a rank: abandon the step, agree with the other survivors, run it again.
+"""Continues a job after the loss of a rank: abandon the call, agree with the other survivors, run it again.
 
     step k: forwards, backwards, reductions ──► commit: one small message to all ranks ──► return, update
 
-A rank takes part in the commit when its own gradients are whole. So if any survivor has finished the commit
-of step k, the gradients of all survivors are whole: all finish step k, and morph before step k + 1. If none
-has, all put back what the step has changed, morph, and run step k again with their new shares.
+A rank takes part in the commit when its own part of the call is done: in a step, when its gradients are
+whole. So if any survivor has finished the commit of a call, all survivors have their results: all finish the
+call, and morph before the next one. If none has, all put back what the call has changed, morph, and run it
+again: a step with their new shares.
 """
 
 import logging
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from varuna.errors import PeerLost, WorkerError
-from varuna.execute.rebuild.generation import SurvivorStep, exchange_steps
-from varuna.execute.update.reduce import StepTotals
-from varuna.train.hot.eligible import why_not_hot
-from varuna.train.hot.follow_orders import wait_for_order
+from varuna.execute.rebuild.generation import (
+    SurvivorStep,
+    abandon_generation,
+    ended_by,
+    exchange_steps,
+    is_interruption,
+)
+from varuna.execute.rebuild.handover import Unit
+from varuna.morph.state import MorphParts
+from varuna.train.hot.copies import needs_copies
+from varuna.train.hot.eligible import code_identity, why_not_hot
+from varuna.train.hot.follow_orders import (
+    JOIN_SECONDS,
+    ORDER_SECONDS,
+    wait_for_loss_order,
+    wait_for_order,
+)
+from varuna.train.hot.hot_state import EarlierStep, Finished
 from varuna.train.hot.morph import morph
+from varuna.types import MorphOrder
 
 if TYPE_CHECKING:
     from varuna.train.varuna import Varuna
 
+T = TypeVar("T")
 log = logging.getLogger("varuna")
 
-CAUSE_SECONDS = 0.2
-"""After a broken connection, wait this long for an error of the failed rank: one that was killed has none."""
 LOSS_SECONDS = 60.0
 """Time for the manager to notice the loss, to plan, and to give its orders."""
 
@@ -44,52 +62,215 @@ class StepBackup:
             model._loss_scale.load_state_dict(self._loss_scale)
 
 
-def survives_losses(model: "Varuna") -> bool:
-    """Return whether the ranks commit each step: every stage has a replica to lose. The same on all ranks."""
+def commits_calls(model: "Varuna") -> bool:
+    """Return whether the ranks commit their calls: every stage has replicas. The same on all ranks."""
     replicated = all(len(row) > 1 for row in model._session.stage_map)
-    if not (model._waits_for_orders and replicated):
+    return model._hot.waits_for_orders and replicated and not model._options.shard_optimizer
+
+
+def survives_losses(model: "Varuna") -> bool:
+    """Return whether survivors can go on: they commit their calls, or have copies. The same on all ranks."""
+    return commits_calls(model) or (needs_copies(model) and not model._state_copies.is_off)
+
+
+def can_go_on(model: "Varuna", error: PeerLost) -> bool:
+    """Return whether this rank can go on in place after this loss."""
+    if why_not_hot(model):
         return False
+    log.warning("%s; this rank waits for an order to go on", str(error).splitlines()[0])
+    return True
+
+
+def commit(model: "Varuna", value: T) -> T:
+    """Finish a call: from now on, its result counts on all ranks."""
+    session = model._session
+    model._hot.uncommitted = Finished(value)
+    session.gather_numbers([float(session.num_commits)])
+    model._hot.uncommitted = None
+    session.num_commits += 1
+    return value
+
+
+@contextmanager
+def expecting_losses(model: "Varuna") -> Iterator[None]:
+    """Do not search for the cause of a lost connection inside the block: the manager knows it."""
+    waiter = model._session.waiter
+    assert waiter is not None, "a job with replicas has several ranks"
+    waiter.survives = True
+    try:
+        yield
+    finally:
+        waiter.survives = False
+
+
+def check_for_order(model: "Varuna") -> None:
+    """Raise PeerLost if the manager has lost ranks since the last call."""
     if model._session.waiter is not None:
-        model._session.waiter.cause_seconds = CAUSE_SECONDS
-    return True
+        model._session.waiter.check_order()
 
 
-def note_loss(model: "Varuna", error: PeerLost) -> bool:
-    """Tell the other survivors of a lost rank. Return False if this rank cannot go on in place."""
-    board = model._session.board
-    if board is None or why_not_hot(model):
-        return False
-    log.warning("%s; this rank waits for an order to go on without it", str(error).splitlines()[0])
-    board.post_error(error, model._trainer.engine.where or "a step")  # they must not wait for the lost rank
-    return True
+def follow_order(model: "Varuna", seconds: float = ORDER_SECONDS) -> None:
+    """Enter the next generation, together with all other ranks, which get their orders within `seconds`."""
+    order = wait_for_order(model, seconds)
+    if order.lost and order.old_rank is not None:  # lost after all had agreed to follow an earlier order
+        _rejoin(model, order, None, MorphParts(), between=True)
+    else:
+        carry_out(model, order)
 
 
-def recover(model: "Varuna", error: PeerLost, backup: StepBackup | None) -> StepTotals | None:
+def join(model: "Varuna") -> None:
+    """Tell the manager that this worker is prepared, and enter the running job at its next step boundary."""
+    model._progress.runs(code_identity(model))
+    model._progress.waits(True)
+    follow_order(model, JOIN_SECONDS)
+
+
+def carry_out(
+    model: "Varuna",
+    order: MorphOrder,
+    parts: MorphParts | None = None,
+    *,
+    copied: Mapping[str, Unit] | None = None,
+) -> None:
+    """Enter the next generation. If more ranks are lost meanwhile, enter the one after it.
+
+    `copied`: state before an earlier step, to which all ranks go back. Else, a rank still has the tensors of
+    the last layout, or has all of the next one. The values are the same, so the order for the generation
+    after it hands over what each rank has.
+    """
+    try:
+        with ended_by(lambda: model._orders.abandons):
+            morph(model, order, parts, copied=copied)
+    except Exception as error:
+        if not is_interruption(error) or model._hot.half_moved or copied is not None or order.rank is None:
+            raise
+        log.warning("the morph to generation %d was interrupted: %s", order.generation, error)
+        recover(model, error, between=True)
+
+
+def enter_pending(model: "Varuna") -> None:
+    """Carry out an order that waits for the end of an interrupted call."""
+    if model._hot.pending_order is None:
+        return
+    pending, model._hot.pending_order = model._hot.pending_order, None
+    if model._orders.abandons:  # more ranks were lost
+        recover(model, PeerLost("more ranks were lost"), between=True)
+    else:
+        carry_out(model, pending)
+
+
+def choose_earlier_step(
+    model: "Varuna", order: MorphOrder, steps: Sequence[SurvivorStep], parts: MorphParts
+) -> EarlierStep:
+    """Return the newest step of which all survivors have copies."""
+    common = set(steps[0].copied).intersection(*(step.copied for step in steps))
+    if not common:
+        raise PeerLost("the survivors of a lost rank have no copies of one step (the job must restart)")
+    step = max(common)
+    log.warning("going back from step %d to the copies of step %d", model._trainer.iteration, step)
+    return EarlierStep(step, order, model._state_copies.units_at(step), parts)
+
+
+def go_back(model: "Varuna") -> None:
+    """Enter the next generation at an earlier step, if the ranks have agreed on one."""
+    earlier, model._hot.going_back = model._hot.going_back, None
+    if earlier is None:
+        return
+    if model._orders.abandons:  # more ranks were lost
+        recover(model, PeerLost("more ranks were lost"))
+    else:
+        carry_out(model, earlier.order, earlier.parts, copied=earlier.copied)
+
+
+def refuse_while_going_back(model: "Varuna") -> None:
+    """Raise PeerLost if this call comes between a step that was not trained and the next batch.
+
+    The ranks may be in different steps of the loop, so not all of them make this call.
+    """
+    if (earlier := model._hot.going_back) is not None:
+        raise PeerLost(
+            f"a rank was lost, and the others go back to step {earlier.step} at the next batch, but the "
+            "script makes another call of the model first (the job restarts from its store; to go on in "
+            "place, skip the rest of the loop after a step that returns overflow=True)"
+        )
+
+
+def recover(
+    model: "Varuna",
+    error: Exception,
+    backup: StepBackup | None = None,
+    *,
+    between: bool = False,
+    in_step: bool = False,
+) -> Finished[Any] | None:
     """Wait for an order, and agree with the other survivors.
 
-    Returns the totals of the interrupted step if it counts: then this rank morphs before its next step.
-    Returns None if this rank has morphed, and must run the step again. Raises the error if no order comes.
+    Returns the result of the interrupted call if it counts: then this rank morphs before its next call.
+    Returns None if this rank has morphed, and must run the call again. Raises the error if no order comes.
+    `in_step`: the script is in the middle of a step. If the ranks go back to an earlier one, this rank does
+    so before its next batch (`HotState.going_back`), because the script knows the number of this one.
     """
+    noticed = time.perf_counter()
     model._progress.waits(True)
-    trainer = model._trainer
     try:
-        order = wait_for_order(model, LOSS_SECONDS)
+        order = wait_for_loss_order(model, LOSS_SECONDS)
     except WorkerError:
         raise error from None
-    own = SurvivorStep(trainer.iteration, trainer.uncommitted is not None)
-    steps = exchange_steps(order, model._session.rank, own, seconds=LOSS_SECONDS)
-    newest = max(step.iteration for step in steps)
-    totals, trainer.uncommitted = trainer.uncommitted, None
-    if own.iteration < newest:
-        if totals is None:
-            raise WorkerError(
-                f"another rank has finished step {own.iteration}, whose gradients are not whole here"
-            ) from error
-        trainer.iteration += 1
-        model._pending_order = order
+    parts = MorphParts(waited=time.perf_counter() - noticed)
+    return _rejoin(model, order, backup, parts, between=between, in_step=in_step)
+
+
+def _rejoin(
+    model: "Varuna",
+    order: MorphOrder,
+    backup: StepBackup | None,
+    parts: MorphParts,
+    *,
+    between: bool,
+    in_step: bool = False,
+) -> Finished[Any] | None:
+    started, session = time.perf_counter(), model._session
+    finished, model._hot.uncommitted = model._hot.uncommitted, None
+    abandon_generation(session, model._trainer.reducer.unfinished_works())
+    model._saver.lose_ranks()
+    copied = model._state_copies.steps()
+    between = between or commits_calls(model)
+    own = SurvivorStep(model._hot.generation, session.num_commits, between, copied)
+    try:
+        with ended_by(lambda: model._orders.abandons):
+            steps = exchange_steps(order, own, seconds=LOSS_SECONDS)
+    except Exception as error:
+        if not is_interruption(error):
+            raise
+        model._hot.uncommitted = finished
+        return recover(model, error, backup, between=between, in_step=in_step)
+    if not all(step.between for step in steps):
+        parts.rebuild = time.perf_counter() - started
+        model._hot.going_back = choose_earlier_step(model, order, steps, parts)
+        if in_step:
+            model._progress.waits(False)
+        else:
+            go_back(model)
+        return None
+    if is_behind(own, steps):
+        if finished is None:
+            raise WorkerError(f"another rank has finished call {own.calls}, which is not complete here")
+        session.num_commits += 1
+        model._hot.pending_order = order
         model._progress.waits(False)
-        return totals
+        return finished
     if backup is not None:
         backup.restore(model)
-    morph(model, order)
+    parts.rebuild = time.perf_counter() - started
+    carry_out(model, order, parts)
     return None
+
+
+def is_behind(own: SurvivorStep, steps: Sequence[SurvivorStep]) -> bool:
+    """Return whether another survivor has finished the call in which this rank was interrupted.
+
+    A generation begins when all its ranks have entered it. So if ranks have reached different generations,
+    none has finished a call of the newest one, and all are between the same two calls.
+    """
+    generation, calls = max((step.generation, step.calls) for step in steps)
+    return own.generation == generation and own.calls < calls

@@ -128,6 +128,13 @@ class SaveRequests:
             fits_in_memory=fits_in_memory,
         )
 
+    def put_back(self, request: RankRequest) -> None:
+        """Add the requests again: a rank was lost before all had run them."""
+        if request.signalled:
+            self.add()
+        if request.store is not None:
+            self.add(request.store)
+
     def call_handler(self) -> None:
         self._handler_thread = threading.get_ident()
         try:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,12 +13,14 @@ import torch
 
 from varuna.checkpoint.place import describe_place
 from varuna.environment import VarunaEnvironment, variable_name
-from varuna.errors import CheckpointError, StoreTaken
+from varuna.errors import CheckpointError, PeerLost, StoreTaken
 from varuna.execute.device.facts import available_bytes
+from varuna.execute.device.profiled import profiled
 from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.progress_page import ProgressWriter
+from varuna.observe.trace_file import StepTracer
 from varuna.train.saving.checkpoints import Checkpoints, PathLike
-from varuna.train.saving.save_requests import RankRequest, SaveRequests, decide, usr1
+from varuna.train.saving.save_requests import BoundaryDecision, RankRequest, SaveRequests, decide, usr1
 
 log = logging.getLogger("varuna")
 
@@ -26,26 +29,36 @@ class Saver:
     """Keeps checkpoints, requests, the autosave timer and the progress page of a job consistent."""
 
     def __init__(
-        self, checkpoints: Checkpoints, requests: SaveRequests, trainer: Trainer, progress: ProgressWriter
+        self,
+        checkpoints: Checkpoints,
+        requests: SaveRequests,
+        trainer: Trainer,
+        progress: ProgressWriter,
+        tracer: StepTracer,
     ) -> None:
         self.checkpoints = checkpoints
         self.requests = requests
         self._session = trainer.session
         self._trainer = trainer
         self._progress = progress
+        self._tracer = tracer
         self._has_checked_store = self._session.rank != self._session.ranks[0]
         self._promised: list[Future[str]] = []  # futures of requested checkpoints
 
     def moved(self, checkpoints: Checkpoints, trainer: Trainer) -> "Saver":
         """Return the saver of the same process in the next layout."""
-        found = Saver(checkpoints, self.requests, trainer, self._progress)
+        found = Saver(checkpoints, self.requests, trainer, self._progress, self._tracer)
         found._promised, found._has_checked_store = self._promised, True
         return found
 
     def save(self, global_store: PathLike, *, autosave: bool = False, **options: Any) -> "Future[str]":
-        started, iteration = time.monotonic(), self._trainer.iteration
-        done = self.checkpoints.save(global_store, autosave=autosave, **options)
-        seconds = time.monotonic() - started
+        started, iteration = time.perf_counter(), self._trainer.iteration
+        try:
+            with profiled("save"):
+                done = self.checkpoints.save(global_store, autosave=autosave, **options)
+        finally:
+            self._tracer.note("save", started)
+        seconds = time.perf_counter() - started
         self._use_store()
         timer, step = self.requests.autosave, options.get("step")
         step = iteration if step is None else step
@@ -60,6 +73,13 @@ class Saver:
 
         done.add_done_callback(report)
         return done
+
+    def lose_ranks(self) -> None:
+        """Cancel a background save: the ranks that are lost do not write their parts."""
+        background = self.checkpoints.resources.background
+        if background is not None and background.busy:
+            why = "a rank was lost before its part was written"
+            threading.Thread(target=background.cancel, args=(why,), daemon=True).start()
 
     def save_on_demand(self, global_store: PathLike) -> "Future[str]":
         """Request a save at the next step boundary."""
@@ -104,8 +124,9 @@ class Saver:
         is_managed = environment.agent_socket is not None
         if is_managed and not (self.checkpoints.store or environment.checkpoint_store):
             log.warning(
-                "this job has no checkpoint store: after a failure or a change of machines it starts again "
-                "at step 0 (call model.resume(store) before the first step, or set %s)",
+                "this job has no checkpoint store: after a failure or a change of machines that it cannot "
+                "survive in place, it starts at step 0 (call model.resume(store) before the first step, or "
+                "set %s)",
                 variable_name("checkpoint_store"),
             )
 
@@ -131,7 +152,18 @@ class Saver:
             ),
         )
         request = replace(request, has_order=has_order, groups=groups)
-        decision = decide(self._session.gather(request, RankRequest))
+        try:
+            decision = decide(self._session.gather(request, RankRequest))
+            self._carry_out(decision)
+        except PeerLost:  # the ranks that are left may go on in place
+            self.requests.put_back(request)
+            self._progress.on_demand(False)
+            raise
+        self._progress.on_demand(False)
+        return decision.morph
+
+    def _carry_out(self, decision: BoundaryDecision) -> None:
+        """Do what all ranks have decided."""
         if decision.warning:
             log.error(decision.warning)
         if decision.autosave_to is not None:
@@ -149,8 +181,6 @@ class Saver:
             raise SystemExit(0)
         if decision.signalled:
             self._progress.save_failed(problem)
-        self._progress.on_demand(False)
-        return decision.morph
 
     def _autosave(self, store: str, in_background: bool) -> None:
         tempdir = self.checkpoints.resources.tempdir if in_background else None

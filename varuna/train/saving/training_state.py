@@ -21,6 +21,7 @@ from varuna.checkpoint.select import FROZEN, LoadSelection, NamedTensors
 from varuna.errors import CheckpointError
 from varuna.execute.step.trainer import Trainer
 from varuna.execute.update.precision import LossScale
+from varuna.execute.update.shard import OptimizerShards
 from varuna.train.saving.frozen_base import FrozenBase
 from varuna.types import spread_by_size
 
@@ -66,6 +67,7 @@ class TrainingState:
     base: FrozenBase  # not saved
     shards_optimizer: bool = False
     optimizer: torch.optim.Optimizer | None = None
+    shards: OptimizerShards | None = None  # the owners of the optimizer's parameters, if it is sharded
     loss_scale: LossScale = field(default_factory=LossScale)
     loaded_before_optimizer: str = ""  # names a checkpoint whose optimizer state was skipped
     _registered: dict[str, Stateful] = field(default_factory=dict)
@@ -83,6 +85,10 @@ class TrainingState:
         self._registered[name] = thing
         if name in self._unclaimed:
             thing.load_state_dict(self._unclaimed.pop(name))
+
+    @property
+    def registered(self) -> Mapping[str, Stateful]:
+        return self._registered
 
     def registered_state(self) -> dict[str, Any]:
         """Return the state of each registered object."""

@@ -1,8 +1,8 @@
-"""Test hosts on one machine that can be killed, cut off and slowed down.
+"""Hosts on one machine that can be killed, cut off and slowed down.
 
 Each host is a network namespace with its own address, its own processes, its own name, its own clocks
-and its own sshd; a bridge joins them, and the tests stand on it as the manager's machine does. The file
-system is shared. It takes root and Debian's iproute2 and openssh-server, which `make test` installs.
+and its own sshd. A bridge connects them with this machine, on which the manager runs. The file system is
+shared. It takes root and Debian's iproute2 and openssh-server.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.morph.hosts.box import Box, missing_tools, tool
+from varuna.chaos.hosts.box import Box, missing_tools, tool
 
 ROOT = Path(__file__).parents[3]
 CLOCK = Path(__file__).parent / "clock"
-OWNED = "varuna test hosts of process "  # the alias of a lab's bridge names its owner
+OWNED = "varuna hosts of process "  # the alias of a lab's bridge names its owner
 MOST_LABS = 250
 TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 
@@ -39,12 +39,13 @@ class Host:
         self._key = lab.folder / f"{self.name}.key"
         self._clock = lab.folder / f"{self.name}.clock"
         self._boots = 0
+        self._disks: dict[Path, int] = {}
         self._box: Box | None = None
 
     def boot(self) -> None:
         """Boot the host; return once sshd listens."""
         assert self._box is None, f"{self.name} is up already"
-        told = {
+        variables = {
             **self._lab.environment,
             "PYTHONPATH": f"{CLOCK}:{ROOT}",
             "LAB_CLOCK": str(self._clock),
@@ -61,7 +62,7 @@ class Host:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
-            "SetEnv": " ".join(f'"{name}={value}"' for name, value in told.items()),
+            "SetEnv": " ".join(f'"{name}={value}"' for name, value in variables.items()),
         }
         sshd = [tool("sshd"), "-D", "-e", "-f", "/dev/null"]
         sshd += [f"-o{name}={value}" for name, value in options.items()]
@@ -79,6 +80,8 @@ class Host:
             said.append(line.decode())
             if b"Server listening on 0.0.0.0" in line:
                 output.close()  # sshd does not mind that nobody reads on
+                for folder, num_bytes in self._disks.items():
+                    self.mount(folder, num_bytes)
                 return
         self.kill()
         raise RuntimeError(f"host {self.name} did not come up: {''.join(said)}")
@@ -113,6 +116,11 @@ class Host:
     def mount(self, folder: Path, num_bytes: int) -> None:
         """Mount a small disk on a folder that is otherwise shared."""
         self._inside("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "lab", str(folder))
+
+    def keep_mounted(self, folder: Path, num_bytes: int) -> None:
+        """Mount a small disk now and, empty, after each boot."""
+        self._disks[folder] = num_bytes
+        self.mount(folder, num_bytes)
 
     def unmount(self, folder: Path) -> None:
         self._inside("umount", "--lazy", str(folder))
@@ -242,13 +250,11 @@ class Lab:
 def require_tools() -> None:
     """Fail with the reason if hosts cannot be created."""
     if os.geteuid() != 0:
-        raise RuntimeError(
-            "test hosts are network namespaces, which only root may make: run the tests as root"
-        )
+        raise RuntimeError("hosts are network namespaces, which only root may create (run this as root)")
     if missing := missing_tools(TOOLS):
         raise RuntimeError(
-            f"test hosts need {', '.join(missing)}, which this machine does not have "
-            "(apt-get install iproute2 openssh-server openssh-client util-linux; `make test` does it as root)"
+            f"hosts need {', '.join(missing)}, which this machine does not have "
+            "(apt-get install iproute2 openssh-server openssh-client util-linux)"
         )
 
 
@@ -266,11 +272,11 @@ def claim_network() -> tuple[str, str]:
             break
         ip("link", "set", name, "alias", f"{OWNED}{os.getpid()}")
         return name, f"10.77.{number}"
-    raise RuntimeError(f"no network could be made for test hosts; the last trial said: {said}")
+    raise RuntimeError(f"no network could be created for hosts; the last error: {said}")
 
 
 def remove_orphans() -> None:
-    """Remove the leftovers of killed test runs."""
+    """Remove the hosts of processes that were killed."""
     for alias in Path("/sys/class/net").glob("vlab*/ifalias"):
         try:
             owner = alias.read_text().removeprefix(OWNED).strip()

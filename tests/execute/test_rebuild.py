@@ -1,0 +1,95 @@
+"""Groups of the next generation: interrupted starts, broken connections, ranks that gloo does not free."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, distributed_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from varuna.errors import CheckpointError, PeerHangs, PeerLost, WorkerError
+from varuna.execute.rebuild.generation import is_interruption, start_world
+from varuna.secure.listeners import shut_gloo_connections
+
+
+def test_a_rank_whose_last_start_was_interrupted_gives_its_group_the_same_name_as_others() -> None:
+    """HOT-3: torch counts groups. With another count, all ranks would wait for each other's keys."""
+    distributed_c10d._world.group_count = 3
+    start_world(store=HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLost("rank 2 ended"), True),
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (dist.DistNetworkError("the client socket has timed out"), True),
+        (dist.DistStoreError("wait timeout after 200ms"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), True),
+        (TimeoutError("timed out"), True),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), True),
+        (OSError(errno.EBADF, "Bad file descriptor"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory for gloo"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file"), False),
+        (WorkerError("ranks [1] have wrapped another model"), False),
+        (PeerHangs("rank 1 hangs"), False),
+        (CheckpointError("the connection closed: no checkpoint"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+    ids=str,
+)
+def test_only_errors_of_connections_show_that_a_rank_is_gone(error: Exception, expected: bool) -> None:
+    """HOT-4: a morph that fails by itself must not wait for an order that never comes."""
+    assert is_interruption(error) == expected
+
+
+def test_an_error_of_gloo_is_one_of_a_connection() -> None:
+    """HOT-4: the words of a real one, of this version of torch."""
+    store, groups = HashStore(), dict[int, ProcessGroupGloo]()
+
+    def join(rank: int) -> None:
+        groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(join, range(2)))
+    shut_gloo_connections()
+    with pytest.raises(RuntimeError) as caught:
+        groups[0].recv([torch.ones(1)], 1, 0).wait()
+    assert is_interruption(caught.value)
+
+
+STUCK = """
+import threading
+from varuna.execute.rebuild import generation
+from varuna.execute.comm.groups import forming_group
+
+generation.STUCK_SECONDS = 0.05
+with generation.ended_by(lambda: True):
+    pass  # interrupted in time
+with generation.ended_by(lambda: True), forming_group():
+    threading.Event().wait()
+"""
+
+
+def test_a_rank_in_which_gloo_waits_for_a_lost_rank_ends_so_that_the_others_go_on() -> None:
+    """HOT-3"""
+    done = subprocess.run([sys.executable, "-c", STUCK], env=dict(os.environ), capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "gloo waits for a rank that was lost" in done.stderr

@@ -1,0 +1,95 @@
+"""Features of transformers' Trainer and trl that VarunaTrainer refuses, each by its name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hf.trainers import arguments, language_model, prompts, sentences, sft_arguments, tokenizer
+from varuna.hf import VarunaTrainer
+from varuna.hf.trainer.refusals import REFUSED_FIELDS, UnsupportedFeature
+
+FIELDS: dict[str, Any] = {
+    **dict.fromkeys(REFUSED_FIELDS, True),
+    "optim": "galore_adamw",
+    "torch_compile_mode": "max-autotune",
+    "torch_compile_backend": "eager",
+    "debug": ["underflow_overflow"],
+}
+OF_SFT = ("padding_free", "activation_offloading")
+OF_TRL = ("DPOTrainer", "RewardTrainer", "GRPOTrainer")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_argument_that_does_not_work_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """TRA-1"""
+    import trl
+
+    args = sft_arguments(tmp_path) if name in OF_SFT else arguments(tmp_path)
+    setattr(args, name, FIELDS[name])  # transformers itself refuses some of them on this machine
+    kind: Any = VarunaTrainer
+    options: dict[str, Any] = {"train_dataset": sentences(4)}
+    if name in OF_SFT:
+        kind = type("Staged", (VarunaTrainer, trl.SFTTrainer), {})
+        options = {"train_dataset": prompts(4, 1), "processing_class": tokenizer()}
+    with pytest.raises(UnsupportedFeature, match=rf"{name}=.*\(.+\)"):
+        kind(language_model(), args=args, **options)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ({"hf_device_map": {"wte": 0, "h": 1}}, "device_map over several devices"),
+        ({"_tp_size": 2}, "DistributedConfig or tp_plan"),
+    ],
+)
+def test_a_model_that_transformers_has_distributed_is_refused(
+    attributes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """TRA-1"""
+    model = language_model()
+    vars(model).update(attributes)
+    with pytest.raises(UnsupportedFeature, match=named):
+        VarunaTrainer(model, arguments(tmp_path), train_dataset=sentences(4))
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_other_trainers_of_trl_are_refused(name: str, tmp_path: Path) -> None:
+    """TRA-1"""
+    import trl
+
+    kind: Any = type("Staged", (VarunaTrainer, getattr(trl, name)), {})
+    with pytest.raises(UnsupportedFeature, match=rf"{name} of trl.*SFTTrainer works"):
+        kind(language_model(), args=arguments(tmp_path))
+
+
+def test_other_losses_of_sft_are_refused(tmp_path: Path) -> None:
+    """TRA-1"""
+    import trl
+
+    kind: Any = type("Staged", (VarunaTrainer, trl.SFTTrainer), {})
+    args = sft_arguments(tmp_path, loss_type="dft")
+    with pytest.raises(UnsupportedFeature, match=r"loss_type='dft'.*use 'nll'"):
+        kind(language_model(), args=args, train_dataset=prompts(4, 1), processing_class=tokenizer())
+
+
+def test_prompts_without_their_weights_are_refused(tmp_path: Path) -> None:
+    """TRA-1: peft's files have what the weights of a prompt encoder make, not these weights."""
+    import peft
+
+    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16)
+    model: Any = peft.get_peft_model(language_model(), config)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    args = arguments(tmp_path, save_only_model=True, **best)
+    with pytest.raises(UnsupportedFeature, match="save_only_model=True with load_best_model_at_end=True"):
+        VarunaTrainer(model, args, train_dataset=sentences(4), eval_dataset=sentences(4))
+
+
+def test_calls_that_do_not_work_are_refused(tmp_path: Path) -> None:
+    """TRA-1: and predict before the model is cut along its loss."""
+    trainer = VarunaTrainer(language_model(), arguments(tmp_path), train_dataset=sentences(4))
+    with pytest.raises(UnsupportedFeature, match=r"hyperparameter_search.*one job for each trial"):
+        trainer.hyperparameter_search()
+    rows = [{"input_ids": row["input_ids"]} for row in sentences(4)]
+    with pytest.raises(UnsupportedFeature, match=r"predict was called before train.*call evaluate\(\)"):
+        trainer.predict(rows)

@@ -1,0 +1,309 @@
+"""`decide`: losses on machines with several workers, in the middle of a change, and again and again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.morph.test_decide import begun, killed
+from tests.morph.test_resume import JournaledWorld
+from varuna.morph import commands, events
+
+# ---------------------------------------------------------------- several workers on a machine
+
+
+def test_workers_go_on_in_place_when_another_one_on_their_only_machine_is_killed() -> None:
+    """HOT-3: no step is lost. Then the job saves and restarts, because the machine gets a worker more."""
+    world = begun("a", hot=True, devices=4)
+    world.passes(3, steps=1)
+    world.cannot_save = True
+    world.kill_worker("a", 1)
+    world.carry_out()
+    (morph,) = world.morphed
+    assert (morph.previous, morph.leaving, morph.lost) == ((0, 2, 3), (), (1,))
+    assert morph.generation.ranks == ((0, 1, 2),)
+    world.passes(3, steps=1)
+    assert len(world.launched) == 1 and world.state.phase == "running" and world.num_tries == 1
+    assert any("a gets 4 workers, and has 3" in line for line in world.logged)
+    world.cannot_save = False
+    world.passes(15, steps=1)
+    assert [launch.generation.ranks for launch in world.launched[1:]] == [((0, 1, 2, 3),)]
+
+
+def test_workers_go_on_in_place_when_every_machine_loses_one() -> None:
+    """HOT-3: two stages; a machine with more workers than the others have lets one go, with its state."""
+    world = begun("a", "b", stages=2, hot=True, devices=4)
+    world.passes(3, steps=1)
+    world.cannot_save = True
+    world.kill_worker("a", 0)
+    world.kill_worker("b", 5)
+    world.kill_worker("b", 6)
+    world.carry_out()
+    (morph,) = [one for one in world.morphed if len(one.lost) == 3]
+    assert morph.previous == (1, 2, 4, 7) and morph.leaving == (3,)
+    assert morph.generation.machines == ("a", "b") and len(world.launched) == 1
+
+
+def test_a_machine_that_lost_one_of_its_workers_leaves_and_joins_again_if_the_others_have_a_plan() -> None:
+    """HOT-3: nothing restarts. The workers that it still has hand over what only they have."""
+    world = begun("a", "b", stages=2, hot=True, devices=2)
+    world.passes(3, steps=1)
+    world.kill_worker("b", 3)
+    world.carry_out()
+    assert [(m.previous, m.leaving, m.lost) for m in world.morphed] == [((0, 1), (2,), (3,))]
+    world.passes(5, steps=1)
+    assert world.morphed[-1].previous == (0, 1, None, None) and world.workers == {"a": 3, "b": 3}
+    assert len(world.launched) == 1
+
+
+def test_the_workers_of_hurt_machines_go_on_if_the_other_machines_have_no_plan() -> None:
+    """HOT-3: one machine with two devices cannot hold three stages; three machines with one each can."""
+    world = begun("a", "b", "c", stages=3, hot=True, devices=2)
+    world.passes(3, steps=1)
+    world.kill_worker("a", 0)
+    world.kill_worker("b", 2)
+    world.carry_out()
+    assert [m.lost for m in world.morphed] == [(0, 2)] and world.morphed[0].generation.layout.num_ranks == 3
+    assert world.state.unplannable == ("c",) and len(world.launched) == 1
+
+
+# ---------------------------------------------------------------- in the middle of a change
+
+
+def test_a_loss_while_a_machine_leaves_costs_no_restart_if_the_others_hold_every_stage() -> None:
+    """HOT-3: a worker that stays, the worker that leaves, or its machine is lost."""
+    for victim in ("b", "c", "machine c"):
+        world = begun("a", "b", "c", hot=True)
+        world.morphs = False
+        world.happens(events.MachineListRead(("a", "b")))
+        world.passes(2, steps=1)
+        assert world.state.phase == "morphing" and world.morphed[0].leaving == (2,)
+        if victim == "machine c":
+            world.lose_agent("c")
+        else:
+            world.end_workers(victim, killed(1 if victim == "b" else 2))
+        world.morphs = True
+        world.passes(0.5, steps=1)
+        stay, lost = (
+            ((0,), (1,)) if victim == "b" else ((0, 1), (2,))
+        )  # there is no rank 2 of those that stay
+        assert [(m.previous, m.leaving, m.lost) for m in world.morphed[1:2]] == [(stay, (), lost)]
+        world.passes(5, steps=1)
+        assert world.state.phase == "running" and len(world.launched) == 1, victim
+        assert set(world.workers) == set(world.agents) == {"a", "b"}
+        assert not any("c: its leaving workers" in line for line in world.logged), "they are killed at once"
+
+
+def test_a_loss_while_the_last_holder_of_a_stage_leaves_restarts_from_the_store() -> None:
+    """HOT-3: the worker that leaves is the only one that has the second stage, and it is lost."""
+    world = begun("a", "b", stages=2, hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "c")))
+    world.passes(3, steps=1)
+    assert world.state.phase == "morphing" and world.morphed[0].leaving == (1,)
+    world.end_workers("b", killed(1))
+    world.passes(3, steps=1)
+    assert world.generations == [("a", "b"), ("a", "c")]
+    assert any("the workers that stay do not hold every stage" in line for line in world.logged)
+    assert "b failed while it handed its state over" in world.launched[1].why
+
+
+def test_workers_go_on_to_another_generation_if_the_store_dies_in_a_morph() -> None:
+    """HOT-3: those that have not connected to it wait for an order; the others lack its error board."""
+    world = begun("a", "b", hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(3, steps=1)
+    generation = world.state.generation
+    assert world.state.phase == "morphing" and generation is not None
+    master = generation.machines[0]
+    world.happens(events.StoreEnded(master, world.agents[master], generation.master_port, "killed", True))
+    world.morphs = True
+    world.passes(2, steps=1)
+    assert [(m.previous, m.lost) for m in world.morphed[1:]] == [((0, 1, 2), (3,))]
+    assert world.state.phase == "running" and len(world.launched) == 1
+    assert any("recovering: the store of the job on a has ended" in line for line in world.logged)
+
+
+# ---------------------------------------------------------------- a manager that is killed in a change
+
+
+class InterruptedWorld(JournaledWorld):
+    """A manager that is killed when it has sent orders to some machines."""
+
+    def __init__(self, path: Path, heard: Sequence[str]) -> None:
+        self.heard = heard
+        super().__init__(path, hot=True)
+        self.happens(events.MachineListRead(("a", "b", "c")))
+        self.passes(1)
+        self.passes(3, steps=1)
+
+    def morph(self, morph: commands.Morph, machines: Sequence[str] = ()) -> None:
+        super().morph(morph, machines or (*self.heard, "no other"))
+
+
+@pytest.mark.parametrize("heard", ["", "a", "d", "ab", "abcd"])
+def test_a_manager_that_was_killed_in_a_join_goes_on_with_it(tmp_path: Path, heard: str) -> None:
+    """V45, HOT-2: it sends the orders again; an agent that has its order ignores it."""
+    world = InterruptedWorld(tmp_path / "journal", heard)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b", "c", "d")))
+    world.passes(3, steps=1)
+    assert len(world.morphed) == 1 and world.workers["d"] == 2
+    world.morphs = True
+    world.restart("a", "b", "c", "d")
+    world.passes(1, steps=1)
+    assert world.workers == dict.fromkeys("abcd", 2) and world.state.phase == "running"
+    assert len(world.launched) == len(world.morphed) == 1 and not world.num_tries
+    world.restart("a", "b", "c", "d")
+    world.passes(3, steps=1)
+    assert world.state.phase == "running" and world.workers == dict.fromkeys("abcd", 2), (
+        "that is journaled, too"
+    )
+
+
+@pytest.mark.parametrize("heard", ["", "b", "c", "ab", "abc"])
+def test_a_manager_that_was_killed_in_a_leave_goes_on_with_it(tmp_path: Path, heard: str) -> None:
+    """V45, HOT-2: the machine that leaves hands its state over, and is dismissed afterwards."""
+    for lost in (False, True):
+        world = InterruptedWorld(tmp_path / f"journal {lost}", heard)
+        world.morphs = False
+        world.happens(events.MachineListRead(("b", "c")))
+        world.passes(3, steps=1)
+        (morph,) = world.morphed
+        assert morph.leaving == (0,)
+        if lost:
+            world.agents.pop("a")
+            world.workers.pop("a")
+        else:
+            world.morphs = True
+        world.restart("b", "c")
+        assert "a" in world.state.leaving
+        world.passes(1, steps=1)
+        assert world.state.phase == "morphing" if lost else world.state.phase == "running"
+        world.morphs, world.heard = True, "bc"
+        world.passes(14, steps=1)
+        assert world.state.phase == "running" and len(world.launched) == 1
+        assert set(world.workers) == set(world.agents) == {"b", "c"} and len(world.morphed) == 1 + lost
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def test_a_morph_is_not_ended_while_tensors_move() -> None:
+    """HOT-2: 20 GB take minutes. Without progress for a minute it ends."""
+    world = begun("a", "b", "c", hot=True)
+    world.morphs = False
+    world.bytes_move = True
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(2, steps=1)
+    world.passes(600)
+    assert world.state.phase == "morphing" and len(world.launched) == 1
+    world.bytes_move = False
+    world.passes(59)
+    assert world.state.phase == "morphing"
+    world.passes(4)
+    assert len(world.launched) == 2 and "did not morph in time" in world.launched[1].why
+
+
+def test_the_time_of_a_planned_change_begins_when_all_workers_have_seen_their_orders() -> None:
+    """HOT-2: a script may evaluate or write files for minutes between two steps. A hang in a step counts."""
+    for in_step in (False, True):
+        world = begun("a", "b", "c", hot=True)
+        world.busy = {"b"}
+        world.happens(events.MachineListRead(("a", "b")))
+        world.passes(2, steps=1)
+        world.passes(70 if in_step else 300, in_step=in_step)
+        assert (world.state.phase == "morphing") != in_step and len(world.launched) == 1 + in_step
+        if in_step:
+            continue
+        world.busy.clear()
+        world.morph(world.morphed[0])
+        world.passes(1, steps=1)
+        assert world.state.phase == "running" and world.workers == {"a": 2, "b": 2}
+
+
+def test_a_deadline_of_a_machine_that_leaves_does_not_end_its_handover() -> None:
+    """HOT-3: when it is gone, the others go on in place."""
+    world = begun("a", "b", "c", hot=True)
+    world.morphs = False
+    world.happens(events.NoticeReceived("c", world.now + 5, "the cloud takes it away"))
+    world.passes(10)
+    assert world.state.phase == "morphing" and len(world.launched) == 1
+    world.unreachable.add("c")
+    world.lose_agent("c")
+    world.morphs = True
+    world.passes(2, steps=1)
+    assert world.state.phase == "running" and len(world.launched) == 1
+
+
+def test_after_a_morph_that_took_too_long_planned_changes_save_and_restart() -> None:
+    """HOT-2: so they lose no step again. Losses are still survived in place, which clears it."""
+    world = begun("a", "b", "c", hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(70)
+    assert world.generations == [("a", "b", "c"), ("a", "b")]
+    world.morphs = True
+    world.passes(3, steps=1)
+    world.happens(events.MachineListRead(("a", "b", "d")))
+    world.passes(3, steps=1)
+    assert world.generations[2:] == [("a", "b", "d")] and len(world.morphed) == 1 and world.num_tries == 1
+    assert any("a change in place took too long before (c leaves: " in line for line in world.logged)
+    world.passes(3, steps=1)
+    world.end_workers("b", killed(1))
+    world.passes(5, steps=1)
+    assert [m.lost for m in world.morphed[1:]] == [(1,), ()] and len(world.launched) == 3
+
+
+def test_a_change_right_after_another_waits_until_the_first_machine_has_a_store() -> None:
+    """HOT-2: it opens one within milliseconds. Nothing restarts."""
+    world = begun("a", "b", "c", hot=True)
+    world.happens(events.StoreEnded("a", world.agents["a"], world.state.members["a"].store_port, "killed"))
+    world.state = msgspec.structs.replace(world.state, since=world.now)
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(3, steps=1)
+    assert not world.morphed and not world.num_tries
+    world.happens(events.StoreReady("a", world.agents["a"], 4000))
+    world.passes(1, steps=1)
+    assert [m.leaving for m in world.morphed] == [(2,)] and len(world.launched) == 1
+
+
+# ---------------------------------------------------------------- crashes
+
+
+def test_losses_that_are_survived_by_going_back_end_no_job_that_makes_steps() -> None:
+    """HOT-3: with copies, survivors repeat some steps, and may be hit again before the newest one."""
+    world = begun("a", "b", stages=2, hot=True)
+    world.copies = True
+    world.passes(10, steps=1)
+    newest = world.iteration
+    for count in range(8):
+        world.kill_worker("b", 1)
+        world.iteration = newest - 20  # of their copies
+        world.steps_before = 20 + 4 * count
+        world.passes(2)
+        assert world.state.phase == "running" and world.verdict is None, world.logged
+        world.passes(1, steps=1)
+    assert len(world.launched) == 1 and world.state.crashes <= 2 and world.state.best_iteration == newest
+    world.passes(10, steps=1)
+    assert world.state.best_iteration > newest
+
+
+def test_a_worker_that_dies_at_the_same_step_again_and_again_ends_the_job() -> None:
+    """HOT-3: also if the others repeat some steps each time. Without steps in between, after four times."""
+    for repeats in (True, False):
+        world = begun("a", "b", stages=2, hot=True)
+        world.copies = True
+        world.passes(10, steps=1)
+        newest, count = world.iteration, 0
+        while world.verdict is None:
+            count += 1
+            world.kill_worker("b", 1)
+            world.iteration = newest - 4
+            world.steps_before = 4 * count if repeats else 4
+            world.passes(20)
+            world.passes(1, steps=repeats)
+        assert count == (17 if repeats else 4)
+        assert "without progress in between" in world.verdict.verdict.reason

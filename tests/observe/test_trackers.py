@@ -1,0 +1,277 @@
+"""Trackers: real TensorBoard, wandb (offline), MLflow (a file store) and trackio; and trackers that fail."""
+
+import json
+import os
+import queue
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.environments import environment
+from tests.observe.servers import get_json, tensorboard, wait_for
+from varuna.cli.status.viewers import ViewerOptions
+from varuna.observe.history import ScalarPoint, StepPoint
+from varuna.observe.prometheus import MetricsEndpoint
+from varuna.observe.trackers import tracker as trackers
+from varuna.observe.trackers.tracker import (
+    MetricRow,
+    TrackedJob,
+    TrackerThread,
+    check_trackers,
+    open_tracker,
+    rows_of,
+)
+
+ROOT = Path(__file__).parents[2]
+
+TRACK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.path.append(sys.argv[2])
+from pathlib import Path
+from varuna.observe.history import ScalarPoint, StepPoint
+from varuna.observe.trackers.tracker import TrackedJob, TrackerThread, check_trackers, open_tracker
+for name in ("wandb", "mlflow", "trackio"):
+    folder = Path(name).absolute()
+    folder.mkdir()
+    check_trackers([name])
+    job = TrackedJob("job-1", folder, {"script": "train.py"})
+    for first in (1, 4):  # a manager, and its successor
+        thread = TrackerThread(name, lambda: open_tracker(name, job))
+        steps = [StepPoint(n, 1e9 + n, None if n == 2 else 1 / n, 0.5, 8) for n in range(first, first + 3)]
+        thread.add(steps, [ScalarPoint("accuracy", first, 1e9, 0.5)])
+        thread.close()
+        assert thread.problem == "", (name, thread.problem)
+import os
+import varuna.morph.metrics.local as local
+os.environ["MLFLOW_TRACKING_URI"] = Path("other").absolute().as_uri()  # a folder, by its address
+os.environ[local.TRACK], os.environ[local.LOG_DIR] = "wandb,mlflow,trackio", "alone"
+writer = local.open_metrics()  # without a manager; the process ends without a call to close
+writer.step(1, 0.5, seconds=0.5, samples=8)
+assert "torch" not in sys.modules
+"""
+
+
+def points(first: int, last: int) -> list[StepPoint]:
+    return [StepPoint(step, 1e9 + step, 1 / step, 0.5, 8, 32) for step in range(first, last + 1)]
+
+
+def test_wandb_mlflow_and_trackio_get_one_run_from_two_managers(tmp_path: Path) -> None:
+    """SEE-3"""
+    folder = environment("trackers", Path(__file__).with_name("trackers-constraints.txt"))
+    settings = {
+        **{"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio_data")},
+        **{"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+    }
+    command = [folder / "bin" / "python", "-c", TRACK, str(ROOT), Path(msgspec.__file__).parents[1]]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "varuna: " not in done.stderr, done.stderr
+    (alone,) = tmp_path.glob("other/*/*/metrics/loss")
+    assert alone.read_text().split()[1:] == ["0.5", "1"]
+    assert list((tmp_path / "alone" / "wandb").glob("offline-run-*/run-alone.wandb"))
+    (losses,) = tmp_path.glob("mlruns/*/*/metrics/loss")  # one run
+    rows = [line.split() for line in losses.read_text().splitlines()]
+    assert [int(step) for _, _, step in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[2][1] == str(1 / 3) and rows[1][1] == "nan"
+    with sqlite3.connect(tmp_path / "trackio_data" / "varuna.db") as data:
+        found = data.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    steps = [(name, step) for name, step, metrics in found if "step_seconds" in json.loads(metrics)]
+    assert steps == [*(("job-1", step) for step in range(1, 7)), ("alone", 1)]
+    logs = list((tmp_path / "wandb" / "wandb").glob("offline-run-*/run-job-1.wandb"))
+    assert len(logs) == 2 and all(b"accuracy" in log.read_bytes() for log in logs)
+
+
+def test_tensorboard_reads_one_curve_from_two_managers(tmp_path: Path) -> None:
+    """SEE-3"""
+    for first in (1, 4):
+        job = TrackedJob("job-1", tmp_path, {})
+        thread = TrackerThread("tensorboard", lambda job=job: open_tracker("tensorboard", job))  # type: ignore[misc]
+        thread.add(points(first, first + 2), [ScalarPoint("accuracy", first, 1e9, None)])
+        thread.close()
+        assert thread.problem == ""
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(one.step, one.wall_time) for one in events.Scalars("loss")] == [
+        (n, 1e9 + n) for n in range(1, 7)
+    ]
+    assert [one.value for one in events.Scalars("tokens_per_second")] == [64.0] * 6
+    assert [one.step for one in events.Scalars("accuracy")] == [1, 4]
+
+
+def test_tensorboards_own_server_shows_the_curves(tmp_path: Path) -> None:
+    """SEE-3"""
+    thread = TrackerThread(
+        "tensorboard", lambda: open_tracker("tensorboard", TrackedJob("job-1", tmp_path, {}))
+    )
+    thread.add(points(1, 5), [ScalarPoint("accuracy", 5, 1e9, 0.75)])
+    thread.close()
+    with tensorboard(tmp_path) as url:
+
+        def tags() -> dict[str, object] | None:
+            found: dict[str, dict[str, object]] = get_json(f"{url}/data/plugin/scalars/tags")
+            return found.get("tensorboard")
+
+        shown = wait_for(tags, "TensorBoard shows no run")
+        assert set(shown) == {"loss", "step_seconds", "samples_per_second", "tokens_per_second", "accuracy"}
+        scalars = f"{url}/data/plugin/scalars/scalars"
+        losses = get_json(scalars, run="tensorboard", tag="loss")
+        assert [(at, step) for at, step, _ in losses] == [(1e9 + step, step) for step in range(1, 6)]
+        assert [loss for *_, loss in losses] == pytest.approx([1 / step for step in range(1, 6)])
+        assert get_json(scalars, run="tensorboard", tag="accuracy") == [[1e9, 5, 0.75]]
+
+
+class BrokenTracker:
+    """Refuses the first two attempts, like a service that is away for a while."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.rows: list[MetricRow] = []
+        self.has_all = threading.Event()
+
+    def write(self, rows: Sequence[MetricRow]) -> None:
+        self.attempts += 1
+        if self.attempts <= 2:
+            raise ConnectionError("no route\nto host")
+        self.rows += rows
+        if self.rows[-1].step == 5:
+            self.has_all.set()
+
+    def close(self) -> None:
+        raise RuntimeError("cannot close")
+
+
+def test_a_tracker_that_fails_delays_nothing_and_gets_all_rows_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0.01)
+    broken = BrokenTracker()
+    thread = TrackerThread("wandb", lambda: broken)
+    thread.add(points(1, 5), [])
+    assert broken.has_all.wait(60)
+    assert [row.step for row in broken.rows] == [1, 2, 3, 4, 5] and broken.attempts == 3
+    thread.close()
+    assert thread.problem == "cannot close"
+    never = TrackerThread("mlflow", lambda: open_tracker("nothing", TrackedJob("", Path(), {})))
+    never.add(points(1, 2), [])
+    never.close()
+    assert "the job continues, and 2 values wait for mlflow" in never.problem
+
+
+class ScriptedTracker:
+    """Takes rows when the test lets it. The first `failures` attempts raise."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.rows: list[MetricRow] = []
+        self.failures = failures
+        self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.attempts = self.closed = 0
+
+    def write(self, rows: Sequence[MetricRow]) -> None:
+        self.attempts += 1
+        self.entered.release()
+        assert self.go_on.acquire(timeout=60)
+        if self.attempts <= self.failures:
+            raise ConnectionError("no route to host")
+        self.rows += rows
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class PacedThread(TrackerThread):
+    """Waits after an error until the test ends the pause."""
+
+    def __init__(self, tracker: ScriptedTracker) -> None:
+        self.pauses: queue.Queue[float] = queue.Queue()
+        self.over = threading.Semaphore(0)
+        super().__init__("wandb", lambda: tracker)
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses.put(seconds)
+        assert self.over.acquire(timeout=60)
+
+
+def test_new_rows_do_not_shorten_the_pause_after_an_error() -> None:
+    """It doubles with each error, up to ten minutes."""
+    tracker = ScriptedTracker(failures=8)
+    tracker.go_on.release(100)
+    thread = PacedThread(tracker)
+    thread.add(points(1, 1), [])
+    found = []
+    for step in range(2, 10):
+        found.append(thread.pauses.get(timeout=60))
+        thread.add(points(step, step), [])
+        assert tracker.attempts == step - 1  # in a pause, whatever is added
+        thread.over.release()
+    assert found == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
+    thread.close()
+    assert [row.step for row in tracker.rows] == [*range(1, 10)]
+    assert (thread.problem, tracker.closed) == ("", 1)
+
+
+def test_only_the_end_of_the_job_ends_the_pause_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 3600.0)
+    tracker = ScriptedTracker(failures=1)
+    tracker.go_on.release(2)
+    thread = TrackerThread("wandb", lambda: tracker)
+    thread.add(points(1, 1), [])
+    assert tracker.entered.acquire(timeout=60)
+    thread.add(points(2, 2), [])
+    thread.close()
+    assert tracker.attempts == 2 and [row.step for row in tracker.rows] == [1, 2]
+
+
+def test_rows_that_come_during_a_slow_write_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are so many that the oldest of them are dropped."""
+    monkeypatch.setattr(trackers, "MAX_ROWS", 4)
+    tracker = ScriptedTracker()
+    thread = TrackerThread("wandb", lambda: tracker)
+    thread.add(points(1, 3), [])
+    assert tracker.entered.acquire(timeout=60)
+    thread.add(points(4, 9), [])  # while 1 to 3 are written
+    tracker.go_on.release(2)
+    thread.close()
+    assert [row.step for row in tracker.rows] == [1, 2, 3, 6, 7, 8, 9]
+
+
+def test_a_run_is_finished_although_its_last_rows_could_not_be_written() -> None:
+    tracker = ScriptedTracker(failures=100)
+    tracker.go_on.release(100)
+    thread = TrackerThread("wandb", lambda: tracker)
+    thread.add(points(1, 2), [])
+    thread.close()
+    assert tracker.closed == 1 and "2 values wait for wandb" in thread.problem
+
+
+def test_rows_have_the_units_of_their_names() -> None:
+    steps = [StepPoint(3, 1.0, None, 0.5, 8, 0), StepPoint(4, 2.0, 0.25, 0.0, 8, 4)]
+    scalars = [ScalarPoint("a", 3, 1.0, 0.5), ScalarPoint("b", 3, 1.0, 1.5)]
+    first, second, third = rows_of(steps, scalars)
+    assert str(first.values) == "{'loss': nan, 'step_seconds': 0.5, 'samples_per_second': 16.0}"
+    assert second == (4, 2.0, {"loss": 0.25, "step_seconds": 0.0})
+    assert third == (3, 1.0, {"a": 0.5, "b": 1.5})
+
+
+def test_what_is_missing_is_refused_with_the_command_that_installs_it() -> None:
+    with pytest.raises(ValueError, match="must be one of tensorboard, wandb, mlflow, trackio, not 'x'"):
+        check_trackers(["tensorboard", "x"])
+    with pytest.raises(ValueError, match=r"needs the package 'trackio' \(install it with: pip install 'varu"):
+        check_trackers(["trackio"])
+    with pytest.raises(ValueError, match="--metrics-port must be between 0 and 65535, not 70000"):
+        ViewerOptions(metrics_port=70000).check()
+    code = "import sys; sys.modules['prometheus_client'] = None\n"
+    code += "from varuna.cli.status.viewers import ViewerOptions; ViewerOptions(metrics_port=0).check()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "--metrics-port needs the package 'prometheus-client' (install it with: pip" in done.stderr
+
+
+def test_a_taken_port_is_an_error_of_the_endpoint() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
+        MetricsEndpoint(other.getsockname()[1], lambda: None)

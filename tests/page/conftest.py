@@ -1,0 +1,5 @@
+"""The command `varuna`, ready to call."""
+
+from tests.cli.conftest import cli
+
+__all__ = ["cli"]

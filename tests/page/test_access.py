@@ -1,0 +1,157 @@
+"""The page opens for its token alone, and says nothing to anyone else."""
+
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Cli
+from tests.page.browsing import ServedPage, served
+from tests.page.folders import write_folder
+from varuna.page.address_file import ADDRESS_FILE
+from varuna.page.server import ADMIT_SECONDS, MAX_CONNECTIONS
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+    folder = write_folder(tmp_path_factory.mktemp("job"), machines=4, stages=2, steps=100)
+    with served(folder) as (found, _):
+        assert stat.S_IMODE((folder / ADDRESS_FILE).stat().st_mode) == 0o600
+        yield found
+    assert not (folder / ADDRESS_FILE).exists()
+
+
+def enter(page: ServedPage) -> dict[str, str]:
+    """The headers of a browser that has opened the address."""
+    status, headers, body = page.get(f"/?token={page.token}")
+    assert (status, headers["location"], body) == (303, f"/#{page.token}", b"")
+    cookie, *attributes = headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+    assert page.token not in cookie  # browsers send cookies to all ports of a host: also to strangers
+    return {"Cookie": cookie}
+
+
+def test_without_the_token_nothing_is_shown(page: ServedPage) -> None:
+    """SEE-2"""
+    cookie = enter(page)
+    wrong = page.token[:-1] + ("a" if page.token[-1] != "a" else "b")
+    strangers: list[tuple[str, dict[str, str]]] = [
+        ("/", {}),
+        (f"/?token={wrong}", {}),
+        ("/?token=", {}),
+        ("/?token=%ff%00", {}),
+        (f"/static/main.js?token={page.token}", {}),  # the token opens one address only
+        ("/static/main.js", {"Cookie": f"varuna_page={page.token}"}),
+        ("/no/such/page", {}),
+        ("/api/curve", cookie),  # the cookie opens the empty page, not the data
+        ("/api/curve", {"Authorization": f"Bearer {wrong}"}),
+        ("/api/curve", {"Authorization": page.token}),
+        (f"/api/stream?token={page.token}", cookie),
+    ]
+    for path, headers in strangers:
+        status, answered, body = page.get(path, headers)
+        shown = b"This address has no valid token. Open the address that Varuna printed last.\n"
+        wanted = shown if path.startswith("/?") or path == "/" else b""
+        assert (status, body, answered["connection"]) == (403, wanted, "close"), path
+
+
+def test_the_token_opens_the_page_and_its_data(page: ServedPage) -> None:
+    cookie = enter(page)
+    status, headers, body = page.get("/", cookie)
+    assert (status, b"train" in body) == (200, False)  # the page itself holds nothing of the job
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert (headers["referrer-policy"], headers["cache-control"]) == ("no-referrer", "no-store")
+    assert page.get("/static/main.js", cookie)[0] == 200
+    assert (
+        page.get("/static/../security.py", cookie)[0]
+        == page.get("/static/%2e%2e%2fserver.py", cookie)[0]
+        == 404
+    )
+    assert b'"loss"' in page.data("/api/curve")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "localhost@evil.example", "[::1"]
+)
+def test_a_rebound_name_of_a_website_is_refused(page: ServedPage, host: str) -> None:
+    headers = {"Host": host, "Authorization": f"Bearer {page.token}"}
+    assert page.get("/api/curve", headers)[0] == 403
+    assert page.get("/api/curve", {**headers, "Host": "localhost:9000"})[0] == 200  # of ssh -L 9000:...
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
+def test_the_page_only_reads(page: ServedPage, method: str) -> None:
+    assert page.get("/api/curve", method=method)[0] == 403
+    assert page.get("/api/curve", {"Authorization": f"Bearer {page.token}"}, method=method)[0] == 405
+
+
+def test_bad_requests_get_a_short_answer(page: ServedPage) -> None:
+    key = {"Authorization": f"Bearer {page.token}"}
+    for query in ("points=x", "first=1e9x", "points=-1", "points=99999999999999999999"):
+        assert page.get(f"/api/curve?{query}", key)[0] == 400
+    for query in ("rank=../../etc/passwd", "generation=-1", "rank=%D9%A3", "start=1.5"):
+        assert page.get(f"/api/log?{query}", key)[0] == 400
+    assert page.get("/api/curve", key, body=b"x" * 10)[0] == 405
+    assert page.get(f"/api/curve?x={'y' * 5000}", key)[0] == 400
+    assert page.get("/api/curve?first=nan&last=-inf&points=2", key)[0] == 200
+
+
+def test_strangers_cannot_keep_connections(page: ServedPage) -> None:
+    """More connections than the limit are closed at once, and silent ones after some seconds."""
+    silent = [socket.create_connection(("127.0.0.1", page.port), timeout=30) for _ in range(MAX_CONNECTIONS)]
+    with socket.create_connection(("127.0.0.1", page.port), timeout=30) as surplus:
+        assert closed_by_server(surplus)
+    slow = silent[0]
+    slow.sendall(b"GET / HTTP/1.1\r\nHost: ")  # a request that never ends
+    assert all(closed_by_server(connection) for connection in silent), f"after {ADMIT_SECONDS} s"
+    for connection in silent:
+        connection.close()
+    assert page.data("/api/curve")
+
+
+def closed_by_server(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_second_server_leaves_the_address_of_the_first(tmp_path: Path) -> None:
+    """`varuna page` beside `varuna run --page`: the file of each holds its own address while it runs."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    with served(folder) as (first, _):
+        with served(folder) as (second, _):
+            assert (first.file.name, second.file.name) == ("page.url", "page-2.url")
+            assert stat.S_IMODE(second.file.stat().st_mode) == 0o600
+            assert first.token != second.token and second.data("/api/curve")
+        assert not second.file.exists()
+        assert ServedPage(folder / ADDRESS_FILE).url == first.url and first.data("/api/curve")
+    assert list(folder.glob("page*.url")) == []
+
+
+def test_the_address_file_of_a_killed_server_is_used_again(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    (folder / ADDRESS_FILE).write_text(f"http://127.0.0.1:1/?token={'x' * 200}\n")
+    with served(folder) as (page, _):
+        assert page.file.name == ADDRESS_FILE and page.data("/api/curve")
+
+
+def test_bad_input_has_a_clear_answer(tmp_path: Path, cli: Cli) -> None:
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli("page", folder, "--port", port) == 2
+        assert f"cannot listen on port {port}: Address already in use (choose another" in cli.err
+    assert cli("page", folder, "--port", 65536) == 2 and "ports are 0 to 65535" in cli.err
+    assert cli("page", tmp_path) == 2 and f"{tmp_path} is not the log folder of a job" in cli.err
+
+
+def test_without_aiohttp_the_advice_is_to_install_it(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert cli("page", tmp_path) == 2 and "pip install 'varuna-torch[page]'" in cli.err

@@ -1,0 +1,1 @@
+"""The faults: functions that inject one, by what they harm."""

@@ -1,0 +1,1 @@
+"""The status of a running job in the terminal."""

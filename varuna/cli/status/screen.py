@@ -1,0 +1,168 @@
+"""The terminal of a job: events and worker output, with a live status below or plain lines between.
+
+A live display has a thread of its own, so a terminal that blocks or is closed delays nothing. Lines that it
+cannot show in time are dropped; the log files have them.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Literal, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from varuna.cli.options import only_colours, printable, say, worker_line
+from varuna.cli.status.render import live_status, plain_line
+from varuna.observe.job_view import JobView
+
+StatusStyle = Literal["live", "plain", "off"]
+
+PLAIN_SECONDS = 15.0
+"""Time between two plain lines."""
+REFRESH_SECONDS = 0.5
+MAX_LINES = 20_000
+"""Lines that wait for a slow terminal."""
+CLOSE_SECONDS = 2.0
+"""Time limit for a slow terminal to show the last lines."""
+
+
+class Screen(Protocol):
+    """Shows a job. No method waits for the terminal for long, and none raises."""
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        """Show an event."""
+
+    def worker_output(self, rank: int, text: str, *, is_stderr: bool) -> None:
+        """Show lines that a worker wrote."""
+
+    def update(self, view: JobView) -> None:
+        """Show the present status."""
+
+    def close(self) -> None:
+        """Show the last lines and leave the terminal as it was."""
+
+
+class PlainScreen:
+    """Prints lines; the status is one of them, every few seconds."""
+
+    def __init__(self, *, status_seconds: float | None = PLAIN_SECONDS) -> None:
+        """`status_seconds` None: no status."""
+        self._status_seconds = status_seconds
+        self._next = time.monotonic() + (status_seconds or 0.0)
+        self._shown = ""
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        say(text, error=error)
+
+    def worker_output(self, rank: int, text: str, *, is_stderr: bool) -> None:
+        stream = sys.stderr if is_stderr else sys.stdout
+        with suppress(OSError, ValueError):  # the terminal is gone, or its file is on a full disk
+            for line in text.splitlines():
+                print(worker_line(rank, line), file=stream, flush=True)
+
+    def update(self, view: JobView) -> None:
+        now = time.monotonic()
+        if self._status_seconds is None or now < self._next or view.phase == "over":
+            return
+        self._next = now + self._status_seconds
+        line = plain_line(view)
+        if line != self._shown:
+            self._shown = line
+            say(f"status: {line}")
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+
+class LiveScreen:
+    """Shows a status that renews itself, below all other output."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor` is a terminal."""
+        # An own file: a thread that hangs in a write must not hold the lock of sys.stdout.
+        self._file = open(os.dup(descriptor), "w", errors="replace")  # noqa: SIM115
+        self._console = Console(file=self._file, force_terminal=True)
+        self._lines: deque[Text] = deque(maxlen=MAX_LINES)
+        self._added = 0  # lines so far
+        self._view: JobView | None = None
+        self._changed = threading.Event()
+        self._closing = False
+        self._stderr_too = os.isatty(2)
+        self._thread = threading.Thread(target=self._run, name="varuna status", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        if error and not self._stderr_too:
+            say(text, error=True)
+        else:
+            self._add(Text(f"varuna: {printable(text)}", style="red" if error else "cyan"))
+
+    def worker_output(self, rank: int, text: str, *, is_stderr: bool) -> None:
+        if is_stderr and not self._stderr_too:
+            with suppress(OSError, ValueError):
+                for line in text.splitlines():
+                    print(worker_line(rank, line), file=sys.stderr, flush=True)
+            return
+        for line in text.splitlines():
+            self._add(Text.assemble((f"[rank {rank}] ", "dim"), Text.from_ansi(only_colours(line))))
+
+    def _add(self, line: Text) -> None:
+        self._lines.append(line)
+        self._added += 1
+        self._changed.set()
+
+    def update(self, view: JobView) -> None:
+        self._view = view
+        self._changed.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._changed.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):  # the terminal is closed: the job continues without it
+            self._show()
+
+    def _show(self) -> None:
+        live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+                    redirect_stderr=False)  # fmt: skip
+        live.start()
+        self._console.show_cursor(True)  # a process that is killed cannot show it again
+        shown = 0
+        try:
+            while not self._closing:
+                self._changed.wait()
+                self._changed.clear()
+                shown = self._print_lines(shown)
+                if self._view is not None and not self._closing:
+                    height = self._console.size.height
+                    live.update(live_status(self._view, height=height), refresh=True)
+                    self._file.flush()
+        finally:
+            live.stop()
+        self._print_lines(shown)
+        self._file.flush()
+
+    def _print_lines(self, shown: int) -> int:
+        """Print the lines that wait above the status. Return the number of lines so far."""
+        waiting = len(self._lines)
+        added = self._added
+        if (dropped := added - shown - waiting) > 0:
+            self._console.print(Text(f"[{dropped} lines are not shown: see the log files]", style="yellow"))
+        for _ in range(waiting):
+            self._console.print(self._lines.popleft(), soft_wrap=True, highlight=False)
+        return added
+
+
+def open_screen(style: StatusStyle) -> Screen:
+    """Return the screen of this process: a live one needs a terminal that can move its cursor."""
+    if style == "live" and sys.stdout.isatty() and not Console().is_dumb_terminal:
+        with suppress(OSError, ValueError):
+            return LiveScreen(sys.stdout.fileno())
+    return PlainScreen(status_seconds=None if style == "off" else PLAIN_SECONDS)

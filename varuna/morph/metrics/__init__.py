@@ -1,0 +1,1 @@
+"""The path of a job's numbers: worker, agent, manager, view."""

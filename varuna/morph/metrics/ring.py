@@ -1,0 +1,176 @@
+"""Records of a worker's steps and scalars in a memory ring that it shares with its agent, through a file.
+
+The worker writes a record in about a microsecond. The agent takes the new ones at each heartbeat. Nobody
+locks: a record has its number, and a reader drops those that were overwritten while it read. The file stands
+beside the progress page of the worker: `<progress file>.metrics`.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from varuna.files import open_private
+from varuna.morph.state import WorkerFacts
+from varuna.observe.history import ScalarPoint, StepPoint, finite
+
+HEADER = 4096
+_COUNTER = struct.Struct("<q")
+_STEP = struct.Struct("<qqdddqq")  # number of the record, then the fields of a StepPoint
+_SCALAR = struct.Struct("<qqddH62s")  # number of the record, step, at, value, length and text of the name
+_FACTS = struct.Struct("<qqqdd")  # in the order of WorkerFacts
+_FACTS_AT = 64
+_DEVICE = struct.Struct("<H94s")
+_DEVICE_AT = 128
+NUM_STEPS = 1024
+NUM_SCALARS = 1024
+MAX_NAME = 62
+"""Bytes of the name of a scalar."""
+FILE_BYTES = HEADER + NUM_STEPS * _STEP.size + NUM_SCALARS * _SCALAR.size
+
+
+class Ring:
+    """Numbered records of one size in a part of a page. One process writes, another one reads."""
+
+    def __init__(
+        self, page: mmap.mmap, record: struct.Struct, *, counter_at: int, start: int, capacity: int
+    ) -> None:
+        self._page, self._record = page, record
+        self._counter_at, self._start, self._capacity = counter_at, start, capacity
+        self._taken = 0
+        self._written = 0
+
+    def write(self, *values: object) -> None:
+        place = self._start + self._written % self._capacity * self._record.size
+        self._record.pack_into(self._page, place, self._written, *values)
+        self._written += 1
+        _COUNTER.pack_into(self._page, self._counter_at, self._written)
+
+    def take(self) -> tuple[list[tuple[Any, ...]], int]:
+        """Return the new records, and the number of those that were overwritten."""
+        (written,) = _COUNTER.unpack_from(self._page, self._counter_at)
+        if not self._taken <= written:
+            return [], 0
+        first = max(self._taken, written - self._capacity)
+        found = []
+        for number in range(first, written):
+            place = self._start + number % self._capacity * self._record.size
+            if (record := self._record.unpack_from(self._page, place))[0] == number:
+                found.append(record)
+        (now,) = _COUNTER.unpack_from(self._page, self._counter_at)
+        whole = [record[1:] for record in found if record[0] > now - self._capacity]
+        dropped = written - self._taken - len(whole)
+        self._taken = written
+        return whole, dropped
+
+
+def _rings(page: mmap.mmap) -> tuple[Ring, Ring]:
+    scalars_at = HEADER + NUM_STEPS * _STEP.size
+    return (
+        Ring(page, _STEP, counter_at=0, start=HEADER, capacity=NUM_STEPS),
+        Ring(page, _SCALAR, counter_at=8, start=scalars_at, capacity=NUM_SCALARS),
+    )
+
+
+class MetricsWriter:
+    """Ignores all records: no agent reads them."""
+
+    watched = False
+    last_step = 0  # of the last record
+
+    def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
+        """Write the record of a finished step."""
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        """Write a value of `varuna.log`."""
+
+    def describe(self, **changes: object) -> None:
+        """Change fields of the worker's facts."""
+
+
+class SharedMetricsWriter(MetricsWriter):
+    """Writes records to the file. Only the process that opened it writes."""
+
+    watched = True
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        self._steps, self._scalars = _rings(page)
+        self._facts = WorkerFacts()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # scripts may log from several threads
+
+    def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
+        self.last_step = step
+        self._steps.write(step, time.time(), loss, seconds, samples, tokens)
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        if os.getpid() != self._pid:  # a process of a data loader has inherited the page
+            return
+        text = name.encode()
+        with self._lock:
+            self._scalars.write(step, time.time(), value, len(text), text)
+
+    def describe(self, **changes: object) -> None:
+        self._facts = facts = msgspec.structs.replace(self._facts, **changes)
+        *numbers, device = msgspec.structs.astuple(facts)
+        _FACTS.pack_into(self._page, _FACTS_AT, *numbers)
+        text = device.encode()[:94]
+        _DEVICE.pack_into(self._page, _DEVICE_AT, len(text), text)
+
+
+class MetricsReader:
+    """Takes the records of one worker. Used by its agent."""
+
+    def __init__(self, progress_file: Path) -> None:
+        """Create the file with all its blocks: a worker must not touch a page that a full disk lacks."""
+        self.path = metrics_path(progress_file)
+        with os.fdopen(open_private(self.path, os.O_RDWR), "r+b") as file:
+            file.write(bytes(FILE_BYTES))
+            file.flush()
+            self._page = mmap.mmap(file.fileno(), FILE_BYTES, access=mmap.ACCESS_READ)
+        self._steps, self._scalars = _rings(self._page)
+
+    def take(self) -> tuple[list[StepPoint], list[ScalarPoint], int]:
+        """Return the new steps and scalars, and the number of records that were overwritten."""
+        steps, lost_steps = self._steps.take()
+        scalars, lost_scalars = self._scalars.take()
+        return [_step(*row) for row in steps], [_scalar(*row) for row in scalars], lost_steps + lost_scalars
+
+    def facts(self) -> WorkerFacts:
+        length, text = _DEVICE.unpack_from(self._page, _DEVICE_AT)
+        device = text[:length].decode(errors="replace")
+        num_steps, memory, limit, flops, peak = _FACTS.unpack_from(self._page, _FACTS_AT)
+        return WorkerFacts(num_steps, memory, limit, flops, peak, device)
+
+    def close(self) -> None:
+        self._page.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _step(step: int, at: float, loss: float, seconds: float, samples: int, tokens: int) -> StepPoint:
+    return StepPoint(step, at, finite(loss), seconds, samples, tokens)
+
+
+def _scalar(step: int, at: float, value: float, length: int, text: bytes) -> ScalarPoint:
+    return ScalarPoint(text[:length].decode(errors="replace"), step, at, finite(value))
+
+
+def metrics_path(progress_file: Path) -> Path:
+    return progress_file.with_name(f"{progress_file.name}.metrics")
+
+
+@cache
+def open_shared(progress_file: str) -> MetricsWriter:
+    """Open the file of this process once: two writers would overwrite each other."""
+    try:
+        with metrics_path(Path(progress_file)).open("r+b") as file:
+            return SharedMetricsWriter(mmap.mmap(file.fileno(), FILE_BYTES))
+    except (OSError, ValueError):  # training continues without it
+        return MetricsWriter()

@@ -1,0 +1,147 @@
+"""The view of a job as metrics for Prometheus, and their endpoint on loopback.
+
+A counter never decreases, though the ledger may move the seconds of an interrupted step from one cause to
+another: the highest value so far is shown.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from varuna.observe.job_view import JobView
+
+PHASES = ("gathering", "running", "morphing", "saving", "ending", "over")
+HOST = "127.0.0.1"
+
+
+class JobCollector(Collector):
+    """Returns the metrics of the newest view, each with the label `run`: the name of the job."""
+
+    def __init__(self, view: Callable[[], JobView | None]) -> None:
+        self._view = view
+        self._highest: dict[tuple[str, str], float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        if view is not None:
+            yield from self._counters(view)
+            yield from job_gauges(view)
+            yield from machine_gauges(view)
+
+    def _counters(self, view: JobView) -> Iterator[Metric]:
+        """Return everything that only grows."""
+        ledger = view.ledger
+        counts: dict[str, tuple[str, float]] = {
+            "varuna_morphs": ("Changes of the layout.", view.morphs),
+            "varuna_losses": ("Lost machines and failed workers.", view.losses),
+            "varuna_dropped_records": ("Records of very short steps that were thinned out.",
+                                       view.dropped_records),
+        }  # fmt: skip
+        if ledger is not None:
+            counts |= {
+                "varuna_steps": ("Steps that count.", ledger.steps),
+                "varuna_steps_redone": ("Steps that were run again.", ledger.steps_redone),
+                "varuna_samples": ("Samples of the steps that count.", ledger.samples),
+                "varuna_saves": ("Automatic checkpoints.", ledger.saves),
+                "varuna_goodput_seconds": ("Paid machine-seconds that trained.", ledger.useful_seconds),
+                "varuna_paid_seconds": ("Paid machine-seconds.", ledger.paid_seconds),
+            }
+        for name, (text, value) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=["run"])
+            counter.add_metric([view.job], self._high(name, "", value))
+            yield counter
+        if ledger is not None:
+            lost = CounterMetricFamily(
+                "varuna_badput_seconds", "Paid machine-seconds that did not train.", labels=["run", "cause"]
+            )
+            for cause, seconds in ledger.lost_seconds.items():
+                lost.add_metric([view.job, cause], self._high("varuna_badput_seconds", cause, seconds))
+            yield lost
+
+    def _high(self, name: str, label: str, value: float) -> float:
+        found = self._highest[name, label] = max(value, self._highest.get((name, label), 0.0))
+        return found
+
+
+def job_gauges(view: JobView) -> Iterator[Metric]:
+    """Return the numbers of the whole job, as far as they are known."""
+    layout = view.layout
+    gauges: dict[str, tuple[str, float | None]] = {
+        "varuna_step": ("Finished steps.", view.step),
+        "varuna_planned_steps": ("Step at which the training ends.", view.num_steps),
+        "varuna_loss": ("Loss of the last step.", view.loss),
+        "varuna_step_seconds": ("Mean time of the recent steps.", view.step_seconds),
+        "varuna_samples_per_second": ("Samples per second.", view.samples_per_second),
+        "varuna_tokens_per_second": ("Tokens per second, padding included.", view.tokens_per_second),
+        "varuna_mfu_ratio": ("Model FLOP utilisation.", view.mfu),
+        "varuna_eta_seconds": ("Predicted time until the end.", view.eta_seconds),
+        "varuna_saved_step": ("Step of the newest checkpoint.", view.saved_step),
+        "varuna_save_seconds": ("Time that the last checkpoint blocked training.", view.save_seconds or None),
+        "varuna_save_interval_seconds": ("Time between automatic checkpoints.",
+                                         view.save_every_seconds or None),
+        "varuna_next_save_seconds": ("Time until the next automatic checkpoint.", view.next_save_seconds),
+        "varuna_problems": ("Problems that `varuna status` shows.", len(view.problems)),
+        "varuna_layout_stages": ("Pipeline stages.", layout.depth if layout is not None else None),
+        "varuna_layout_ranks": ("Workers.", sum(layout.widths) if layout is not None else None),
+    }  # fmt: skip
+    for name, (text, value) in gauges.items():
+        if value is not None:
+            gauge = GaugeMetricFamily(name, text, labels=["run"])
+            gauge.add_metric([view.job], value)
+            yield gauge
+    phase = GaugeMetricFamily("varuna_phase", "1 for the present phase of the job.", labels=["run", "phase"])
+    for name in PHASES:
+        phase.add_metric([view.job, name], float(view.phase == name))
+    yield phase
+    scalars = GaugeMetricFamily("varuna_scalar", "Values of varuna.log.", labels=["run", "name"])
+    for name, number in view.scalars.items():
+        scalars.add_metric([view.job, name], float("nan") if number is None else number)
+    yield scalars
+
+
+def machine_gauges(view: JobView) -> Iterator[Metric]:
+    """Return the number of machines in each state, and the numbers of each machine."""
+    states: dict[str, int] = {}
+    for machine in view.machines:
+        state = "waiting" if machine.state.startswith("waits ") else machine.state  # it has a number
+        states[state] = states.get(state, 0) + 1
+    machines = GaugeMetricFamily("varuna_machines", "Machines by state.", labels=["run", "state"])
+    for state, number in states.items():
+        machines.add_metric([view.job, state], number)
+    yield machines
+    for name, text, field in (
+        ("varuna_memory_bytes", "Memory of the fullest device, or of all workers on CPUs.", "memory_bytes"),
+        ("varuna_memory_limit_bytes", "Memory of a device.", "memory_limit"),
+        ("varuna_machine_step_seconds", "Time of the last step.", "step_seconds"),
+        ("varuna_machine_compute_seconds", "Compute time of the last step.", "compute_seconds"),
+        ("varuna_machine_wait_seconds", "Rest of the last step.", "wait_seconds"),
+        ("varuna_machine_slow", "1: computes more slowly than its peers.", "slow"),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=["run", "machine"])
+        for machine in view.machines:
+            value = getattr(machine, field)
+            if value is not None:
+                gauge.add_metric([view.job, machine.name], float(value))
+        yield gauge
+
+
+class MetricsEndpoint:
+    """Serves `http://127.0.0.1:PORT/metrics` from a thread."""
+
+    def __init__(self, port: int, view: Callable[[], JobView | None]) -> None:
+        """Raise OSError if the port is taken. 0: choose a free one."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(JobCollector(view))
+        server, thread = start_http_server(port, addr=HOST, registry=registry)
+        self._server: WSGIServer = server
+        self._thread: threading.Thread = thread
+        self.url = f"http://{HOST}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,1 @@
+"""Experiment trackers that get the curves of a job: TensorBoard, Weights & Biases, MLflow, trackio."""

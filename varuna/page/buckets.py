@@ -1,0 +1,154 @@
+"""Keeps the curve of a job of any length in bounded memory, and returns any part of it with few points.
+
+A bucket holds one step at first. When all buckets are full, pairs are merged, so a bucket holds 2, 4, ...
+steps. Minimum and maximum survive every merge: a spike of one step in a million stays visible.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import isfinite, nan
+from typing import Literal
+
+import msgspec
+
+MAX_BUCKETS = 2**17
+
+Axis = Literal["step", "time"]
+
+
+class Band(msgspec.Struct, frozen=True):
+    """One quantity: mean, minimum and maximum at each point; None without a value."""
+
+    mean: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+
+
+class CurveWindow(msgspec.Struct, frozen=True):
+    """A part of the curve."""
+
+    steps: list[int]
+    times: list[float]  # seconds since 1970
+    bands: dict[str, Band]
+    first_step: int  # of the whole curve, as are the next three
+    last_step: int
+    first_time: float
+    last_time: float
+
+
+class BucketColumn:
+    """Sums, counts, minima and maxima of one quantity in each bucket."""
+
+    def __init__(self) -> None:
+        self.total, self.low, self.high = array("d"), array("d"), array("d")
+        self.count = array("q")
+
+    def add(self, value: float | None, *, to_last: bool) -> None:
+        known = value is not None and isfinite(value)
+        low = high = value if known and value is not None else nan
+        if not to_last:
+            self.total.append(low if known else 0.0)
+            self.low.append(low)
+            self.high.append(high)
+            self.count.append(known)
+        elif known:
+            first = not self.count[-1]
+            self.total[-1] += low
+            self.low[-1] = low if first else min(self.low[-1], low)
+            self.high[-1] = high if first else max(self.high[-1], high)
+            self.count[-1] += 1
+
+    def between(self, start: int, stop: int) -> tuple[float, int, float, float]:
+        """Return total, count, minimum and maximum of some buckets. Buckets without values are NaN."""
+        count = sum(self.count[start:stop])
+        if not count:
+            return 0.0, 0, nan, nan
+        lows, highs = self.low[start:stop], self.high[start:stop]
+        if any(not one for one in self.count[start:stop]):
+            lows = array("d", (value for value in lows if value == value))
+            highs = array("d", (value for value in highs if value == value))
+        return sum(self.total[start:stop]), count, min(lows), max(highs)
+
+    def halve(self) -> None:
+        pairs = [self.between(start, start + 2) for start in range(0, len(self.count), 2)]
+        self.total, self.low, self.high = (array("d", [pair[at] for pair in pairs]) for at in (0, 2, 3))
+        self.count = array("q", [pair[1] for pair in pairs])
+
+
+class StepBuckets:
+    """All steps so far. Steps and times only grow: points of steps that are run again are left out."""
+
+    def __init__(self, names: Sequence[str], *, max_buckets: int = MAX_BUCKETS) -> None:
+        self._columns = {name: BucketColumn() for name in names}
+        self._steps, self._times = array("q"), array("d")  # the last of each bucket
+        self._max_buckets = max_buckets
+        self._width = 1
+        self._in_last = 0  # steps in the last bucket
+        self._first_step, self._first_time = 0, 0.0
+
+    @property
+    def last_step(self) -> int:
+        return self._steps[-1] if self._steps else -1
+
+    def add(self, step: int, time: float, values: Sequence[float | None]) -> None:
+        if self._steps and step <= self._steps[-1]:
+            return
+        if not self._steps:
+            self._first_step, self._first_time = step, time
+        time = max(time, self._times[-1]) if self._times else time  # a clock that is set back
+        to_last = 0 < self._in_last < self._width
+        if to_last:
+            self._steps[-1], self._times[-1] = step, time
+        else:
+            if len(self._steps) == self._max_buckets:
+                self._halve()
+            self._steps.append(step)
+            self._times.append(time)
+            self._in_last = 0
+        self._in_last += 1
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.add(value, to_last=to_last)
+
+    def step_at(self, time: float) -> int:
+        """Return the last step that had finished at a time, up to the width of a bucket."""
+        place = bisect_right(self._times, time)
+        return self._steps[place - 1] if place else self._first_step
+
+    def _halve(self) -> None:
+        self._steps, self._times = self._steps[1::2], self._times[1::2]
+        for column in self._columns.values():
+            column.halve()
+        self._width *= 2
+
+    def window(self, first: float, last: float, *, axis: Axis, points: int) -> CurveWindow:
+        """Return the part from `first` to `last`, and one point beside it on each side."""
+        places = self._steps if axis == "step" else self._times
+        start = max(0, bisect_left(places, first) - 1)
+        stop = min(len(places), bisect_right(places, last) + 1)
+        groups = list(_groups(start, stop, points))
+        bands = {}
+        for name, column in self._columns.items():
+            found = [column.between(*group) for group in groups]
+            bands[name] = Band(
+                [total / count if count else None for total, count, _, _ in found],
+                [low if count else None for _, count, low, _ in found],
+                [high if count else None for _, count, _, high in found],
+            )
+        return CurveWindow(
+            [self._steps[end - 1] for _, end in groups],
+            [self._times[end - 1] for _, end in groups],
+            bands,
+            self._first_step,
+            self.last_step,
+            self._first_time,
+            self._times[-1] if self._times else 0.0,
+        )
+
+
+def _groups(start: int, stop: int, points: int) -> Iterator[tuple[int, int]]:
+    """Divide buckets into at most `points` equal parts."""
+    count = min(points, stop - start)
+    edges = [start + (stop - start) * at // count for at in range(count + 1)] if count else []
+    return pairwise(edges)

@@ -1,0 +1,97 @@
+"""Decides who may see the page: the token, host names, methods and headers of a request.
+
+The server listens on loopback only, but every user and every website of this machine's browsers can reach
+that. So:
+
+    /?token=TOKEN   sets the cookie and redirects to /#TOKEN; browsers never send what follows the #
+    /, /static/...  need the cookie; they hold nothing of the job
+    /api/...        need the header `Authorization: Bearer TOKEN`
+
+Browsers send cookies to every port of a host, also to the server of another user. So the cookie opens only
+the empty page, and the script keeps the token in its own tab.
+"""
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from varuna.morph.machines import is_loopback
+
+COOKIE = "varuna_page"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+REFUSAL = "This address has no valid token. Open the address that Varuna printed last.\n"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PageSecrets:
+    """The random values that open the page."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self.cookie = secrets.token_urlsafe(32)
+
+    def may_enter(self, request: web.Request) -> bool:
+        """Return whether the URL has the token: the first request of a browser."""
+        return request.path == "/" and _same(request.query.get("token", ""), self.token)
+
+    def may_load(self, request: web.Request) -> bool:
+        """Return whether the request may have a page's own files or, below /api/, the job's data."""
+        if request.path.startswith("/api/"):
+            return _same(request.headers.get("Authorization", ""), f"Bearer {self.token}")
+        return _same(request.cookies.get(COOKIE, ""), self.cookie)
+
+    def enter(self) -> web.Response:
+        response = web.Response(status=303, headers={"Location": f"/#{self.token}"})
+        response.set_cookie(COOKIE, self.cookie, path="/", httponly=True, samesite="Strict")
+        return response
+
+
+def _same(found: str, wanted: str) -> bool:
+    return hmac.compare_digest(found.encode(errors="surrogateescape"), wanted.encode())
+
+
+def is_local_host(hosts: list[str]) -> bool:
+    """Return whether the Host headers name this machine: a rebound DNS name does not. Any port may do."""
+    try:
+        (host,) = hosts
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
+
+
+def access_check(keys: PageSecrets, admitted: Callable[[web.Request], None]) -> Handler:
+    """Return the middleware that refuses requests without the token. `admitted` gets all other requests."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        local = is_local_host(request.headers.getall("Host", []))
+        enters = local and request.method == "GET" and keys.may_enter(request)
+        if not local or not (enters or keys.may_load(request)):
+            is_person = local and request.method == "GET" and request.path == "/"
+            refusal = web.Response(status=403, text=REFUSAL if is_person else None)
+            refusal.force_close()
+            return refusal
+        admitted(request)
+        if request.method != "GET" or request.body_exists:
+            raise web.HTTPMethodNotAllowed(request.method, ["GET"])
+        return keys.enter() if enters else await handler(request)
+
+    return check  # type: ignore[return-value]
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+    response.headers["Server"] = "varuna"
