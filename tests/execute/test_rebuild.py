@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from varuna.errors import CheckpointError, PeerHangs, PeerLost, WorkerError
+from varuna.execute.comm.nccl import ERROR_HANDLING, abort_nccl
 from varuna.execute.rebuild.generation import is_interruption, start_world
 from varuna.secure.listeners import shut_gloo_connections
 
@@ -93,3 +95,59 @@ def test_a_rank_in_which_gloo_waits_for_a_lost_rank_ends_so_that_the_others_go_o
     done = subprocess.run([sys.executable, "-c", STUCK], env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "gloo waits for a rank that was lost" in done.stderr
+
+
+class AbortedNccl:
+    """Plays NCCL's backend, which this torch may lack."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+    def abort(self) -> None:
+        self.calls.append(self.name)
+
+
+class GroupOfBackends:
+    """Plays a process group with a backend for each kind of device."""
+
+    def __init__(self, backends: dict[str, object]) -> None:
+        self.backends = backends
+
+    def _get_backend(self, device: torch.device) -> object:
+        if device.type not in self.backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self.backends[device.type]
+
+
+def test_after_a_loss_all_nccl_groups_and_lanes_are_aborted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOT-3: else their operations wait on the device for good. Gloo's connections are shut instead."""
+    gloo = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
+    groups = [
+        GroupOfBackends({"cpu": gloo}),
+        GroupOfBackends({"cpu": gloo, "cuda": AbortedNccl("replicas")}),
+        AbortedNccl("lane"),
+        gloo,
+    ]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", AbortedNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: AbortedNccl.calls.append("synchronize"))
+    abort_nccl(groups)
+    assert AbortedNccl.calls == ["start", "replicas", "lane", "end", "synchronize"]
+
+
+def test_a_worker_that_can_go_on_in_place_is_not_ended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOT-1: by default, the watchdog of NCCL's groups ends a process whose peer is lost."""
+    monkeypatch.setenv(ERROR_HANDLING, "")  # so that it is restored
+    monkeypatch.delenv(ERROR_HANDLING)
+    for hot, expected in (("", None), ("1", "0")):
+        monkeypatch.setenv("VARUNA_HOT", hot)
+        start_world(store=HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        assert os.environ.get(ERROR_HANDLING) == expected

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -300,15 +300,25 @@ def play(
         return result
 
 
-def run(pool: Pool, folder: Path, name: str, generations: Sequence[Generation], **options: Any) -> list[Any]:
+def run(
+    pool: Pool,
+    folder: Path,
+    name: str,
+    generations: Sequence[Generation],
+    *,
+    through: Callable[..., Any] | None = None,  # calls `play`; its result is returned
+    **options: Any,
+) -> list[Any]:
     world = 1 + max(member for one in generations for member in one.members)
     stores = [
         dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         for _ in range(len(generations) + 1)
     ]
-    return pool.run(
-        play, world, name, list(generations), str(folder), [store.port for store in stores], **options
-    )
+    ports = [store.port for store in stores]
+    job: tuple[Any, ...] = (name, list(generations), str(folder), ports)
+    if through is not None:
+        return pool.run(through, world, play, *job, **options)
+    return pool.run(play, world, *job, **options)
 
 
 def is_batched(value: object) -> TypeGuard[torch.Tensor]:

@@ -46,7 +46,7 @@ class GroupLane:
 
     def __init__(self, name: str, backend: Any, *, sends: bool, device: torch.device) -> None:
         self.name = name
-        self._backend = backend
+        self.backend = backend
         self._options: Any = distributed_c10d.BroadcastOptions()
         self._options.rootRank = 0
         self._options.asyncOp = True
@@ -54,7 +54,7 @@ class GroupLane:
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Make this end's call and return at once. The sender's bytes are read, the receiver's written."""
-        work: dist.Work = self._backend.broadcast([tensor], self._options)
+        work: dist.Work = self.backend.broadcast([tensor], self._options)
         return work
 
     def _test(self, sends: bool, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,11 @@ class PeerLink(FrameSocket):
         """Use lanes. Call it at both ends before the first message."""
         self.use_host()
         self._lane_out, self._lane_in = LaneSender(out), LaneReceiver(back, self.device)
+
+    @property
+    def lane_backends(self) -> list[Any]:
+        """Backends of the lanes; none if there are no lanes."""
+        return [end.lane.backend for end in (self._lane_out, self._lane_in) if end is not None]
 
     @property
     def transport(self) -> str:

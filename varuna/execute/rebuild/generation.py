@@ -26,11 +26,13 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
 from varuna import codec
+from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import forming_group, prove_members, seconds_forming
 from varuna.execute.comm.job_store import close_job_stores
+from varuna.execute.comm.nccl import abort_nccl, keep_process_after_errors
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import ran_out_of_memory
 from varuna.secure.listeners import close_gloo_listeners, shut_gloo_connections
@@ -59,6 +61,8 @@ _own_world = 0  # identity of the group that the library has made
 def start_world(**options: Any) -> None:
     """Initialize torch.distributed, and note that the library has done it."""
     global _own_world
+    if VarunaEnvironment.read(os.environ).hot == "1":
+        keep_process_after_errors()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     distributed_c10d._world.group_count = 0  # a start that was interrupted has counted: names would differ
     with forming_group():
@@ -82,6 +86,7 @@ def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> Non
 
     `works`: collectives that this rank has started and not waited for.
     """
+    abort_nccl(_groups(session))
     session.abandon()
     close_job_stores()  # a host that is gone does not answer
     shut_gloo_connections()
@@ -90,6 +95,12 @@ def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> Non
         for group in list(distributed_c10d._world.pg_map):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # freeing it would wait for the operation
     _destroy_groups(session)
+
+
+def _groups(session: Session) -> list[Any]:
+    """Return all process groups and the backends of lanes."""
+    links = () if session.network is None else session.network.links.values()
+    return [*distributed_c10d._world.pg_map, *(backend for link in links for backend in link.lane_backends)]
 
 
 def _destroy_groups(session: Session) -> None:
