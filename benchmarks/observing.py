@@ -1,16 +1,15 @@
 """Cost of looking at a job: its steps with page, TensorBoard, Prometheus, `varuna.log` and trace, or without.
 
-One job trains a small model on this machine, and both of its sides alternate in the order on, off, off, on:
+Two jobs train the same small model on this machine, and take turns of 0.8 seconds: all processes of the other
+one are stopped (SIGSTOP). One job has a page with an open tab, is scraped once in each turn, and logs a
+scalar in each step; the other one has nothing. The first line compares the wall times of their steps. One
+ratio comes from four turns.
 
-- The manager and its page run, and are read by a tab and a scraper for 0.8 seconds, or are stopped (SIGSTOP).
-- The worker records a step, its trace and a scalar, or nothing.
-
-The first line compares wall times: steps that are recorded while the manager runs, with steps that are not
-while it is stopped. One ratio comes from four turns. The second line compares the worker's CPU times of
-adjacent steps, which other programs disturb less: one ratio comes from four steps. Both show the median of
-all ratios with its 95 % confidence interval (bootstrap). The other lines are CPU times: of a worker's records
-and of its trace, over 10,000 calls, of manager and page in each second on our side, and their sum: the factor
-by which steps take longer on a machine all of whose cores train.
+The second line is the worker's part: CPU times of adjacent steps of one job, which are recorded or not, in
+the order on, off, off, on. Other programs disturb it less. Both show the median of all ratios with its 95 %
+confidence interval (bootstrap). The other lines are CPU times: of a worker's records and of its trace, over
+10,000 calls, of the managers of both jobs, and the sum of what the watched job needs more: the factor by
+which steps take longer on a machine all of whose cores train.
 """
 
 import http.client
@@ -25,7 +24,8 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -68,10 +68,10 @@ with open("turn", "rb") as file:
 seen, writers = [], {1: model._metrics._writer, 0: MetricsWriter()}
 tracers = {1: model._tracer, 0: StepTracer(None)}
 for step, inputs in model.batches(lambda samples: {"x": x[samples]}, order):
-    side, number = turn[0], turn[1]
-    if side == 2:
+    ended, number = turn[0], turn[1]
+    if ended:
         break
-    recorded = (1, 0, 0, 1)[step % 4]
+    recorded = RECORDED[step % 4]
     model._metrics._writer = writers[recorded]
     vars(model)["_tracer"] = tracers[recorded]
     begun, used = time.perf_counter(), time.process_time()
@@ -80,7 +80,7 @@ for step, inputs in model.batches(lambda samples: {"x": x[samples]}, order):
     model.zero_grad()
     if recorded:
         varuna.log({"accuracy": 1 - loss})
-    seen.append((number, side, recorded, time.perf_counter() - begun, time.process_time() - used))
+    seen.append((number, recorded, time.perf_counter() - begun, time.process_time() - used))
     if len(seen) == 20:
         print("training", flush=True)
 for row in seen[20:]:
@@ -88,48 +88,51 @@ for row in seen[20:]:
 """
 LOOKED_AT = ["--track", "tensorboard", "--metrics-port", "0", "--page", "--page-port", "0"]
 TURN_SECONDS = 0.8
-ORDER = (1, 0, 0, 1)
-"""Sides of four turns: on, off, off, on."""
+"""A machine is lost after 1.5 s without a heartbeat, and they come every 0.5 s."""
+ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
+"""Which of four steps are recorded."""
 INTERVALS = 64
 """Intervals of a step of 16 micro-batches: forward, backward, sends and waits."""
 READ_SECONDS = 30.0
 """Time limit for an answer of the page or the endpoint."""
 UNUSED_STEPS = 1
-"""First steps of a turn, in which the side may change."""
+"""First and last steps of a turn: the job may have been stopped in them."""
 
 
 def observing(repeats: int, *, quick: bool) -> list[Row]:
-    watched = turns(8 if quick else 64 * repeats)
+    watched = take_turns(8 if quick else 64 * repeats)
+    cpu = steps_in_turn(3.0 if quick else 12.0 * repeats)
     calls = 100 if quick else 10_000
     records = [record_seconds(calls) for _ in range(repeats)]
     traces = [trace_seconds(calls) for _ in range(repeats)]
-    usual = spread([1e3 * four.off for four in watched.cpu])
+    usual = spread([1e3 * four.off for four in cpu])
     cores = len(os.sched_getaffinity(0))
     added = 1e3 * (median(records) + median(traces)) / usual.median
+    more = [one - median(watched.plain_shares) for one in watched.shares]
     return [
         compared(
             "wall time of a step with page, TensorBoard, Prometheus, varuna.log and trace", watched.wall
         ),
-        compared("CPU time of a worker's step with varuna.log and trace", watched.cpu),
+        compared("CPU time of a worker's step with varuna.log and trace", cpu),
         part("CPU time of the worker's records of a step and a scalar", records, usual),
         part(f"CPU time of the worker's trace of a step with {INTERVALS} intervals", traces, usual),
         Row(
             benchmark="observing",
             case="CPU time of the manager and its page, with one tab open and one scrape in 0.8 s",
-            against="one core",
+            against="manager of a job that nobody watches",
             unit="ms/s",
             ours=spread([1e3 * one for one in watched.shares]),
-            other=Spread(1e3, 1e3, 1e3),
-            ratio=spread(watched.shares),
+            other=spread([1e3 * one for one in watched.plain_shares]),
+            ratio=spread([one / median(watched.plain_shares) for one in watched.shares]),
         ),
         Row(
             benchmark="observing",
-            case=f"all CPU time above, if the {cores} cores of the machine train",
+            case=f"all CPU time for it, if the {cores} cores of the machine train",
             against="that step",
             unit="ms",
-            ours=spread([usual.median * (1 + added + share / cores) for share in watched.shares]),
+            ours=spread([usual.median * (1 + added + share / cores) for share in more]),
             other=usual,
-            ratio=spread([1 + added + share / cores for share in watched.shares]),
+            ratio=spread([1 + added + share / cores for share in more]),
             target=1.005,
         ),
     ]
@@ -178,83 +181,129 @@ class Four(NamedTuple):
 
 
 class Watched(NamedTuple):
-    wall: list[Four]  # of four turns
-    cpu: list[Four]  # of four steps
+    wall: list[Four]
     shares: list[float]  # CPU seconds of manager and page for each second, by turn
+    plain_shares: list[float]  # of the manager of the other job
 
 
 class Step(NamedTuple):
-    """A step of the job, as the worker prints it."""
+    """A step of a job, as the worker prints it."""
 
     turn: int
-    side: int  # 1: the manager runs
     recorded: int  # 1: the worker records it
     wall: float
     cpu: float
 
 
-def turns(count: int) -> Watched:
-    """Run the job for so many turns."""
-    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as name:
-        folder = Path(name)
+class ObservedJob:
+    """A job on this machine, which can be stopped and continued with all its processes."""
+
+    def __init__(self, folder: Path, options: Sequence[str], recorded: Sequence[int]) -> None:
+        self.folder, self.number = folder, 0
+        folder.mkdir()
         (folder / "machines").write_text("127.0.0.1\n")
-        (folder / "train.py").write_text(TRAIN)
-        (folder / "turn").write_bytes(b"\x01\x00")
+        (folder / "train.py").write_text(f"RECORDED = {tuple(recorded)}\n{TRAIN}")
+        (folder / "turn").write_bytes(b"\x00\x00")
         command = [sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"]
         command += ["--gpus_per_node", "1", "--batch_size", "64", "--chunk_size", "64", "--nstages", "1"]
         with (folder / "output").open("w") as output:
-            job = subprocess.Popen(
-                [*command, *LOOKED_AT, "train.py"],
+            self.process = subprocess.Popen(
+                [*command, *options, "train.py"],
                 cwd=folder,
                 env=environment(folder),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+        self.pids: list[int] = []
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def wait_until_training(self) -> None:
+        while "[rank 0] training" not in self.output:
+            assert self.process.poll() is None, self.output
+            time.sleep(0.2)
+        self.pids = list(descendants(self.process.pid))
+
+    @property
+    def watching(self) -> list[int]:
+        """The manager and its page."""
+        return [self.process.pid, *page_processes(self.process.pid)]
+
+    def signal_all(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def note_turn(self, number: int, *, ended: bool = False) -> None:
+        with (self.folder / "turn").open("r+b", buffering=0) as turn:
+            turn.write(bytes([ended, number % 256]))
+
+    def end(self) -> list[Step]:
+        """Let the script end, and return its steps."""
+        self.note_turn(0, ended=True)
+        assert self.process.wait() == 0, self.output
+        lines = re.findall(r"time (\d+) (\d) (\S+) (\S+)", self.output)
+        return [Step(*map(int, line[:2]), *map(float, line[2:])) for line in lines]
+
+
+@contextmanager
+def observed_jobs(*kinds: tuple[Sequence[str], Sequence[int]]) -> Iterator[list[ObservedJob]]:
+    """Start jobs with these options and recorded steps; yield them when they train."""
+    with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as name:
+        jobs = [ObservedJob(Path(name) / str(number), *kind) for number, kind in enumerate(kinds)]
         try:
-            shares = alternate(job, folder, count)
+            for job in jobs:
+                job.wait_until_training()
+            yield jobs
         except BaseException:
-            job.terminate()
+            for job in jobs:
+                job.signal_all(signal.SIGCONT)
+                job.process.terminate()
             raise
-        finally:
-            job.send_signal(signal.SIGCONT)
-        assert job.wait() == 0, (folder / "output").read_text()
-        lines = re.findall(r"time (\d+) (\d) (\d) (\S+) (\S+)", (folder / "output").read_text())
-        steps = [Step(*map(int, line[:3]), *map(float, line[3:])) for line in lines]
-        return Watched(four_turns(steps), four_steps(steps), shares)
 
 
-def alternate(job: "subprocess.Popen[bytes]", folder: Path, count: int) -> list[float]:
-    """Change sides `count` times after the first steps, then end the job. Return the shares of `Watched`."""
-    while "[rank 0] training" not in (text := (folder / "output").read_text()):
-        assert job.poll() is None, text
-        time.sleep(0.2)
-    (page,) = folder.glob("varuna_logs/*/page.url")
-    (metrics,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", text)
-    readers = [PageTab(page.read_text().strip()), Scraper(metrics)]
-    watching = [job.pid, *page_processes(job.pid)]
-    assert len(watching) == 2, "the manager has no page"
-    shares = []
-    with (folder / "turn").open("r+b", buffering=0) as turn:
+def take_turns(count: int) -> Watched:
+    """Let a watched job and one that nobody watches train in turn, so many times."""
+    with observed_jobs((LOOKED_AT, ALWAYS), ([], NEVER)) as (watched, plain):
+        (page,) = watched.folder.glob("varuna_logs/*/page.url")
+        (metrics,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", watched.output)
+        tab, scraper = PageTab(page.read_text().strip()), Scraper(metrics)
+        assert len(watched.watching) == 2, "the manager has no page"
+        shares: dict[ObservedJob, list[float]] = {watched: [], plain: []}
+        plain.signal_all(signal.SIGSTOP)
         for number in range(count):
-            side = ORDER[number % len(ORDER)]
-            for pid in watching:
-                os.kill(pid, signal.SIGCONT if side else signal.SIGSTOP)
-            turn.seek(0)
-            turn.write(bytes([side, number % 256]))
-            for reader in readers:
-                reader.turn(side)
-            begun, used = time.perf_counter(), sum(map(process_seconds, watching))
+            job, other = (watched, plain) if number % 2 == 0 else (plain, watched)
+            other.signal_all(signal.SIGSTOP)
+            job.note_turn(number)
+            job.signal_all(signal.SIGCONT)
+            begun, used = time.perf_counter(), sum(map(process_seconds, job.watching))
+            if job is watched:
+                scraper.read_once()
             time.sleep(TURN_SECONDS)
-            if side:
-                share = sum(map(process_seconds, watching)) - used
-                shares.append(share / (time.perf_counter() - begun))
-        for reader in readers:
+            found = sum(map(process_seconds, job.watching)) - used
+            shares[job].append(found / (time.perf_counter() - begun))
+        for job in (watched, plain):
+            job.signal_all(signal.SIGCONT)
+        for reader in (tab, scraper):
             reader.check()
-        for pid in watching:
-            os.kill(pid, signal.SIGCONT)
-        turn.seek(0)
-        turn.write(b"\x02")
-    return shares
+        on, off = watched.end(), plain.end()
+    return Watched(four_turns(on, off), shares[watched], shares[plain])
+
+
+def steps_in_turn(seconds: float) -> list[Four]:
+    """Let one job record some steps and not others; return the CPU times of each four steps."""
+    with observed_jobs((LOOKED_AT, IN_TURN)) as (job,):
+        time.sleep(seconds)
+        return four_steps(job.end())
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all processes that it has started."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from descendants(int(child))
 
 
 def process_seconds(pid: int) -> float:
@@ -280,14 +329,10 @@ class JobReaderThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def turn(self, side: int) -> None:
-        """Begin a turn. On side 1 the manager runs."""
-        if self._error is not None:
-            raise self._error
-
     def check(self) -> None:
         """Raise unless everything was answered so far."""
-        self.turn(0)
+        if self._error is not None:
+            raise self._error
         if not self.answers:
             raise RuntimeError(f"{type(self).__name__} has no answer: the benchmark does not measure reading")
 
@@ -332,17 +377,18 @@ class PageTab(JobReaderThread):
 
 
 class Scraper(JobReaderThread):
-    """Reads the endpoint for Prometheus once in each turn on side 1."""
+    """Reads the endpoint for Prometheus."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._wanted = threading.Semaphore(0)
         super().__init__()
 
-    def turn(self, side: int) -> None:
-        super().turn(side)
-        if side:
-            self._wanted.release()
+    def read_once(self) -> None:
+        """Start to read it. Raise the error of an earlier time."""
+        if self._error is not None:
+            raise self._error
+        self._wanted.release()
 
     def read(self) -> None:
         while self._wanted.acquire():
@@ -352,28 +398,28 @@ class Scraper(JobReaderThread):
             self.answers += 1
 
 
-def four_turns(steps: Sequence[Step]) -> list[Four]:
-    """Return the wall times of each four turns. Those in which a turn has no step are left out.
+def four_turns(on: Sequence[Step], off: Sequence[Step]) -> list[Four]:
+    """Return the wall times of each two turns of both jobs. Those without steps are left out.
 
     If none is left, as in a short run on a slow machine, return the means of all steps.
     """
-    means: list[tuple[int, int, float]] = []  # turn, side, seconds
-    for (turn, side), group in groupby(steps, key=lambda step: (step.turn, step.side)):
-        times = [step.wall for step in list(group)[UNUSED_STEPS:] if step.recorded == side]
+    turns = [turn_means(steps) for steps in (on, off)]
+    fours = [Four(*(mean(two) for two in pairs)) for pairs in zip(*map(in_pairs, turns), strict=False)]
+    return fours or [Four(*(mean(step.wall for step in steps) for steps in (on, off)))]
+
+
+def turn_means(steps: Sequence[Step]) -> list[float]:
+    """Return the mean wall time of the steps of each turn."""
+    found = []
+    for _, group in groupby(steps, key=lambda step: step.turn):
+        times = [step.wall for step in list(group)[UNUSED_STEPS:-UNUSED_STEPS]]
         if times:
-            means.append((turn, side, mean(times)))
-    fours = []
-    for start in range(len(means) - 3):
-        four = means[start : start + 4]
-        if four[0][0] % 4 == 0 and tuple(side for _, side, _ in four) == ORDER:
-            fours.append(Four(*(mean(time for _, side, time in four if side == one) for one in (1, 0))))
-    return fours or [means_of(steps, "wall")]
+            found.append(mean(times))
+    return found
 
 
-def means_of(steps: Sequence[Step], field: str) -> Four:
-    """Return the means of all steps with and without records; of all steps if there are none of a kind."""
-    sides = ([step for step in steps if step.recorded == side] or steps for side in (1, 0))
-    return Four(*(mean(getattr(step, field) for step in found) for found in sides))
+def in_pairs(values: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(values[::2], values[1::2], strict=False))
 
 
 def four_steps(steps: Sequence[Step]) -> list[Four]:
@@ -381,9 +427,9 @@ def four_steps(steps: Sequence[Step]) -> list[Four]:
     fours = []
     for start in range(len(steps) - 3):
         four = steps[start : start + 4]
-        if tuple(step.recorded for step in four) == ORDER:
+        if tuple(step.recorded for step in four) == IN_TURN:
             fours.append(Four(*(mean(step.cpu for step in four if step.recorded == one) for one in (1, 0))))
-    return fours or [means_of(steps, "cpu")]
+    return fours
 
 
 def record_seconds(count: int) -> float:

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from varuna.errors import CheckpointError, PeerHangs, PeerLost, WorkerError
-from varuna.execute.comm.nccl import ERROR_HANDLING, abort_nccl
+from varuna.execute.comm.nccl import KEEP_PROCESS, abort_nccl
 from varuna.execute.rebuild.generation import is_interruption, start_world
 from varuna.secure.listeners import shut_gloo_connections
 
@@ -144,10 +144,11 @@ def test_after_a_loss_all_nccl_groups_and_lanes_are_aborted_as_one(monkeypatch: 
 
 def test_a_worker_that_can_go_on_in_place_is_not_ended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """HOT-1: by default, the watchdog of NCCL's groups ends a process whose peer is lost."""
-    monkeypatch.setenv(ERROR_HANDLING, "")  # so that it is restored
-    monkeypatch.delenv(ERROR_HANDLING)
-    for hot, expected in (("", None), ("1", "0")):
+    for name in KEEP_PROCESS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for hot, expected in (("", {None}), ("1", {"0"})):
         monkeypatch.setenv("VARUNA_HOT", hot)
         start_world(store=HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
-        assert os.environ.get(ERROR_HANDLING) == expected
+        assert {os.environ.get(name) for name in KEEP_PROCESS} == expected

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+KEEP_PROCESS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog does not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does the thread that watches the watchdog
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the watchdog does not wait until all ranks have written reports
+}
+"""Variables of torch, unless they are set already."""
 
 
 def keep_process_after_errors() -> None:
@@ -15,7 +20,8 @@ def keep_process_after_errors() -> None:
 
     By default torch's watchdog ends the process, which could go on in place.
     """
-    os.environ.setdefault(ERROR_HANDLING, "0")
+    for name, value in KEEP_PROCESS.items():
+        os.environ.setdefault(name, value)
 
 
 def nccl_backends(groups: Iterable[Any]) -> Iterator[Any]:
