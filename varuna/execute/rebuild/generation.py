@@ -86,7 +86,8 @@ def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> Non
 
     `works`: collectives that this rank has started and not waited for.
     """
-    abort_nccl(_groups(session))
+    if not abort_nccl(_groups(session)):
+        end_stuck_process("NCCL")
     session.abandon()
     close_job_stores()  # a host that is gone does not answer
     shut_gloo_connections()
@@ -123,7 +124,7 @@ def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
                 close_job_stores()
                 shut_gloo_connections()
                 if min(time.monotonic() - noticed, seconds_forming()) > STUCK_SECONDS:
-                    end_stuck_process()
+                    end_stuck_process("gloo")
 
     thread = threading.Thread(target=watch, name="varuna-orders", daemon=True)
     thread.start()
@@ -134,9 +135,11 @@ def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
         thread.join()
 
 
-def end_stuck_process() -> None:
-    """End this process, which gloo does not free; the other survivors go on, and its machine joins again."""
-    print("gloo waits for a rank that was lost, and cannot be stopped: this worker ends", file=sys.stderr)
+def end_stuck_process(library: str) -> None:
+    """End this process, which gloo or NCCL does not free; the others go on, and its machine joins again."""
+    print(
+        f"{library} waits for a rank that was lost, and cannot be stopped: this worker ends", file=sys.stderr
+    )
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
