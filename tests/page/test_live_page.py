@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -152,9 +153,15 @@ def check_other_machines(job: Job, log_dir: Path) -> None:
     assert view.layout is not None
     machines = {rank: machine.name for machine in view.machines for rank in machine.ranks}
     timelines = TimelineReader(elsewhere, ask)
-    timelines.update(view.layout, machines, since=0.0)
-    shown = timelines.read()
-    assert shown is not None and (shown.kind, shown.generation) == ("last", generation)
+    deadline = time.monotonic() + 60
+    while True:  # until one step is in the traces of all machines
+        timelines.update(view.layout, machines, since=0.0)
+        shown = timelines.read()
+        if shown is not None and shown.kind == "last":
+            break
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.1)
+    assert shown.generation == generation
     assert {one.rank for one in shown.measured.intervals} == {ranks[0] for ranks in view.layout.stage_map}
 
 

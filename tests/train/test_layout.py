@@ -272,7 +272,8 @@ def test_without_a_forecast_a_report_tells_what_was_measured_and_nothing_is_prin
         model.report()
     report = trained(model, 10).report()
     assert report.forecast is None and report.seconds > 4 * SECONDS
-    assert {path.name for path in tmp_path.iterdir()} == {"timeline.json", "rank_0.trace"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - {"metrics.jsonl"} == {"timeline.json", "rank_0.trace"}  # a thread writes it after a second
     assert capsys.readouterr() == ("", "")
 
 
