@@ -90,7 +90,7 @@ LOOKED_AT = ["--track", "tensorboard", "--metrics-port", "0", "--page", "--page-
 TURN_SECONDS = 0.8
 """A machine is lost after 1.5 s without a heartbeat, and they come every 0.5 s."""
 ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
-"""Which of four steps are recorded."""
+"""Four steps: 1 is recorded."""
 INTERVALS = 64
 """Intervals of a step of 16 micro-batches: forward, backward, sends and waits."""
 READ_SECONDS = 30.0

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from varuna.errors import CheckpointError, PeerHangs, PeerLost, WorkerError
-from varuna.execute.comm.nccl import KEEP_PROCESS, abort_nccl
+from varuna.execute.rebuild.abort_nccl import KEEP_PROCESS, abort_nccl
 from varuna.execute.rebuild.generation import is_interruption, start_world
 from varuna.secure.listeners import shut_gloo_connections
 

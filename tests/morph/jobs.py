@@ -96,6 +96,8 @@ main()
 """A manager that does not take a machine for lost whose heartbeats are late, because other tests run."""
 
 POLL_SECONDS = 0.1
+END_SECONDS = 30.0
+"""Time limit for the end of processes that a test has stopped, and let go on."""
 STATUS_SECONDS = 120.0
 """Time limit for something that the status of a job must show."""
 
@@ -298,7 +300,11 @@ class Job:
         return found
 
     def processes_left(self) -> list[str]:
-        return list(self.processes().values())
+        """Return the command lines of processes that do not end in time."""
+        limit = time.monotonic() + END_SECONDS
+        while (found := self.processes()) and time.monotonic() < limit:
+            time.sleep(POLL_SECONDS)
+        return list(found.values())
 
     def __enter__(self) -> Self:
         return self

@@ -130,8 +130,9 @@ for step, inputs in model.batches(fetch, order) if HOT else batches():
 print("trained")
 """
 
-STEPS = re.compile(r"^step (\d+) loss (\S+) generation (\d+) replicas (\d+)$", re.M)
-USES = re.compile(r"^uses (\d+) (\d+) (\d+) (.*)$", re.M)
+STEPS = re.compile(r"^step (\d+) loss (\S+) generation (\d+) replicas (\d+)\n", re.M)
+USES = re.compile(r"^uses (\d+) (\d+) (\d+) (.*)\n", re.M)
+"""Whole lines: a worker may be killed while it writes one."""
 CHATTER = re.compile(r"\[rank 0\] (step|uses|saved|\[W)")
 
 

@@ -147,6 +147,6 @@ def test_training_goes_on_without_a_manager_for_a_time_and_then_no_process_is_le
         limit = time.monotonic() + 60
         while log.read_text().count("\n") < seen + 3:
             assert time.monotonic() < limit, "training does not go on"
-        while job.processes_left():
+        while job.processes():
             assert time.monotonic() < limit, job.processes()
             time.sleep(0.1)
