@@ -32,9 +32,9 @@ from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import forming_group, prove_members, seconds_forming
 from varuna.execute.comm.job_store import close_job_stores
-from varuna.execute.rebuild.abort_nccl import abort_nccl, keep_process_after_errors
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import ran_out_of_memory
+from varuna.execute.rebuild.abort_nccl import abort_nccl, keep_process_after_errors
 from varuna.secure.listeners import close_gloo_listeners, shut_gloo_connections
 from varuna.types import MorphOrder
 
