@@ -203,7 +203,9 @@ def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing(
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["wait", "list", "lose", "silent", "back", "notice", "withdraw", "save fails"]),
+        st.sampled_from(
+            ["wait", "list", "lose", "kill", "silent", "back", "notice", "withdraw", "save fails", "morphs"]
+        ),
         st.sampled_from("abcd"),
         st.floats(0.25, 20),
     ),
@@ -212,10 +214,16 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(ACTIONS, st.integers(1, 2))
-def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float]], stages: int) -> None:
-    """B6, PRO-4: the causes add up to the paid time after any sequence of events."""
-    world = AccountedWorld("a", "b", stages=stages)
+@given(ACTIONS, st.integers(1, 2), st.booleans(), st.booleans())
+def test_all_machine_seconds_are_booked_once(
+    actions: list[tuple[str, str, float]], stages: int, hot: bool, copies: bool
+) -> None:
+    """B6, PRO-4: the causes add up to the paid time after any sequence of events, also if workers morph.
+
+    "morphs": workers carry no orders out from then on, or do so again.
+    """
+    world = AccountedWorld("a", "b", stages=stages, hot=hot)
+    world.copies = copies
     listed = {"a", "b"}
     for action, machine, seconds in actions:
         if action == "list":
@@ -223,6 +231,10 @@ def test_all_machine_seconds_are_booked_once(actions: list[tuple[str, str, float
             world.happens(events.MachineListRead(tuple(sorted(listed))))
         elif action == "lose":
             world.lose_agent(machine)
+        elif action == "kill" and world.ranks.get(machine):
+            world.kill_worker(machine, world.ranks[machine][0])
+        elif action == "morphs":
+            world.morphs = not world.morphs
         elif action == "silent":
             world.go_silent(machine)
         elif action == "back":

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from varuna.morph import commands, events
@@ -12,6 +13,7 @@ from varuna.morph.decide import decide, decide_all
 from varuna.morph.failures import BROKEN, SCRIPT_MISTAKE, ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.run.worker_env import ranks_of_machine
 from varuna.morph.state import (
+    CodeIdentity,
     Generation,
     JobState,
     MachinePlan,
@@ -46,6 +48,7 @@ class World:
         self.new: set[str] = set()  # machines whose workers have made no step
         self.copies = False  # each worker has a copy of the state of the one before it
         self.why_not = ""  # why workers cannot morph in place
+        self.codes: dict[str, CodeIdentity] = {}  # of the workers of each machine
         self.waited = 0.0  # from the notice of a loss to the order: part of the pause
         self.prepares = True  # joiners get prepared
         self.morphs = True  # workers carry orders out
@@ -307,6 +310,7 @@ class World:
                 hot=not self.why_not and machine not in self.new,
                 why_not=self.why_not,
                 waits=self.prepares and not self.entered[machine],
+                code=self.codes.get(machine, CodeIdentity()),
                 generation=self.entered[machine],
                 morph_seconds=0.1 + self.waited if self.morphed else 0.0,
                 morph_parts=MorphParts(waited=self.waited),
@@ -885,6 +889,48 @@ def test_a_joiner_that_fails_is_tried_again_and_nothing_happens_to_the_others() 
     world.passes(3, steps=1)
     assert world.generations == [("a", "b"), ("a", "b", "c")] and world.verdict is None
     assert any("joiners have failed 3 times in a row" in line for line in world.logged)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"varuna": "2"}, "has varuna 2, and the job runs 1"),
+        ({"torch": "3"}, "has torch 3, and the job runs 2"),
+        ({"script": "newer"}, "runs another version of the script than the job"),
+        ({"model": "wider"}, "has wrapped another model than the job"),
+    ],
+)
+def test_a_joiner_with_other_code_is_refused_until_it_is_listed_again(
+    other: dict[str, str], why: str
+) -> None:
+    """HOT-5: the job goes on without it. With the right code, it joins."""
+    code = CodeIdentity(varuna="1", torch="2", script="same", model="deep")
+    world = begun("a", "b", hot=True)
+    world.codes = {"a": code, "b": code, "c": msgspec.structs.replace(code, **other)}
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(30, steps=1)
+    assert len(world.prepared) == 1 and not world.morphed and world.workers == {"a": 1, "b": 1}
+    assert sum(line.startswith(f"joiner refused: c {why}; the job goes on") for line in world.logged) == 1
+    world.codes["c"] = code
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(30, steps=1)
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(30, steps=1)
+    assert len(world.morphed) == 1 and len(world.launched) == 1 and not world.num_tries
+
+
+def test_joiners_that_wait_for_a_store_that_never_opens_are_given_up() -> None:
+    """HOT-5: in time, and with the reason. The job does not prepare for good: the next rung is a save."""
+    world = begun("a", "b", hot=True)
+    world.prepares = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(5, steps=1)
+    world.happens(events.StoreEnded("a", world.agents["a"], world.state.members["a"].store_port, "killed"))
+    world.prepares = True
+    world.passes(world.state.settings.prepare_seconds + 1, steps=1)
+    assert not world.morphed and world.num_tries == 1
+    assert any("a has opened no store for the next generation within 600 s" in line for line in world.logged)
+    assert any(line.endswith("a has no store for the next generation") for line in world.logged)
 
 
 def test_a_change_right_after_a_join_waits_for_the_first_step_of_the_joiner() -> None:

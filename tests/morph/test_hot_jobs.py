@@ -146,6 +146,50 @@ def test_state_that_one_worker_has_survives_in_the_memory_of_another(
     assert "to the copies of step" in job.text and "generation ended" not in job.text and not saved(tmp_path)
 
 
+DIES_IN_ITS_FIRST_STEP = """
+import os, signal, time
+from varuna.train.hot.copies import StateCopies
+
+copy = StateCopies._copy
+
+def trapped(self, model, step):
+    copy(self, model, step)
+    rank = os.environ["RANK"]
+    if os.environ["WORLD_SIZE"] == "3" and os.path.exists("dies"):
+        self._mirror.wait()
+        open(f"copied_{rank}", "w").close()
+        while rank == "2" and not all(os.path.exists(f"copied_{other}") for other in "012"):
+            time.sleep(0.01)
+        if rank == "2":
+            os.unlink("dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+StateCopies._copy = trapped
+"""
+
+
+def test_a_loss_in_the_first_step_after_a_morph_needs_no_store(
+    tmp_path: Path, reference: dict[int, float]
+) -> None:
+    """HOT-3: with ZeRO, as soon as the first copies have arrived."""
+    (tmp_path / "dies").touch()
+    script = IN_BATCHES.replace('device="cpu", seed=3', 'device="cpu", seed=3, shard_optimizer=True')
+    script = DIES_IN_ITS_FIRST_STEP + NEVER_SAVES + script
+    options = ("--save-every", "off")
+    with Job(tmp_path, machines=2, script=script, options=options, manager=PATIENT) as job:
+        job.wait_for_steps(3)
+        pids = job.worker(1), job.worker(2)
+        job.write_list(1, 2, 3)
+        job.wait_for("1 stage x 3 replicas")
+        assert "was killed by SIGKILL" in job.wait_for("recovering: rank 2")
+        job.wait_for("1 stage x 3 replicas")  # the machine is back
+        job.wait_for("morphed: ")
+        job.wait_for_steps(2)
+        assert (job.worker(1), job.worker(2)) == pids
+        check(job, reference)
+    assert not restarts(job) and "generation ended" not in job.text and not saved(tmp_path)
+
+
 def test_one_replica_survives_kills_joins_and_leaves_in_the_memory_of_the_others(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:

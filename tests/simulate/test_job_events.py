@@ -33,6 +33,8 @@ def test_events_give_preparations_pauses_and_detections(tmp_path: Path) -> None:
     start = 1767225600.0
     note_removal(tmp_path, Removal(start + 5.9, "b"))
     note_removal(tmp_path, Removal(start + 5.9, "c"))  # the job did not use it
+    with (tmp_path / "removed.jsonl").open("a") as file:
+        file.write('{"at": 17672')  # the disk was full
     found = measure_events(tmp_path)
     assert found.prepare_seconds == pytest.approx((2.5,))
     assert found.morph_seconds == (0.25,)

@@ -159,10 +159,11 @@ class FlippingSocket:
         return getattr(self._link, name)
 
 
-def test_the_first_copy_counts_at_the_first_step_boundary(ranks: list[CopyingRank]) -> None:
+def test_the_first_copy_can_be_used_in_the_first_step(ranks: list[CopyingRank]) -> None:
     """HOT-3: a loss soon after a morph must not need the store."""
     visit_all(ranks, 7)
-    assert [one.page.copy_of for one in ranks] == [None, None]
+    assert [one.page.copy_of for one in ranks] == [1, 0]
+    assert all(one.copies.steps() == [7] for one in ranks)
     visit_all(ranks, 8)
     assert [one.page.copy_of for one in ranks] == [1, 0]
     assert all(7 in one.copies.steps() for one in ranks)
@@ -205,7 +206,7 @@ def test_copies_that_fail_are_switched_off_on_all_ranks(
     """
     visit_all(ranks, 0)
 
-    def fail(memory: Any) -> None:
+    def fail(memory: Any, on_arrival: Any) -> None:
         raise error
 
     monkeypatch.setattr(ranks[1].copies._mirror, "_receive", fail)
@@ -256,7 +257,7 @@ class InstantMirror:
     def __init__(self) -> None:
         self.num_started = 0
 
-    def start(self, own: Any, memory: Any) -> None:
+    def start(self, own: Any, memory: Any, *, on_arrival: Any) -> None:
         self.arrived, self.num_started = own, self.num_started + 1
 
 

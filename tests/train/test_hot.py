@@ -257,6 +257,35 @@ def test_a_morph_waits_for_an_order_only_after_an_error_of_a_connection(
     assert waited == [error] * waits
 
 
+@pytest.mark.parametrize(("timeout_seconds", "expected"), [(5.0, recover.LOSS_SECONDS), (300.0, 300.0)])
+def test_survivors_wait_for_those_in_a_long_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, expected: float
+) -> None:
+    """HOT-3: a rank that computes notices a loss later than one that waits for it."""
+    waited = []
+
+    def exchange(order: Any, own: Any, *, seconds: float) -> None:
+        waited.append(seconds)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(recover, "exchange_steps", exchange)
+    monkeypatch.setattr(recover, "abandon_generation", lambda session, works: None)
+    monkeypatch.setattr(recover, "commits_calls", lambda model: True)
+    model: Any = SimpleNamespace(
+        _session=SimpleNamespace(num_commits=3),
+        _hot=HotState(waits_for_orders=True, generation=1),
+        _trainer=SimpleNamespace(reducer=SimpleNamespace(unfinished_works=list)),
+        _saver=SimpleNamespace(lose_ranks=lambda: None),
+        _state_copies=SimpleNamespace(steps=list),
+        _orders=SimpleNamespace(abandons=False),
+        _options=SimpleNamespace(timeout_seconds=timeout_seconds),
+    )
+    order = order_of(DEEPER_AND_BACK, 1, process=0, port=1)
+    with pytest.raises(ValueError, match="enough"):
+        recover._rejoin(model, order, None, MorphParts(), between=False)
+    assert waited == [expected]
+
+
 def test_calls_after_a_step_that_was_not_trained_restart_the_job() -> None:
     """HOT-4: the ranks may be in different steps of the loop, so not all of them would make the call."""
     layout = Generation("0;1;", (0, 1)).layout
@@ -289,6 +318,12 @@ def test_damaged_bytes_are_sent_again_and_then_refused(pool: Pool, tmp_path: Pat
         pool.run(receive_damaged, 2, 2)
 
 
+def test_a_damaged_description_of_what_moves_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """HOT-6: it holds names, optimizer groups, counters and learning rates."""
+    with pytest.raises(TaskFailed, match="the description of what participant 0 sends arrived with other"):
+        pool.run(receive_damaged, 2, 1, part="name")
+
+
 class Store:
     """A participant that gives and takes tensors by name."""
 
@@ -306,8 +341,8 @@ class Store:
         self.tensors[name] = unit.tensors["value"]
 
 
-def receive_damaged(times: int) -> list[str]:
-    """Hand one tensor over; its first arrivals are damaged."""
+def receive_damaged(times: int, *, part: str = "tensor") -> list[str]:
+    """Hand one tensor over; the first arrivals of the tensor, or of its name, are damaged."""
     rank = dist.get_rank()
     store = Store({"x": torch.arange(9.0)} if rank == 0 else {})
     arrive = handover._Transfer._arrive
@@ -315,9 +350,11 @@ def receive_damaged(times: int) -> list[str]:
     def damage(self: Any, works: Any, memory: torch.Tensor) -> None:
         nonlocal times
         arrive(self, works, memory)
-        if len(memory) == 36 and times:
+        data = memory.numpy().tobytes()
+        place = 5 if part == "tensor" else data.find(b"\xa1x")  # msgpack of "x"
+        if (len(data) == 36 if part == "tensor" else place >= 0) and times:
             times -= 1
-            memory[5] ^= 16
+            memory[place + 1] ^= 16
 
     handover._Transfer._arrive = damage  # type: ignore[method-assign]
     try:

@@ -193,6 +193,32 @@ def test_an_input_that_only_the_plain_process_changes_is_found() -> None:
     assert first is not None and (first.step, first.kind, first.name) == (0, "input", "x"), str(report)
 
 
+def test_a_parameter_that_no_rank_holds_is_found() -> None:
+    """B1, PRO-1: a layout that loses a parameter has nothing to compare it with."""
+
+    def without_b(self: Any, *arguments: Any, **options: Any) -> Any:
+        return ((n, p) for n, p in original(self, *arguments, **options) if not n.startswith("b."))
+
+    original = varuna.Varuna.named_parameters
+    with patch.object(varuna.Varuna, "named_parameters", without_b):
+        report = varuna.verify(Layers(), samples(8), layouts="1x1:chunk=8", steps=1)
+    first = report.layouts[0].first
+    assert first is not None and first.kind == "gradient" and first.name.startswith("b."), str(report)
+    assert report.exit_code == 1
+
+
+class Endless(Layers):
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        while True:
+            h = h + 0
+
+
+def test_a_forward_that_never_ends_is_given_up() -> None:
+    """B1, PRO-1: also in the capture, which is not a process of its own."""
+    with pytest.raises(VarunaError, match="capturing the model takes more than 2 s"):
+        varuna.verify(Endless(), samples(8), layouts="1x1", precision="fp32", timeout_seconds=0.1)
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +243,7 @@ def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
         ({"face": "ddp"}, "face must be one of varuna, pyrannc"),
         ({"precision": "int8"}, "precision must be one of fp64, fp32"),
         ({"steps": 0}, "steps must be a positive whole number"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0, not 0"),
         ({"sample": 3}, "the sample gave a int; expected the model's inputs"),
         ({"sample": samples(8)["x"]}, "cannot be called with them: missing a required argument: 'y'"),
         ({"optimizer": "adam"}, "optimizer must be a torch optimizer"),

@@ -18,6 +18,7 @@ from varuna.morph.protocol.messages import MachineStatus
 
 PRESENT = ("at work", "spare", "warming up")
 LOST = "varuna: machine lost: "
+LEFT_OUT = "left out: "
 SETTLE_STEPS = 3
 """Steps after a fault before the next one."""
 
@@ -40,6 +41,10 @@ class InjectedFault(msgspec.Struct):
     seconds: float | None = None  # until the next step; None if it never came
     steps_redone: int = 0
     samples_redone: int = 0
+
+    @property
+    def happened(self) -> bool:
+        return bool(self.what) and not self.what.startswith(LEFT_OUT)
 
     def __str__(self) -> str:
         seconds = "-" if self.seconds is None else f"{self.seconds:.2f}"

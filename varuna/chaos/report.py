@@ -38,6 +38,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     left_behind: Leftovers
     ledger: LedgerReport | None = None
     notes: tuple[str, ...] = ()
+    plays_trace: bool = False  # it may have no change
 
     @property
     def verdict(self) -> str:
@@ -48,6 +49,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
             problems.append("the losses differ from those of the undisturbed run")
         if not self.left_behind.clean:
             problems.append("something was left behind")
+        if not (self.plays_trace or any(fault.happened for fault in self.faults)):
+            problems.append("no fault has happened, so nothing is proven (let the script train for longer)")
         return "; ".join(problems) or "equal and clean"
 
     @property
@@ -77,6 +80,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
             f"({self.samples_redone} samples)"
         ]
         found += [f"note: {note}" for note in self.notes]
+        if left_out := [fault.fault for fault in self.faults if not fault.happened]:
+            found.append(f"note: {', '.join(left_out)} did not happen: see the table")
         if self.ledger is not None:
             found += ledger_lines(self.ledger)
         found.append(f"losses: {describe_losses(self.losses)}")

@@ -10,7 +10,7 @@ import msgspec
 
 from varuna.chaos.faults.kinds import FAULTS
 from varuna.chaos.hosts.lab import Lab
-from varuna.chaos.injector import FaultRequest, FaultSkipped, Injector, pause
+from varuna.chaos.injector import LEFT_OUT, FaultRequest, FaultSkipped, Injector, pause
 from varuna.chaos.job import PATIENCE_SECONDS, ChaosJob, JobStuck
 from varuna.chaos.leftovers import JobWatcher, Leftovers
 from varuna.chaos.machines import ChaosMachine, LoopbackMachine
@@ -232,7 +232,7 @@ class ChaosRun:
         except (FaultSkipped, FramingError, OSError, ValueError, IndexError) as error:
             # Its process or machine went away before the fault, or the manager does not answer.
             done = injector.history[-1]
-            done.what = f"left out: {error}"
+            done.what = f"{LEFT_OUT}{error}"
         self._say(f"{len(injector.history):3}{done}")
 
     # ------------------------------------------------------------ the result
@@ -277,6 +277,7 @@ class ChaosRun:
             left_behind=left,
             ledger=played.ledger,
             notes=tuple(notes),
+            plays_trace=self._request.trace is not None,
         )
 
 

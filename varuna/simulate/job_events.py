@@ -76,7 +76,10 @@ def _detections(path: Path, lost: list[tuple[float, str]]) -> Iterator[float]:
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines():
-        removal = msgspec.json.decode(line, type=Removal)
+        try:
+            removal = msgspec.json.decode(line, type=Removal)
+        except (msgspec.DecodeError, ValueError):  # a line that was cut by a full disk
+            continue
         later = [at - removal.at for at, name in lost if name == removal.machine and at >= removal.at]
         if later and later[0] < MOST_SECONDS:
             yield later[0]

@@ -202,6 +202,7 @@ class Coordinator:
                 seconds=round(time.monotonic() - began, 3),
             )
         found = [one for answer in answers for one in decode_differences(answer.value)]
+        found += recording.missing_gradients(found)
         judgement = self._judge(layout, found, runs)
         first = judgement.first
         if first is not None:

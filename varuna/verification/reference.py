@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -108,6 +108,14 @@ class ReferenceRun:
                     yield Difference(step, kind, name, math.inf, norm(known))
                 else:
                     yield Difference(step, kind, name, distance(known, value), norm(known))
+
+    def missing_gradients(self, found: Iterable[Difference]) -> Iterator[Difference]:
+        """Return the gradients that no rank has compared: to the ranks of this layout they are 0."""
+        compared = {one.key for one in found}
+        for step, kind, name in self._values:
+            if kind == "gradient" and (step, kind, name) not in compared:
+                known = self.read(step, kind, name)
+                yield Difference(step, kind, name, norm(known), norm(known))
 
     def loss(self, step: int) -> float:
         value = self.read(step, "loss", "")

@@ -11,7 +11,7 @@ from torch import nn
 from varuna.capture.run.verify import FP64_PARAMETERS
 from varuna.errors import CaptureError, VarunaError, check_name
 from varuna.types import PrecisionName
-from varuna.verification.children import Answer, Channel, Child
+from varuna.verification.children import Answer, Channel, Child, ChildError
 from varuna.verification.coordinator import Coordinator, VerifyRequest
 from varuna.verification.layouts import VerifyLayout, parse_layout, parse_layouts
 from varuna.verification.plain_runs import PlainFailed
@@ -19,6 +19,8 @@ from varuna.verification.report import Verification
 from varuna.verification.subject import OptimizerChoice, VerifySubject, make_subject
 from varuna.verification.wrapped import FACES, Face
 
+PATIENCE = 20
+"""A part of the work, such as the capture, takes at most so many times `timeout_seconds`."""
 ShowProgress = Callable[[int, int, str], None]
 """Called with the number of finished parts, the number of all, and what runs now."""
 
@@ -82,6 +84,8 @@ def verify_made(
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+    if not 0 < timeout_seconds < 1e6:
+        raise ValueError(f"timeout_seconds must be above 0, not {timeout_seconds:g}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "CUDA is initialized in this process, and forked processes cannot use it (call varuna.verify "
@@ -141,6 +145,8 @@ def _coordinate(subject: VerifySubject, request: VerifyRequest, show: ShowProgre
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, which the child avoids
         child = Child(task)
     answer: Answer | None = None
+    limit, part = PATIENCE * request.timeout_seconds, "starting"
+    child.channel.socket.settimeout(limit)
     try:
         while answer is None:
             message = child.channel.receive()
@@ -148,7 +154,10 @@ def _coordinate(subject: VerifySubject, request: VerifyRequest, show: ShowProgre
             if isinstance(note, dict):
                 answer = child.answer(message)
             else:
+                part = note[-1]
                 show(*note)
+    except TimeoutError:
+        answer = Answer(error=ChildError("Timeout", f"{part} takes more than {limit:.0f} s (see --timeout)"))
     except EOFError:
         pass
     finally:

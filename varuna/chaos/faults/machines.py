@@ -34,7 +34,7 @@ def lose_all_machines(run: Injector) -> None:
     dies = run.any_death()
     machines = list(run.all_machines)
     run.random.shuffle(machines)
-    some = run.random.randint(run.stages, len(machines) - 1)
+    some = run.random.randint(run.stages, max(run.stages, len(machines) - 1))
     run.at_work()
     run.happens("the end of all" if dies else "a cut to all")
     run.lose(machines, dies=dies)

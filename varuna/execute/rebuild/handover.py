@@ -5,6 +5,8 @@
 3. a sender describes all units of a receiver in one message; then their tensors follow, and their hashes
    at the end: both sides hash one tensor while others are on their way
 4. what arrives with another hash is sent once more; if it is wrong again, all participants fail
+
+The description has a hash, too. If it is wrong, the receiver does not know what follows, so it fails at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ CHUNK_BYTES = 64 << 20
 """Most bytes of one message."""
 ATTEMPTS = 2
 HASH_BYTES = 16
+LENGTH_BYTES = 8
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -189,7 +192,8 @@ class _Transfer:
                 queue.append(plain[key])
             notes.append(UnitNote(name, PlainValue(unit.tree), tensors))
         head = encode(notes)
-        self._put(receiver, torch.tensor([len(head)]).view(torch.uint8))
+        length, digest = len(head).to_bytes(LENGTH_BYTES, "little"), hash_tensor(head)
+        self._put(receiver, torch.frombuffer(bytearray(length + digest), dtype=torch.uint8))
         self._put(receiver, head)
         for one in queue:
             self._put(receiver, _bytes_of(one))
@@ -201,10 +205,16 @@ class _Transfer:
 
     def _expect(self, sender: int) -> list[Arrival]:
         """Receive the description of units, and start to receive their tensors."""
-        size = torch.empty(8, dtype=torch.uint8)
-        self._arrive(self._start(sender, size), size)
-        head = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
+        start = torch.empty(LENGTH_BYTES + HASH_BYTES, dtype=torch.uint8)
+        self._arrive(self._start(sender, start), start)
+        announced = start.numpy().tobytes()
+        head = torch.empty(int.from_bytes(announced[:LENGTH_BYTES], "little"), dtype=torch.uint8)
         self._arrive(self._start(sender, head), head)
+        if hash_tensor(head) != announced[LENGTH_BYTES:]:
+            raise WorkerError(
+                f"the description of what participant {sender} sends arrived with other bytes than were sent "
+                "(the job restarts from its store; check the memory and the network of the machines)"
+            )
         notes: list[UnitNote] = decode(head, list[UnitNote], f"the description by participant {sender}")
         arrivals = []
         for note in notes:

@@ -131,13 +131,18 @@ class Mirror:
     def is_busy(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def start(self, own: Snapshot, memory: Tensor | None) -> None:
-        """Exchange the next snapshots in the background; `memory` to receive into, if it fits."""
+    def start(
+        self, own: Snapshot, memory: Tensor | None, *, on_arrival: Callable[[], None] = lambda: None
+    ) -> None:
+        """Exchange the next snapshots in the background; `memory` to receive into, if it fits.
+
+        A thread calls `on_arrival` when the other rank's snapshot has arrived undamaged.
+        """
         assert not self.is_busy, "the last exchange is not complete"
         self.arrived, self._thread_seconds = None, []
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name="varuna-copies", daemon=True)
-            for work in (lambda: self._send(own), lambda: self._receive(memory))
+            for work in (lambda: self._send(own), lambda: self._receive(memory, on_arrival))
         ]
         for thread in self._threads:
             thread.start()
@@ -178,7 +183,7 @@ class Mirror:
                 self._holder.sendall(chunk)
         self._holder.sendall(digest.digest())
 
-    def _receive(self, memory: Tensor | None) -> None:
+    def _receive(self, memory: Tensor | None, on_arrival: Callable[[], None]) -> None:
         frame = torch.empty(_FRAME.size, dtype=torch.uint8)
         self._fill(frame, xxhash.xxh3_128())
         step, head_bytes, memory_bytes = _FRAME.unpack(memory_of(frame))
@@ -192,6 +197,7 @@ class Mirror:
         self._fill(sent, xxhash.xxh3_128())
         if bytes(memory_of(sent)) == digest.digest():
             self.arrived = Snapshot(step, head, memory)
+            on_arrival()
 
     def _fill(self, tensor: Tensor, digest: xxhash.xxh3_128) -> None:
         view = memory_of(tensor) if tensor.numel() else memoryview(b"")

@@ -122,12 +122,18 @@ def continue_preparation(decision: Decision, preparation: Preparation) -> None:
         decision.drop_preparation(f"the workers can no longer morph in place: {why}")
     elif refuse_other_code(decision, preparation):
         return
-    elif all_wait(decision, preparation):
-        if members[generation.machines[0]].store_port and not leaves_first(decision, generation.machines):
-            morph(decision, generation, preparation.why, reasons=preparation.reasons)
-    elif decision.now >= preparation.deadline:
-        limit = decision.settings.prepare_seconds
-        _joiners_failed(decision, f"they were not prepared within {limit:.0f} s")
+    elif not all_wait(decision, preparation):
+        _limit_preparation(decision, preparation, "they were not prepared")
+    elif not members[generation.machines[0]].store_port:
+        why = f"{generation.machines[0]} has opened no store for the next generation"
+        _limit_preparation(decision, preparation, why)
+    elif not leaves_first(decision, generation.machines):
+        morph(decision, generation, preparation.why, reasons=preparation.reasons)
+
+
+def _limit_preparation(decision: Decision, preparation: Preparation, why: str) -> None:
+    if decision.now >= preparation.deadline:
+        _joiners_failed(decision, f"{why} within {decision.settings.prepare_seconds:.0f} s")
 
 
 def _is_joiner(decision: Decision, event: events.WorkerFailed | events.WorkersEnded) -> bool:

@@ -17,6 +17,8 @@ from varuna.morph.state import CodeIdentity, MorphParts, WorkerProgress
 
 PAGE = 8192
 _NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqq")  # in the order of SharedProgressWriter._write
+_COPY_OF = struct.Struct("<q")
+_COPY_OF_AT = 19 * _COPY_OF.size  # its place in _NUMBERS, whose fields have 8 bytes each
 _TEXT = struct.Struct("<H")
 _TEXT_AT = 192
 MAX_TEXT = 2048
@@ -77,7 +79,7 @@ class ProgressWriter:
         """Note that this worker waits for a morph order."""
 
     def holds_copy_of(self, rank: int | None) -> None:
-        """Note the rank whose state this worker has a copy of; None: none."""
+        """Note the rank whose state this worker has a copy of; None: none. Any thread may call this."""
 
     def morphed(
         self, generation: int, parts: MorphParts, *, seconds: float, num_bytes: int, iteration: int
@@ -175,7 +177,7 @@ class SharedProgressWriter(ProgressWriter):
 
     def holds_copy_of(self, rank: int | None) -> None:
         self._copy_of = rank
-        self._write()
+        _COPY_OF.pack_into(self._page, _COPY_OF_AT, 0 if rank is None else rank + 1)
 
     def morphed(
         self, generation: int, parts: MorphParts, *, seconds: float, num_bytes: int, iteration: int

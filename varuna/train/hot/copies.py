@@ -4,6 +4,7 @@
                                                               train on, a thread sends it ◄──┘
 
 The first copy of a generation is made before its first step, and the ranks look in each step if it counts.
+A rank tells the manager that it has a copy as soon as the first one has arrived, within that step.
 All ranks copy their state before the same step. The copies of a step count once all ranks know that all of
 them are whole; until then the last ones stay. If one arrives damaged, all ranks copy again. So after a loss,
 all survivors have a copy of the same step, and one of them has that of the lost rank. N is chosen from
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,9 +186,10 @@ class StateCopies:
                 what = f"the copy of rank {self._held}'s state before step {self._pending.own.step}"
                 log.warning("%s arrived with other bytes than were sent; all ranks copy again", what)
             self._spare = self._pending
+            if self._counted is None:
+                progress.holds_copy_of(None)
         elif self._counted is None or self._counted.own.step < self._pending.own.step:
             self._spare, self._counted = self._counted, self._pending
-            progress.holds_copy_of(self._held)
         self.interval = choose_interval(max(one[1] for one in numbers), min(one[2] for one in numbers))
         due = since + self.interval
         is_due = is_damaged or step >= due
@@ -217,7 +220,7 @@ class StateCopies:
         own = take_snapshot(step, state_units(model), None if spare is None else spare.own.memory)
         self._pending, self._spare = CopyPair(own), None
         other = None if spare is None or spare.other is None else spare.other.memory
-        self._mirror.start(own, other)
+        self._mirror.start(own, other, on_arrival=partial(model._progress.holds_copy_of, self._held))
 
 
 def _why_no_copies(model: "Varuna") -> str:

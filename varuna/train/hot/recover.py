@@ -238,7 +238,9 @@ def _rejoin(
     own = SurvivorStep(model._hot.generation, session.num_commits, between, copied)
     try:
         with ended_by(lambda: model._orders.abandons):
-            steps = exchange_steps(order, own, seconds=LOSS_SECONDS)
+            # Another survivor may be in the middle of a micro-batch, and notice the loss after it.
+            seconds = max(LOSS_SECONDS, model._options.timeout_seconds)
+            steps = exchange_steps(order, own, seconds=seconds)
     except Exception as error:
         if not is_interruption(error):
             raise
