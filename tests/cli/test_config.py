@@ -142,6 +142,7 @@ def test_show_config_names_where_every_option_comes_from(
     assert found["chunk_size"] == ["4", "file"]
     assert found["command"] == ["script.py --lr 0.1", "file"]
     assert found["log_dir"] == ["varuna_logs", "default"] and found["plan"] == ["-", "default"]
+    assert found["track"] == ["-", "default"]
     assert "show_config" not in found
 
 

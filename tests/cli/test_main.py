@@ -1,5 +1,6 @@
 """The command `varuna` itself: version, help, errors, and both spellings of every flag."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -51,6 +52,19 @@ def test_text_from_elsewhere_does_not_control_the_terminal(capsys: pytest.Captur
     )
     warn(hostile)
     assert not set(capsys.readouterr().err) & {"\x1b", "\x9b", "\x07", "\r"}
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path: Path) -> None:
+    """SEE-1: text that the terminal cannot show ends neither a command nor a job."""
+    path = tmp_path / "a→b"
+    run = subprocess.run(
+        [sys.executable, "-m", "varuna", "run", "--show-config", "--log-dir", str(path), "x.py"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"{tmp_path}/a\\u2192b" in run.stdout
 
 
 # ---------------------------------------------------------------- flags

@@ -130,6 +130,16 @@ def test_options_without_a_possible_plan_are_refused_before_anything_starts(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf"])
+def test_a_time_that_no_hang_can_reach_is_refused(folder: Path, seconds: str) -> None:
+    """SEE-6: NaN would switch off the search for hangs."""
+    options = parse_options(
+        RunOptions, [*COMMON, "--batch-size", "8", "--hang-seconds", seconds, "script.py"]
+    )
+    with pytest.raises(ValueError, match="--hang-seconds must be a number of seconds above 0, not"):
+        prepare(options, home=folder / "home")
+
+
 def test_the_plan_of_a_large_job_fits_into_an_environment_variable() -> None:
     """Linux limits a variable to 128 KiB."""
     large = profile([segment(1e-3)], [0] * 96)

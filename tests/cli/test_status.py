@@ -25,7 +25,7 @@ from tests.launch.jobs import environment
 from tests.morph.jobs import STEPS, Job, contains_one
 from tests.morph.test_hot_jobs import FETCHES
 from varuna.cli.status import screen as screens
-from varuna.cli.status.render import amount, clock, live_status, plain_line, ranks_text
+from varuna.cli.status.render import OUTPUT_LINES, amount, clock, live_status, plain_line, ranks_text
 from varuna.cli.status.screen import LiveScreen, PlainScreen, open_screen
 from varuna.observe.job_view import EventView, JobView, LayoutView, MachineView
 
@@ -200,6 +200,19 @@ def test_machines_cannot_control_the_terminal_and_many_of_them_fit() -> None:
     assert "evil\\x1b[2Jname" in text and "\\x1b]0;title\\x07 and more" in text
     assert "and 43 more" in text and "43 at work" in text and "loss not finite" in text
     assert len(text.splitlines()) < 20
+
+
+@pytest.mark.parametrize("height", [14, 18, 24, 40])
+def test_the_status_fits_a_low_terminal_and_leaves_lines_for_the_output(height: int) -> None:
+    """SEE-1: also with many machines and problems; the last event is not cut off."""
+    machines = tuple(MachineView(name=f"10.0.0.{n}", state="at work", ranks=(n,)) for n in range(12))
+    problems = {"journal": "disk full", "tensorboard": "disk full"}
+    view = example(1, machines=machines, problems=problems, last_event=EventView(0.0, "morphed", "2"))
+    console = Console(width=90, height=height, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(live_status(view, height=height))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= height - OUTPUT_LINES and "morphed: 2" in lines[-1]
+    assert any("tensorboard: disk full" in line for line in lines)
 
 
 NASTY = "a\x00b\x9b2Jc\x1b]0;title\x07d\x1b[2Je\x08f\tg\x1b[31mred\x1b[0mh\x1b(0i\x7f\x1b"

@@ -174,3 +174,43 @@ def test_a_folder_without_traces_shows_the_typical_step(job: Served, tmp_path: P
         expect(text).to_contain_text("a typical step near step 10 of its layout, first replica")
         expect(text).to_contain_text("the last step is not known here")
         expect(tab.locator("#timeline canvas")).to_have_count(1)
+
+
+def test_a_finger_reads_values(job: Served) -> None:
+    """SEE-2: on a phone, the value under a tap stays until the next one."""
+    tab = job.open(has_touch=True, is_mobile=True, viewport={"width": 390, "height": 844})
+    expect(tab.locator("#chart .loss .line")).to_be_attached()
+    tab.locator("#chart svg").tap(position={"x": 200, "y": 100})
+    expect(tab.locator(".tooltip")).to_contain_text(re.compile(r"Step \d+"))
+    tab.locator("#timeline canvas").first.tap(position={"x": 70, "y": 10})
+    expect(tab.locator("#timeline .tip")).to_contain_text("Stage 0, rank 0: forward, micro-batch 0")
+    expect(tab.locator(".tooltip")).to_be_hidden()
+
+
+def test_a_hidden_tab_keeps_no_connection(job: Served) -> None:
+    """SEE-2: a browser has six connections to a server, so six tabs would stop each other."""
+    first = job.open()
+    with first.expect_event("requestfailed", lambda request: request.url.endswith("/api/stream")):
+        hide(first, True)
+    tabs = [first]
+    for _ in range(7):
+        tab = first.context.new_page()
+        tab.goto(job.page.url)
+        expect(tab.locator("#timeline canvas")).to_have_count(2)
+        hide(tab, True)
+        tabs.append(tab)
+    with first.expect_request("**/api/stream"):
+        hide(first, False)
+    expect(first.locator("#link")).to_have_text("job is over")
+    expect(first.locator("#notice")).to_be_hidden()
+
+
+def hide(tab: Page, hidden: bool) -> None:
+    """Tell the page that its tab is hidden or seen: without a window, Chromium does not."""
+    tab.evaluate(
+        """(hidden) => {
+            Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )

@@ -1,6 +1,7 @@
 """The curve in a real browser: its axis reaches every event, and a request that fails is repeated."""
 
 import http.client
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.page.browsing import Chromium, ServedPage, chromium, served
 from tests.page.folders import BEGUN, write_folder
+from varuna.observe.history_file import NAME as METRICS
+from varuna.observe.history_file import MetricLine
 from varuna.page.job_reader import PageUpdate
 
 STEPS = 100  # the last one ends 10 s after BEGUN; the events are 40, 100 and 160 s after it
@@ -160,3 +163,15 @@ def test_another_axis_shows_all_steps(browser: Chromium, page: ServedPage) -> No
     expect(tab.locator("#zoom-out")).to_be_enabled()
     tab.locator("label", has_text=re.compile("^Step$")).click()
     expect(tab.locator("#zoom-out")).to_be_disabled()
+
+
+def test_a_loss_that_differs_by_rounding_alone_is_drawn(browser: Chromium, tmp_path: Path) -> None:
+    """SEE-2: ticks between two neighbouring numbers would never end."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    losses = (0.6931471805599453, math.nextafter(0.6931471805599453, 1.0))
+    lines = (MetricLine(step, BEGUN + step, losses[step % 2], 1.0, 8) for step in range(1, 20))
+    (folder / METRICS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    with served(folder) as (page, _):
+        tab = browser.open(page.url)
+        expect(tab.locator("#chart .loss .line")).to_have_attribute("d", re.compile("^M.*L"))
+        assert tab.locator("#chart .tick.end").count() < 20

@@ -53,9 +53,10 @@ def test_a_thousand_machines_a_million_steps_and_a_log_of_a_gigabyte(tmp_path: P
             "[...document.querySelectorAll('#facts .value')].every(one => one.scrollWidth <= one.clientWidth)"
         )
         assert tab.evaluate(whole) and tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        expect(tab.locator("#checkpoints")).to_contain_text(LONG_NAME)
+        expect(tab.locator("#scalars")).to_contain_text(LONG_NAME)
         widths = (
-            "[...document.querySelectorAll('#checkpoints dd')].map(one => one.getBoundingClientRect().width)"
+            "[...document.querySelectorAll('.pairs:not(.causes) dd')]"
+            ".map(one => one.getBoundingClientRect().width)"
         )
         assert min(tab.evaluate(widths)) > 100
         while json.loads(page.data("/api/curve?points=400"))["window"]["last_step"] < 1_000_000:

@@ -209,3 +209,16 @@ def check_new_manager(tab: Page, job: Job, log_dir: Path) -> None:
         assert window["steps"] == sorted(set(window["steps"])) and window["last_step"] == STEPS
         assert window["times"] == sorted(window["times"])
         assert None not in window["bands"]["loss"]["mean"]
+
+
+def test_the_tab_of_a_job_that_ends_says_so(tmp_path: Path) -> None:
+    """SEE-2: the server sends the end to its tabs, removes its address, and ends by itself."""
+    options = ("--page-port", "0", "--save-every", "off")
+    with Job(tmp_path, machines=2, stages=2, script=FETCHES, options=options) as job, chromium() as browser:
+        page = ServedPage(Path(job.wait_for("page: open the address in ").rpartition(" in ")[2]))
+        tab = browser.open(page.url)
+        wait_for_steps(tab, 3)
+        assert job.finish() == 0, job.text
+        expect(tab.locator("#phase")).to_have_text("finished")
+        expect(tab.locator("#notice")).to_contain_text("The job is over, and its page has ended.")
+        assert not page.file.exists(), "a server that is killed leaves it"

@@ -94,8 +94,8 @@ def show_config() -> str:
     for name, value in sorted(context.params.items()):
         if name in NOT_IN_A_FILE:
             continue
-        shown = "-" if value in (None, []) else " ".join(value) if isinstance(value, list) else value
-        rows.append((name, str(shown), _source(context, name)))
+        values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        rows.append((name, " ".join(map(str, values)) or "-", _source(context, name)))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows)
 

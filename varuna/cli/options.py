@@ -1,6 +1,7 @@
 """Shared by all commands: options declared as structs, both spellings of flags, errors and exit codes."""
 
 import inspect
+import io
 import os
 import re
 import sys
@@ -91,6 +92,8 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable
 
 def run_app(app: typer.Typer, program: str) -> None:
     """Run a command. Print an error that the user can fix as one line, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode must not end a job
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name=program)
     except (VarunaError, ValueError, OSError, ImportError) as error:

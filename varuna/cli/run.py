@@ -316,6 +316,8 @@ def job_spec(options: RunOptions) -> JobSpec:
         check_name("--starter", options.starter, get_args(StarterName))
     if options.cloud is not None:
         check_name("--cloud", options.cloud, ("aws", "azure", "gcp"))
+    if options.hang_seconds is not None and not 0 < options.hang_seconds < float("inf"):
+        raise ValueError(f"--hang-seconds must be a number of seconds above 0, not {options.hang_seconds}")
     devices = DEFAULT_DEVICES if options.gpus_per_node is None else options.gpus_per_node
     path = options.env_file or (DEFAULT_ENV_FILE if Path(DEFAULT_ENV_FILE).is_file() else None)
     variables = parse_environment(read_file(path, "env file"), source=path) if path else {}

@@ -36,7 +36,9 @@ MAX_TEXT = 2000
 MAX_MARKS = 200
 """Events of one curve; of more, the newest count."""
 ENDS = get_args(JobVerdict.__annotations__["how"])
-"""The last event of a job that is over."""
+"""Events of which a job that is over has one. Others may follow it."""
+BEGIN = "listening"
+"""The first event of each manager of a job."""
 
 Link = Literal["live", "over", "lost"]
 """live: the manager answers; over: the job has ended; lost: the manager does not answer."""
@@ -140,6 +142,7 @@ class JobReader:
         self._num_events = 0
         self._first_event: float | None = None
         self._layout_since = 0.0
+        self._is_over = False
         self._steps_file = TailReader(log_dir / METRICS)
         self._events_file = TailReader(log_dir / "events.jsonl")
         self._view, self._head = b"null", ViewHead()
@@ -172,14 +175,16 @@ class JobReader:
 
     def _read_view(self) -> tuple[Link, str]:
         """Read the view from the manager, else from its file, else keep the last one."""
+        problem = ""
         try:
             self._keep(bytes(self._link.request("view").status))
-            return "live", ""
         except (OSError, ValueError) as error:
-            problem = str(error)
-        with suppress(OSError, msgspec.DecodeError):
-            self._keep((self._log_dir / LAST_VIEW).read_bytes())
-        return ("over", "") if self._events and self._events[-1].what in ENDS else ("lost", problem)
+            problem = str(error) or type(error).__name__
+            with suppress(OSError, msgspec.DecodeError):
+                self._keep((self._log_dir / LAST_VIEW).read_bytes())
+        if self._is_over:  # also while its manager ends
+            return "over", ""
+        return ("lost", problem) if problem else ("live", "")
 
     def _keep(self, view: bytes) -> None:
         head = msgspec.json.decode(view, type=ViewHead)
@@ -207,6 +212,8 @@ class JobReader:
             self._first_event = event.at
         if event.what == "generation":
             self._layout_since = event.at
+        if event.what in (BEGIN, *ENDS):
+            self._is_over = event.what != BEGIN
 
     @property
     def is_behind(self) -> bool:

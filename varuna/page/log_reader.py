@@ -57,7 +57,8 @@ class LogReader:
     def page(self, log: WorkerLog, *, start: int | None, stop: int | None) -> LogText:
         """Read from `start` on, or the last lines before `stop` (default: the end)."""
         path = self._folder(log.generation) / f"rank_{log.rank}.{log.stream}"
-        read = self._read_local(path) if path.is_file() else self._read_remote(log)
+        is_here = path.is_file()
+        read = self._read_local(path) if is_here else self._read_remote(log)
         try:
             if start is not None:
                 page = read(0, max(0, start), None)
@@ -67,7 +68,8 @@ class LogReader:
             page = read(0, first, found.stop)
             return _text(first, page, end=found.stop)
         except (OSError, ValueError) as error:
-            return LogText(0, 0, 0, "", str(getattr(error, "strerror", None) or error))
+            why = str(getattr(error, "strerror", None) or error)
+            return LogText(0, 0, 0, "", why if is_here else f"this log folder has no {path.name}: {why}")
 
     def _folder(self, generation: int) -> Path:
         return self._log_dir / f"generation_{generation}" if generation else self._log_dir

@@ -16,8 +16,8 @@ MOST_MACHINES = 8
 """Rows of the table of machines; the rest is counted."""
 MOST_SCALARS = 4
 """Values of `varuna.log` that are shown."""
-FEW_LINES = 14
-"""A lower terminal shows no table of machines."""
+OUTPUT_LINES = 4
+"""Lines of a low terminal that stay free for the output of workers."""
 PHASE_STYLES = {"running": "green", "over": "bold", "gathering": "yellow"}
 
 
@@ -61,8 +61,10 @@ def live_status(view: JobView, *, height: int = 40) -> Group:
     facts = [save_text(view), changes_text(view), f"goodput {goodput:.1%}" if goodput is not None else ""]
     if any(facts):
         lines.append(Text("   ".join(filter(None, facts))))
-    if height >= FEW_LINES:
-        lines.append(machine_table(view.machines))
+    others = len(lines) + len(view.problems) + 3  # header and rest of the table, last event
+    rows = min(MOST_MACHINES, height - others - OUTPUT_LINES)
+    if rows > 0:
+        lines.append(machine_table(view.machines, rows))
     else:
         lines.append(Text(machines_text(view.machines)))
     for topic, why in view.problems.items():
@@ -89,13 +91,13 @@ def bar(view: JobView) -> Table | Text:
     return grid
 
 
-def machine_table(machines: Sequence[MachineView]) -> Table:
-    """Return a table of the machines; those that need attention come first."""
+def machine_table(machines: Sequence[MachineView], rows: int) -> Table:
+    """Return a table of so many machines; those that need attention come first."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("machine", "state", "ranks", "step s", "compute s", "wait s", "memory"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     ordered = sorted(machines, key=lambda machine: machine.state == "at work" and not machine.slow)
-    for machine in ordered[:MOST_MACHINES]:
+    for machine in ordered[:rows]:
         state = f"{machine.state}, slow" if machine.slow else machine.state
         style = "" if state == "at work" else "yellow"
         table.add_row(
@@ -105,7 +107,7 @@ def machine_table(machines: Sequence[MachineView]) -> Table:
             *map(seconds_text, (machine.step_seconds, machine.compute_seconds, machine.wait_seconds)),
             memory_text(machine),
         )
-    if rest := ordered[MOST_MACHINES:]:
+    if rest := ordered[rows:]:
         table.add_row(f"and {len(rest)} more", machines_text(rest, ""))
     return table
 

@@ -117,8 +117,8 @@ async def observing(manager: Manager, screen: Screen, options: ViewerOptions) ->
         yield
     finally:
         showing.cancel()
-        if page is not None:
-            page.close()
+        if page is not None:  # its last update asks the manager, so the event loop must not wait
+            await asyncio.to_thread(page.close)
         if showing.done() and not showing.cancelled():
             screen.say(f"the status was not shown to the end: {showing.exception()!r}", error=True)
         await asyncio.to_thread(viewers.close)

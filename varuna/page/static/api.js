@@ -55,9 +55,23 @@ export function loader(load) {
   };
 }
 
+// Resolve as soon as this tab can be seen.
+const seen = () =>
+  new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden) return;
+      document.removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", look);
+    look();
+  });
+
 // Call `onUpdate` with every update, and `onLost` when the server does not answer. Never ends.
+// A hidden tab keeps no connection: browsers open only six to one server, for all tabs together.
 export async function follow(onUpdate, onLost) {
   for (let failures = 0; ; failures += 1) {
+    await seen();
     try {
       await readStream((update) => {
         failures = 0;
@@ -65,7 +79,8 @@ export async function follow(onUpdate, onLost) {
       });
       onLost(null);
     } catch (error) {
-      onLost(error);
+      if (document.hidden) failures = 0;
+      else onLost(error);
     }
     await pauseAfter(failures);
   }
@@ -73,6 +88,8 @@ export async function follow(onUpdate, onLost) {
 
 async function readStream(onUpdate) {
   const abort = new AbortController();
+  const hide = () => document.hidden && abort.abort();
+  document.addEventListener("visibilitychange", hide);
   let timer = setTimeout(() => abort.abort(), SILENCE_MS);
   try {
     const response = await request("/api/stream", { signal: abort.signal });
@@ -88,5 +105,6 @@ async function readStream(onUpdate) {
     }
   } finally {
     clearTimeout(timer);
+    document.removeEventListener("visibilitychange", hide);
   }
 }

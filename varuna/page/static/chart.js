@@ -49,9 +49,12 @@ export function startCurve() {
   });
   byId("zoom-out").addEventListener("click", () => zoom(null));
   picture.addEventListener("pointermove", movePointer);
-  picture.addEventListener("pointerleave", () => chart.drag || setCursor(null));
+  picture.addEventListener("pointerleave", (event) => {
+    if (!chart.drag && event.pointerType !== "touch") setCursor(null); // a finger leaves at the end of a tap
+  });
   picture.addEventListener("pointerdown", (event) => {
     if (event.button === 0 && chart.data) {
+      movePointer(event);
       chart.drag = valueAt(event.offsetX);
       picture.setPointerCapture(event.pointerId);
     }
@@ -125,12 +128,14 @@ export function redrawCurve() {
   if (!chart.data.window.steps.length) {
     nodes.push(svg("text", { x: width / 2, y: HEIGHT / 2, class: "empty" }, "No step has finished yet"));
   }
+  const titles = [];
   let top = TOP;
   for (const panel of PANELS) {
     nodes.push(...drawPanel(panel, top));
+    titles.push(svg("text", { x: LEFT, y: top - 8, class: "name" }, panel.title));
     top += panel.height + GAP;
   }
-  nodes.push(...drawAxis(top - GAP), ...drawMarks(top - GAP));
+  nodes.push(...drawAxis(top - GAP), ...drawMarks(top - GAP), ...titles); // the lines of marks pass below the titles
   parts.body.replaceChildren(...nodes);
   drawCursor();
 }
@@ -138,7 +143,7 @@ export function redrawCurve() {
 function drawPanel(panel, top) {
   const bottom = top + panel.height;
   const series = panel.key === "machines" ? machineSeries() : bandSeries(panel.key);
-  const nodes = [svg("text", { x: LEFT, y: top - 8, class: "name" }, panel.title)];
+  const nodes = [];
   const scale = scaleOf(panel, series, bottom);
   panel.y = scale?.y ?? null;
   if (!scale) return [...nodes, svg("path", { d: `M${LEFT} ${bottom}h${scaleX.width}`, class: "grid" })];
@@ -209,7 +214,9 @@ function scaleOf(panel, series, bottom) {
     const y = (value) => bottom - ((Math.log10(value) - from) / (to - from)) * panel.height;
     return { y, ticks: logTicks(low, high) };
   }
-  const pad = panel.key === "loss" ? (high - low || Math.abs(high) || 1) * 0.06 : 0;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const spread = high - low > 1e-9 * size ? high - low : 0; // less is rounding, and too fine for ticks
+  const pad = panel.key === "loss" ? (spread || size || 1) * 0.06 : 0;
   const [from, to] = [low - pad, (high === low ? high || 1 : high) + (pad || (high || 1) * 0.1)];
   const y = (value) => bottom - ((value - from) / (to - from)) * panel.height;
   if (panel.key === "machines") return { y, ticks: [...new Set([0, ...(high >= 4 ? [Math.round(high / 2)] : []), high])] };

@@ -33,6 +33,7 @@ export function setText(node, text) {
 // Keep one child for each item, by key: move, update, make or remove as few as possible.
 export function keyed(parent, items, keyOf, make, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const unused = new Set(parent.children); // also those with the key of another one
   let place = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
@@ -42,9 +43,10 @@ export function keyed(parent, items, keyOf, make, update) {
       child.dataset.key = key;
     }
     old.delete(key);
+    unused.delete(child);
     update(child, item);
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
   }
-  for (const child of old.values()) child.remove();
+  for (const child of unused) child.remove();
 }

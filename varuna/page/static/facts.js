@@ -60,10 +60,11 @@ export function showProblems(view) {
 }
 
 const KINDS = {
-  bad: ["machine lost", "recovering", "failed", "no checkpoint", "broken checkpoint", "join failed", "no plan", "agent not started"],
+  bad: ["machine lost", "recovering", "holding", "cold restart", "failed", "no checkpoint", "broken checkpoint", "join failed",
+    "no plan", "agent not started"],
   change: ["generation", "morphed", "warm restart"],
-  warn: ["slow machine", "notice", "generation ended", "change postponed", "store ended", "caller refused", "machine list",
-    "list ignored", "journal", "event log", "ledger"],
+  warn: ["slow machine", "notice", "generation ended", "change postponed", "store ended", "caller refused", "joiner refused",
+    "machine list", "list ignored", "journal", "event log", "ledger", "metrics endpoint"],
 };
 const KIND_OF = new Map(Object.entries(KINDS).flatMap(([kind, names]) => names.map((name) => [name, kind])));
 
@@ -127,13 +128,22 @@ export function showCheckpoints(view) {
     ["saved step", view.saved_step === null ? "nothing saved yet" : whole(view.saved_step)],
     ["next save", view.next_save_seconds === null ? every || "–" : `in ${seconds(view.next_save_seconds)} (${every || "automatic"})`],
     ["training waited", view.save_seconds ? `${seconds(view.save_seconds)} for the last one` : "–"],
-    ...Object.entries(view.scalars ?? {}).map(([name, value]) => [oneLine(name), number(value)]),
   ];
+  showPairs(byId("checkpoints"), rows);
+}
+
+export function showScalars(view) {
+  const rows = Object.entries(view.scalars ?? {}).map(([name, value]) => [name, number(value)]);
+  byId("scalars-part").hidden = !rows.length;
+  showPairs(byId("scalars"), rows);
+}
+
+function showPairs(list, rows) {
   keyed(
-    byId("checkpoints"),
+    list,
     rows,
     ([name]) => name,
-    ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
+    ([name]) => el("div", {}, el("dt", {}, oneLine(name)), el("dd")),
     (row, [, value]) => setText(row.lastChild, value),
   );
 }

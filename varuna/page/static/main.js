@@ -3,13 +3,14 @@
 import { follow, get, loader, takeToken } from "./api.js";
 import { redrawCurve, showCurve, startCurve } from "./chart.js";
 import { byId, setText } from "./dom.js";
-import { showCheckpoints, showEvents, showFacts, showLedger, showProblems } from "./facts.js";
+import { showCheckpoints, showEvents, showFacts, showLedger, showProblems, showScalars } from "./facts.js";
 import { clock, oneLine } from "./format.js";
 import { openLog, startLogs, updateLogs } from "./logs.js";
 import { showLayout, showMachines } from "./machines.js";
 import { drawTimeline, showTimeline } from "./timeline.js";
 
 const PHASES = { running: "good", morphing: "warn", saving: "warn", ending: "warn", finished: "plain", failed: "bad", stopped: "plain" };
+const ENDS = ["finished", "failed", "stopped"];
 const loadTimeline = loader(async () => showTimeline(await get("/api/timeline")));
 let last = null; // the last update
 
@@ -26,13 +27,13 @@ function show(update) {
 }
 
 function showView({ view, link }) {
-  const ended = link === "over" ? view.events.at(-1)?.what : null;
-  const phase = ended ?? view.phase;
+  const end = link === "over" ? view.events.findLast((event) => ENDS.includes(event.what)) : undefined;
+  const phase = end?.what ?? view.phase;
   document.title = `${view.step} · ${oneLine(view.job)} · Varuna`;
   setText(byId("job"), oneLine(view.job));
   setText(byId("phase"), phase);
   byId("phase").className = `badge ${PHASES[phase] ?? "plain"}`;
-  setText(byId("reason"), oneLine(ended ? view.events.at(-1).why : view.reason));
+  setText(byId("reason"), oneLine(end?.why ?? view.reason));
   showFacts(view);
   showProblems(view);
   showLayout(view, openLog);
@@ -40,6 +41,7 @@ function showView({ view, link }) {
   showEvents(view);
   showLedger(view.ledger);
   showCheckpoints(view);
+  showScalars(view);
 }
 
 function noticeOf(update) {

@@ -85,7 +85,11 @@ function newPanel(name) {
   const canvas = el("canvas", { tabindex: 0, role: "application", "aria-label": label });
   const panel = () => panels.find((one) => one.canvas === canvas);
   canvas.addEventListener("pointermove", (event) => point(panel(), event));
-  canvas.addEventListener("pointerleave", () => canvas !== document.activeElement && leave(panel()));
+  canvas.addEventListener("pointerdown", (event) => point(panel(), event));
+  canvas.addEventListener("pointerleave", (event) => {
+    // A finger leaves at the end of a tap, which gives the canvas the focus.
+    if (canvas !== document.activeElement && event.pointerType !== "touch") leave(panel());
+  });
   canvas.addEventListener("keydown", (event) => pressKey(panel(), event));
   canvas.addEventListener("blur", () => leave(panel()));
   return { name, canvas, title: el("h3", {}, name, el("small")) };
