@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from tests.hf.trainers import arguments, language_model, prompts, sentences, sft_arguments, tokenizer
-from varuna.hf import VarunaTrainer
+from varuna.hf import VarunaTrainer, empty_model, hf_weights
 from varuna.hf.trainer.refusals import REFUSED_FIELDS, UnsupportedFeature
 
 FIELDS: dict[str, Any] = {
@@ -71,6 +72,27 @@ def test_other_losses_of_sft_are_refused(tmp_path: Path) -> None:
     args = sft_arguments(tmp_path, loss_type="dft")
     with pytest.raises(UnsupportedFeature, match=r"loss_type='dft'.*use 'nll'"):
         kind(language_model(), args=args, train_dataset=prompts(4, 1), processing_class=tokenizer())
+
+
+def test_batches_of_one_long_row_are_refused(tmp_path: Path) -> None:
+    """TRA-1"""
+    collator = transformers.DataCollatorWithFlattening()
+    with pytest.raises(UnsupportedFeature, match=r"DataCollatorWithFlattening.*collator that pads"):
+        VarunaTrainer(
+            language_model(), arguments(tmp_path), train_dataset=sentences(4), data_collator=collator
+        )
+
+
+def test_a_model_on_meta_resumes_from_stores_only(tmp_path: Path) -> None:
+    """TRA-1, TRA-3: it would train on with the weights of `initialize=`, not those of the checkpoint."""
+    source = str(tmp_path / "source")
+    language_model().save_pretrained(source)
+    options = {"initialize": hf_weights(source)}
+    trainer = VarunaTrainer(
+        empty_model(source), arguments(tmp_path), train_dataset=sentences(4), varuna_options=options
+    )
+    with pytest.raises(UnsupportedFeature, match=r"has no store of Varuna.*initialize=hf_weights"):
+        trainer.train(resume_from_checkpoint=source)
 
 
 def test_prompts_without_their_weights_are_refused(tmp_path: Path) -> None:

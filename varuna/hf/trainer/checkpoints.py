@@ -89,6 +89,12 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         if self.pipeline.model is not None:
             files.load_weights(self.pipeline, resume_from_checkpoint)
+        elif any(parameter.is_meta for parameter in self.model.parameters()):
+            raise UnsupportedFeature(
+                f"{resume_from_checkpoint} has no store of Varuna, from which a model on `meta` could resume "
+                "(build the model in memory, or start at step 0 from its weights, with "
+                "initialize=hf_weights(folder) in varuna_options)"
+            )
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

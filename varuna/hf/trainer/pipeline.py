@@ -13,6 +13,7 @@ from varuna.capture.model.tied_weights import named_tensors
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.collective import Collective
 from varuna.hf.trainer.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
+from varuna.hf.trainer.refusals import refuse_use
 from varuna.train.loader import own_share
 from varuna.train.outputs import whole_outputs
 from varuna.train.varuna import Varuna
@@ -68,6 +69,10 @@ class TrainerPipeline:
         return bool(loss.sums[0]) and not loss.edits
 
     @property
+    def num_stages(self) -> int:
+        return len(self.wrapped.plan.stages)
+
+    @property
     def wrapped(self) -> Varuna:
         assert self.model is not None, "the model is wrapped with the first batch"
         return self.model
@@ -101,6 +106,10 @@ class TrainerPipeline:
             self.model._saver.expect_no_store()
         self.model._requests.autosave.turn_off()  # a store belongs to one checkpoint folder, at one step
         self.source = model
+        if self.num_stages > 1:
+            hooked: Any = model  # torch gives one of the two no types
+            hooked.register_forward_pre_hook(refuse_use)
+            hooked.register_state_dict_pre_hook(refuse_use)
 
     def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Give the optimizer and the script's model this stage's parameters; free those of other stages."""

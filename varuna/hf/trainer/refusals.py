@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import transformers
+
 from varuna.hf.adapters import trains_prompts
 
 LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_layerwise", "q_apollo")
@@ -98,6 +100,12 @@ def refuse_trainer(trainer: Any) -> None:
             f"packing_strategy={args.packing_strategy!r} makes one long row of a batch, which cannot "
             "be divided into micro-batches (use packing_strategy='wrapped', or packing=False)"
         )
+    if isinstance(trainer.data_collator, transformers.DataCollatorWithFlattening):
+        raise UnsupportedFeature(
+            "DataCollatorWithFlattening makes one long row of a batch, which cannot be divided into "
+            "micro-batches (use a collator that pads, such as DataCollatorWithPadding or "
+            "DataCollatorForLanguageModeling)"
+        )
     if getattr(args, "loss_type", "nll") != "nll":
         raise UnsupportedFeature(f"loss_type={args.loss_type!r} is not supported (use 'nll')")
     is_prompt = hasattr(trainer.model, "peft_config") and trains_prompts(trainer.model)
@@ -106,3 +114,22 @@ def refuse_trainer(trainer: Any) -> None:
             "save_only_model=True with load_best_model_at_end=True is not supported for prompts: their files "
             "lack the weights that make them (set save_only_model=False)"
         )
+
+
+def refuse_stages(args: Any, num_stages: int) -> None:
+    """Raise UnsupportedFeature for an argument that needs the whole model on each rank."""
+    if num_stages > 1 and getattr(args, "predict_with_generate", False):
+        raise UnsupportedFeature(
+            f"predict_with_generate=True does not work over {num_stages} stages: a rank generates with the "
+            "whole model only (set it to False, or use stages=1; trainer.gather_model() returns the whole "
+            "model for generate)"
+        )
+
+
+def refuse_use(*_call: Any) -> None:
+    """Raise UnsupportedFeature: a hook of a model that holds one of several stages."""
+    raise UnsupportedFeature(
+        "the model of a VarunaTrainer holds the stage of one rank, so it can neither be called nor saved by "
+        "itself (use evaluate(), predict() and save_model() of the trainer; an own training_step or "
+        "prediction_step must call super(); trainer.gather_model() returns the whole model)"
+    )

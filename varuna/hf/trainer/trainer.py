@@ -30,6 +30,7 @@ from varuna.hf.trainer.refusals import (
     refuse_arguments,
     refuse_kind,
     refuse_model,
+    refuse_stages,
     refuse_trainer,
 )
 from varuna.hf.trainer.save_signal import saving_on_signal
@@ -43,6 +44,11 @@ class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._pipeline = pipeline
 
     def step(self, closure: Any = None) -> None:
+        if not self._pipeline.has_gradient and len(self._pipeline.collective.ranks) > 1:
+            raise UnsupportedFeature(
+                "training_step has computed no gradient with VarunaTrainer: ranks would differ (an own "
+                "training_step must call super().training_step; compute_loss may be your own)"
+            )
         self._is_overflow, self._pipeline.overflow = self._pipeline.overflow, False
         self._pipeline.has_gradient = False
         if not self._is_overflow:
@@ -173,6 +179,12 @@ class VarunaTrainer(TrainerCheckpoints):
             )
         return folder
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Return the numbers of steps and samples. Those of the first rank, which reads the data."""
+        own, collective = super().set_initial_training_values(args, dataloader), self.pipeline.collective
+        numbers: tuple[Any, ...] = collective.broadcast(own, collective.ranks[0], tuple[int | float, ...])
+        return numbers
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -216,6 +228,7 @@ class VarunaTrainer(TrainerCheckpoints):
     def _wrap(self, inputs: Mapping[str, Any], num_items: Any) -> None:
         self._set_signature_columns_if_needed()  # from the model's own forward
         self.pipeline.wrap(self.model, self._inputs(inputs, num_items), self._loss)
+        refuse_stages(self.args, self.pipeline.num_stages)
 
     def _use_optimizer(self) -> None:
         self.pipeline.adopt(self.optimizer.optimizer)
