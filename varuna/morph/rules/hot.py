@@ -15,7 +15,7 @@ from varuna.morph.rules import workers
 from varuna.morph.rules.decision import Decision, request_plan
 from varuna.morph.rules.holding import NOT_REPLACED, hold_state, prepare_replacement
 from varuna.morph.rules.joiners import all_wait, prepare, refuse_other_code, unusable_machines
-from varuna.morph.rules.membership import lose_machine, ready_machines
+from varuna.morph.rules.membership import clause, lose_machine, ready_machines
 from varuna.morph.rules.orders import break_morph
 from varuna.morph.rules.survivors import (
     COLD,
@@ -408,10 +408,8 @@ def _continue_holding(decision: Decision, survivors: tuple[str, ...]) -> bool:
         if not _count_loss(decision):
             return False
         waited = decision.now - decision.state.failed_at
-        joiners = ", ".join(preparation.joiners)
-        decision.log(
-            "recovering", f"{why}; the others have held every stage for {waited:.1f} s until {joiners} joins"
-        )
+        join = clause(preparation.joiners, "join")
+        decision.log("recovering", f"{why}; the others have held every stage for {waited:.1f} s until {join}")
         lost = lost_ranks(decision)
         morph(decision, generation, why, lost=lost, reasons=preparation.reasons)
     return True

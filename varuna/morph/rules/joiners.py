@@ -2,7 +2,7 @@
 
 from varuna.morph import commands
 from varuna.morph.rules.decision import Decision
-from varuna.morph.rules.membership import ready_machines
+from varuna.morph.rules.membership import clause, ready_machines
 from varuna.morph.state import CodeIdentity, Generation, MachinePlan, Preparation
 
 REFUSED = "joiner refused"
@@ -25,7 +25,7 @@ def prepare(
     for name in joiners:
         decision.set_member(name, workers=generation.number)
     decision.log(
-        "preparing", f"{', '.join(joiners)} builds the model for generation {generation.number} ({why})"
+        "preparing", f"{clause(joiners, 'build')} the model for generation {generation.number} ({why})"
     )
     decision.do(commands.Prepare(generation, joiners, why))
 

@@ -1,5 +1,7 @@
 """Machines of the job: the machine list, agents that start, join and leave, and notices."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from varuna.morph import commands, events
@@ -364,3 +366,8 @@ def release_machines(decision: Decision) -> None:
         if member.agent and not member.released and not needed:
             decision.set_member(name, released=True)
             decision.do(commands.ReleaseMachines((name,)))
+
+
+def clause(names: Sequence[str], verb: str) -> str:
+    """Return machines with a verb: "a joins", or "a, b join"."""
+    return f"{', '.join(names)} {verb}{'s' if len(names) == 1 else ''}"

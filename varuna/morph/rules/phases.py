@@ -4,7 +4,7 @@ from varuna.morph import commands, events
 from varuna.morph.rules import hot
 from varuna.morph.rules.decision import Decision, members_with_workers, request_plan, save_deadline
 from varuna.morph.rules.history import forced_change
-from varuna.morph.rules.membership import kept_machines, lose_machine, ready_machines, why_kept
+from varuna.morph.rules.membership import clause, kept_machines, lose_machine, ready_machines, why_kept
 from varuna.morph.rules.survivors import log_cold_restart, why_not_hot, why_not_recover
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.rules.worth import (
@@ -213,13 +213,13 @@ def consider_change(decision: Decision) -> None:
     proposal = decision.state.proposal
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
-            decision.save_and_end(f"{', '.join(leaving)} leaves, and no other machine is ready")
+            decision.save_and_end(f"{clause(leaving, 'leave')}, and no other machine is ready")
     elif proposal is None or not proposal.is_for(usable):
         if urgent or _is_settled(decision):
             request_plan(decision, usable)
     elif proposal.layout is None:
         if leaving:
-            decision.save_and_end(f"{', '.join(leaving)} leaves; {proposal.problem}")
+            decision.save_and_end(f"{clause(leaving, 'leave')}; {proposal.problem}")
     elif not proposal.same_as(decision.generation):
         before, after = set(machines), set(proposal.used)
         joining = [name for name in proposal.used if name not in before]
@@ -228,8 +228,8 @@ def consider_change(decision: Decision) -> None:
             forced_change(decision)
         elif joining and joins_later(decision, joining):
             return
-        changes = [f"{', '.join(joining)} joins"] if joining else []
-        changes += [f"{', '.join(gone)} leaves"] if gone else []
+        changes = [clause(joining, "join")] if joining else []
+        changes += [clause(gone, "leave")] if gone else []
         hot.change(decision, proposal, "; ".join(changes) or f"a better plan: {proposal.layout}")
 
 
