@@ -45,7 +45,9 @@ while steps < 4:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
             time.sleep(3600)
-    model.step(inputs)
+    if how == "end" and steps == 2 and os.environ["RANK"] == "1":
+        break
+    model.step({name: value[: 6 // model.data_depth] for name, value in inputs.items()})
     steps += 1
 print("trained")
 """
@@ -75,3 +77,14 @@ def test_a_training_job_that_ends_normally_is_reported_finished(tmp_path: Path) 
     """V34."""
     job = run(launcher(tmp_path, "well", devices=2, stages=2, batch=6), tmp_path, SCRIPT)
     assert job.returncode == 0 and "finished" in job.stdout + job.stderr and "trained" in job.stdout
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_whose_script_ends_earlier_is_named(tmp_path: Path, stages: int) -> None:
+    """V33, EXA-9: for example, because its data is shorter."""
+    job = run(launcher(tmp_path, "end", devices=2, stages=stages, batch=6), tmp_path, SCRIPT)
+    assert job.returncode == 1
+    last = (job.stdout + job.stderr).split("varuna: failed:")[1]
+    stage, replica = divmod(1, 3 - stages)
+    assert f"PeerLost: rank 1 (stage {stage}, replica {replica}) has ended" in last
+    assert "all ranks must make the same steps" in last

@@ -160,6 +160,14 @@ class StatusBoard:
             )
         return PeerHangs(self._diagnose(statuses, alive))
 
+    def find_ended_ranks(self) -> list[int]:
+        """Return the ranks whose processes have ended or are stopped; none if the store does not answer."""
+        try:
+            statuses, alive = self._client.run(self._observe, seconds=STORE_SECONDS + BEAT_SECONDS)
+        except StoreUnavailable:
+            return []
+        return sorted(set(statuses) - alive)
+
     def watch(self, on_error: Callable[[WorkerError], None]) -> None:
         """Start a thread that shows that this process runs, and gives another rank's error to `on_error`."""
         assert self._watcher is None, "a board has one watcher"

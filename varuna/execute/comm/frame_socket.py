@@ -44,6 +44,14 @@ MAX_BUFFERS = 1000
 """Linux accepts 1024 buffers in one sendmsg."""
 
 
+def describe_end(name: str) -> str:
+    """Return the error of a rank that needs another one, which has ended."""
+    return (
+        f"{name} has ended, although this rank expects more from it (look for its own error; if it has none, "
+        "its script made fewer calls: all ranks must make the same steps and evaluations)"
+    )
+
+
 class FrameSocket:
     """Frames to and from one peer. `receive` and `flush` may be called by any thread."""
 
@@ -96,11 +104,7 @@ class FrameSocket:
     def error(self) -> PeerLost:
         """Return the reason why nothing more can be sent or received."""
         if self.lost is None:
-            return PeerLost(
-                f"{self.name} has ended, although this rank expects more from it (look for its own error; if "
-                "it has none, its script made fewer calls: all ranks must make the same steps and "
-                "evaluations)"
-            )
+            return PeerLost(describe_end(self.name))
         return PeerLost(f"{self.name} is lost: {self.lost} (was its process or machine killed?)")
 
     def flush(self) -> None:

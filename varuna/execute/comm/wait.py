@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.board import StatusBoard
+from varuna.execute.comm.frame_socket import describe_end
 from varuna.execute.comm.network import PeerNetwork
 
 ORDER_SECONDS = 0.005
@@ -173,4 +174,5 @@ class Waiter:
         if isinstance(error, PeerLost):
             raise error
         self.network.wait(0)  # raises if a link has lost its peer
-        raise PeerLost(f"another rank ended during a reduction: {error}") from error
+        ended = " and ".join(map(self.board.describe, self.board.find_ended_ranks())) or "another rank"
+        raise PeerLost(f"{describe_end(ended)}: {error}") from error
