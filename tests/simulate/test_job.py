@@ -63,7 +63,8 @@ def test_a_lost_machine_costs_detection_restart_and_the_steps_since_the_last_sav
     assert job.ledger.steps_redone == 40  # steps 2 to 41 ended between 18.1 + 2 s and 100 s
     step = 2.0 * 4 / 3
     assert lost.lost["redoing"] == pytest.approx(3 * 40 * step + 4 * (1.9 + COSTS.detect_seconds), rel=0.02)
-    assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds + COSTS.detect_seconds)
+    paid = trace.machine_seconds + COSTS.detect_seconds
+    assert sum(paid_seconds(job.ledger).values()) == pytest.approx(paid)
 
 
 def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> None:
