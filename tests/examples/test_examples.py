@@ -56,7 +56,9 @@ def run_varuna(folder: Path, *command: str, workers: int, stages: int, batch: in
 
 
 def losses(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r" loss (\S+)", output)]
+    """Return the losses that the script has printed; the manager's status names a loss, too."""
+    lines = [line for line in output.splitlines() if not line.startswith("varuna: ")]
+    return [float(found) for line in lines for found in re.findall(r" loss (\S+)", line)]
 
 
 def plain_gpt(batch: int) -> list[float]:

@@ -23,8 +23,8 @@ SIZES = {
 
 
 def numbers(output: str) -> list[float]:
-    """Return the losses and norms that rank 0 has printed."""
-    lines = [line for line in output.splitlines() if " loss " in line]
+    """Return the losses and norms that rank 0 has printed; the manager's status names a loss, too."""
+    lines = [line for line in output.splitlines() if " loss " in line and not line.startswith("varuna: ")]
     return [float(number) for line in lines for number in NUMBER.findall(line)]
 
 
