@@ -1,8 +1,10 @@
 """The structure of the library: which file may import which, unique class names, imports without effects."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,15 @@ LEVELS = {
 """Every package and top-level file, from the bottom up; a file imports only from lower levels."""
 BASE = {name for name, level in LEVELS.items() if level == 0}
 TORCH_FREE = BASE | {"schedule", "observe", "plan", "morph", "simulate", "page", "chaos", "cli"}
+WITH_EXTRAS = {
+    **dict.fromkeys(["transformers", "accelerate"], "varuna/hf/trainer/"),
+    "lightning": "varuna/lightning/",
+    "aiohttp": "varuna/page/",
+    "prometheus_client": "varuna/observe/prometheus.py",
+    "obstore": "varuna/checkpoint/store/s3.py",
+    **{name: f"varuna/observe/trackers/{name}_" for name in ("tensorboard", "wandb", "mlflow", "trackio")},
+}
+"""Modules of optional packages, and the files that are imported only if these are installed."""
 MOST_FILES_AT_THE_TOP = 14
 MOST_FILES_IN_A_FOLDER = 16
 FILES = [*sorted((ROOT / "varuna").rglob("*.py")), *sorted((ROOT / "pyrannc").rglob("*.py"))]
@@ -118,6 +129,21 @@ def test_the_managers_machine_needs_no_torch(path: Path) -> None:
             at_import_time=package_of(path) in ("cli", "morph"),
         )
         assert not [name for name in names if name.split(".")[0] == "torch"]
+
+
+def required_packages() -> set[str]:
+    """What `pip install varuna-torch` brings, by the names of the modules."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {re.split("[^a-z]", line)[0] for line in project["dependencies"]} | {"sympy"}  # torch requires it
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_an_installation_brings(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    found = imported_modules(path.read_text(), path.relative_to(ROOT).parent.parts, at_import_time=True)
+    others = {module.split(".")[0] for module in found} - sys.stdlib_module_names - {"varuna", "pyrannc"}
+    extra = {module for module, place in WITH_EXTRAS.items() if name.startswith(place)}
+    assert not others - required_packages() - extra
 
 
 def test_every_file_has_a_layer() -> None:

@@ -6,6 +6,9 @@ import msgspec
 
 Decoded = TypeVar("Decoded")
 
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no valid value: wrong ones, no UTF-8, and nested too deeply."""
+
 
 def encode(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
@@ -15,5 +18,5 @@ def decode(text: str | bytes, kind: type[Decoded], source: str = "the text") -> 
     """Decode JSON. An error names the source and the position of the wrong value."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:  # too deep: no file of ours is
+    except UNDECODABLE as error:
         raise ValueError(f"{source} is not a valid {kind.__name__}: {error}") from None

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from varuna.cli.options import AsJson, takes
-from varuna.codec import encode
+from varuna.codec import UNDECODABLE, encode
 from varuna.errors import PlanError
 from varuna.files import write_atomic
 from varuna.observe import to_perfetto, to_svg, to_text
@@ -381,7 +381,7 @@ def _has_key(file: Path, key: str) -> bool:
     """Return True if the file is a JSON object with this key. A profile has `kinds`, a plan does not."""
     try:
         return key in msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         return False  # reading it as a plan raises the error
 
 

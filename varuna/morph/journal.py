@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.files import LineFile, write_atomic
 from varuna.morph import commands
 from varuna.morph.state import Generation, JobState, JobVerdict, ManagerSettings, Member
@@ -158,7 +159,7 @@ def _read_line(line: bytes) -> JournalRecord | None:
             return None
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.errors import VarunaError
 
 
@@ -224,7 +225,7 @@ Kind = TypeVar("Kind")
 def parse_body(body: bytes, kind: type[Kind], what: str) -> Kind:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise NoticeError(f"invalid {what}: {error}; found {body[:80]!r}") from None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.files import LineFile
 from varuna.observe.history import JobHistory, ScalarPoint, StepPoint
 
@@ -52,7 +53,7 @@ def read_lines(path: Path) -> Iterator[MetricLine]:
             for line in file:
                 try:
                     yield _decoder.decode(line)
-                except msgspec.DecodeError:
+                except UNDECODABLE:
                     continue
     except FileNotFoundError:
         return

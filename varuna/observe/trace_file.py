@@ -6,7 +6,6 @@ generation_1/rank_0.trace.old  the steps before; replaced when the newer file is
 
 import os
 import re
-import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from varuna.addresses import machine_identity
+from varuna.codec import UNDECODABLE
 from varuna.environment import VarunaEnvironment
 from varuna.observe.record import Entry, Snapshot, merge, shifted, step_ends, to_timeline
 from varuna.types import Timeline
@@ -42,7 +43,7 @@ class StepTrace(msgspec.Struct, frozen=True, array_like=True):
     stage: int
     num_ranks: int  # of the job in this step
     written: float  # seconds since 1970, to find the newest of a step that ran twice
-    machine: str  # whose clock it is
+    machine: str  # whose clock it is; a host name in files of earlier versions
     generation: int  # 0: of a job without a manager
     entries: list[Entry]
 
@@ -68,7 +69,7 @@ class StepTracer:
         self._pending: tuple[int, int, int, int, int, Snapshot] | None = None
         self._extra: list[Entry] = []  # before the pending step and after it
         self._encoder = msgspec.msgpack.Encoder()
-        self._machine = socket.gethostname()
+        self._machine = machine_identity()
 
     @property
     def is_on(self) -> bool:
@@ -157,7 +158,7 @@ def decode_traces(data: bytes) -> list[StepTrace]:
     """Return the steps of a file, up to the first one that is damaged."""
     found = []
     decoder = msgspec.msgpack.Decoder(StepTrace)
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with suppress(*UNDECODABLE):
         for record in split_records(data):
             found.append(decoder.decode(record))
     return found

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.secure.credential import JobCredential
 from varuna.secure.framing import FrameReader, FramingError, pack_frame
 from varuna.secure.refusals import RefusalLog
@@ -87,7 +88,7 @@ class StoreMember(asyncio.Protocol):
         try:
             for payload in self._frames.feed(data):
                 self._server.handle(self, _read_request(payload))
-        except (FramingError, msgspec.DecodeError) as error:
+        except (FramingError, *UNDECODABLE) as error:
             self._server.refusals.add(f"{self._peer}: {error}")
             self.abort()
 

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from varuna.checkpoint.format.part import DTYPES
+from varuna.codec import UNDECODABLE
 from varuna.errors import CheckpointError
 from varuna.types import Plan
 
@@ -174,5 +175,5 @@ def check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry], w
 def _decode(data: bytes, kind: type[Document], where: str) -> Document:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None

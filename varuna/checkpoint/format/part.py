@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.errors import CheckpointError
 
 ALIGNMENT = 64
@@ -96,5 +97,5 @@ def read_header(head: bytes | memoryview, where: str) -> dict[str, tuple[FileTen
             )
             for key, field in fields.items()
         }
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (*UNDECODABLE, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{where} is not a safetensors file: {error!r}") from None

@@ -26,6 +26,7 @@ from functools import cache
 import msgspec
 
 from varuna.checkpoint.store.store import OWN_PREFIX, Claim, Owner, Store, local_folder
+from varuna.codec import UNDECODABLE
 from varuna.errors import StoreOfOtherJob, StoreTaken
 
 RECORD = OWN_PREFIX + "owner"
@@ -161,7 +162,7 @@ class RecordClaim:
             return msgspec.json.decode(data, type=ClaimRecord) if data else None
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise StoreTaken(
                 f"the claim record {self._store.url}/{RECORD} cannot be read ({error}): "
                 "remove it if no job writes there, or use another store"
@@ -184,7 +185,7 @@ def disowned(data: bytes, launch: str) -> bytes | None:
     """
     try:
         record = msgspec.json.decode(data, type=ClaimRecord)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
     if launch and record.owner.launch not in ("", launch):
         return None
@@ -197,7 +198,7 @@ def refuse_disowned(store: Store, token: str = "") -> None:
 
     For the writer process, which holds no claim.
     """
-    with suppress(FileNotFoundError, msgspec.DecodeError):
+    with suppress(FileNotFoundError, *UNDECODABLE):
         owner = msgspec.json.decode(store.read(RECORD), type=ClaimRecord).owner
         if not owner.token.strip(NOBODY) or (token and owner.token != token):
             raise StoreTaken(
@@ -320,7 +321,7 @@ class FolderClaim:
         try:
             with open(self._place, "rb") as file:
                 return msgspec.json.decode(file.read(), type=ClaimRecord)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, *UNDECODABLE):
             return None
 
     def _taken(self, advice: str) -> StoreTaken:

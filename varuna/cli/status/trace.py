@@ -9,6 +9,7 @@ import typer
 
 from varuna.cli.options import say
 from varuna.cli.status.page import check_log_folder
+from varuna.codec import UNDECODABLE
 from varuna.files import write_atomic
 from varuna.morph.run.job_folder import home_folder
 from varuna.observe import bubble, to_perfetto
@@ -92,7 +93,7 @@ def predicted_bubbles(folder: Path, ask_manager: AskManager) -> dict[int, float]
     """
     try:
         layout = msgspec.json.decode((folder / VIEW).read_bytes(), type=JobView).layout
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         layout = None
     reader = ReportReader(folder, ask_manager)
     reader.update(None if layout is None else layout.stage_map[0][0])

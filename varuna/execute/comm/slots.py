@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from varuna.codec import UNDECODABLE
 from varuna.execute.comm.frames import InvalidFrame, TensorMeta
 
 log = logging.getLogger("varuna")
@@ -82,7 +83,7 @@ Message = TypeVar("Message")
 def _decode(packed: bytes, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(packed, type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise InvalidFrame(f"expected a {kind.__name__}: {error}") from None
 
 

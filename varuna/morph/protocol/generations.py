@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.files import make_private_folder, write_atomic
 from varuna.morph import commands
 from varuna.morph.protocol.messages import MorphWorkers, StartWorkers
@@ -65,7 +66,7 @@ def read_machines(log_dir: Path, number: int) -> dict[int, str]:
     try:
         data = (log_dir / f"generation_{number}" / MACHINES).read_bytes()
         ranks = msgspec.json.decode(data, type=dict[str, list[int]])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         return {}
     return {rank: machine for machine, found in ranks.items() for rank in found}
 

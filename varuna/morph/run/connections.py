@@ -10,8 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-import msgspec
-
+from varuna.codec import UNDECODABLE
 from varuna.morph import commands
 from varuna.morph.protocol.messages import ManagerMessage, ToManager, read_to_manager, write_message
 from varuna.morph.protocol.stream import MessageReader, pack_message
@@ -83,7 +82,7 @@ class ManagerConnection(asyncio.Protocol):
                 message = read_to_manager(payload)
                 self._end_probation()
                 self._server.on_message(self, message)
-        except (FramingError, msgspec.DecodeError) as error:
+        except (FramingError, *UNDECODABLE) as error:
             self.refuse(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
