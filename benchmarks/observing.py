@@ -1,18 +1,19 @@
 """Cost of looking at a job: its steps with page, TensorBoard, Prometheus, `varuna.log` and trace, or without.
 
 Two jobs train the same small model on this machine, and take turns of 0.8 seconds: all processes of the other
-one are stopped (SIGSTOP). One job has a page with an open tab, is scraped once in each turn, and logs a
-scalar in each step; the other one has nothing. The first line compares the wall times of their steps. One
+one are stopped (SIGSTOP). One job has a page with an open tab, is scraped, and logs a scalar in each step;
+the other one has nothing. The first line compares the wall times of their steps. One
 ratio comes from four turns.
 
 The second line is the worker's part: CPU times of adjacent steps of one job, which are recorded or not, in
 the order on, off, off, on. Other programs disturb it less. Both show the median of all ratios with its 95 %
 confidence interval (bootstrap). The other lines are CPU times: of a worker's records and of its trace, over
-10,000 calls, of the managers of both jobs, and the sum of what the watched job needs more: the factor by
-which steps take longer on a machine all of whose cores train.
+10,000 calls, of manager, page and agent of both jobs, each of which runs alone, and the sum of what the
+watched job needs more: the factor by which steps take longer on a machine all of whose cores train.
 """
 
 import http.client
+import json
 import os
 import random
 import re
@@ -25,7 +26,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -82,7 +83,7 @@ for step, inputs in model.batches(lambda samples: {"x": x[samples]}, order):
         varuna.log({"accuracy": 1 - loss})
     seen.append((number, recorded, time.perf_counter() - begun, time.process_time() - used))
     if len(seen) == 20:
-        print("training", flush=True)
+        print("training", os.getpid(), flush=True)
 for row in seen[20:]:
     print("time", *row)
 """
@@ -91,6 +92,10 @@ TURN_SECONDS = 0.8
 """A machine is lost after 1.4 s without a heartbeat, and they come every 0.5 s."""
 ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
 """Four steps: 1 is recorded."""
+SCRAPE_SECONDS = 15.0
+"""Time between two scrapes; Prometheus' own default is a minute."""
+LOG_SECONDS = 2.0
+"""Time in which an open tab asks for new lines of the worker it shows."""
 INTERVALS = 64
 """Intervals of a step of 16 micro-batches: forward, backward, sends and waits."""
 READ_SECONDS = 30.0
@@ -100,7 +105,11 @@ UNUSED_STEPS = 1
 
 
 def observing(repeats: int, *, quick: bool) -> list[Row]:
-    watched = take_turns(8 if quick else 64 * repeats)
+    walls = take_turns(8 if quick else 64 * repeats)
+    watched, plain = (
+        watching_shares(*kind, windows=1 if quick else repeats, seconds=2.0 if quick else SCRAPE_SECONDS)
+        for kind in ((LOOKED_AT, ALWAYS), ((), NEVER))
+    )
     cpu = steps_in_turn(3.0 if quick else 12.0 * repeats)
     calls = 100 if quick else 10_000
     records = [record_seconds(calls) for _ in range(repeats)]
@@ -108,22 +117,20 @@ def observing(repeats: int, *, quick: bool) -> list[Row]:
     usual = spread([1e3 * four.off for four in cpu])
     cores = len(os.sched_getaffinity(0))
     added = 1e3 * (median(records) + median(traces)) / usual.median
-    more = [one - median(watched.plain_shares) for one in watched.shares]
+    more = [one - median(plain) for one in watched]
     return [
-        compared(
-            "wall time of a step with page, TensorBoard, Prometheus, varuna.log and trace", watched.wall
-        ),
+        compared("wall time of a step with page, TensorBoard, Prometheus, varuna.log and trace", walls),
         compared("CPU time of a worker's step with varuna.log and trace", cpu),
         part("CPU time of the worker's records of a step and a scalar", records, usual),
         part(f"CPU time of the worker's trace of a step with {INTERVALS} intervals", traces, usual),
         Row(
             benchmark="observing",
-            case="CPU time of the manager and its page, with one tab open and one scrape in 0.8 s",
-            against="manager of a job that nobody watches",
+            case=f"CPU time of manager, page and agent: one tab is open, one scrape in {SCRAPE_SECONDS:g} s",
+            against="manager and agent of a job that nobody watches",
             unit="ms/s",
-            ours=spread([1e3 * one for one in watched.shares]),
-            other=spread([1e3 * one for one in watched.plain_shares]),
-            ratio=spread([one / median(watched.plain_shares) for one in watched.shares]),
+            ours=spread([1e3 * one for one in watched]),
+            other=spread([1e3 * one for one in plain]),
+            ratio=spread([one / median(plain) for one in watched]),
         ),
         Row(
             benchmark="observing",
@@ -180,12 +187,6 @@ class Four(NamedTuple):
     off: float
 
 
-class Watched(NamedTuple):
-    wall: list[Four]
-    shares: list[float]  # CPU seconds of manager and page for each second, by turn
-    plain_shares: list[float]  # of the manager of the other job
-
-
 class Step(NamedTuple):
     """A step of a job, as the worker prints it."""
 
@@ -225,11 +226,15 @@ class ObservedJob:
             assert self.process.poll() is None, self.output
             time.sleep(0.2)
         self.pids = list(descendants(self.process.pid))
+        (self._worker,) = map(int, re.findall(r"\[rank 0\] training (\d+)", self.output))
 
     @property
     def watching(self) -> list[int]:
-        """The manager and its page."""
-        return [self.process.pid, *page_processes(self.process.pid)]
+        """All processes but the worker: manager, page and agent."""
+        return [pid for pid in self.pids if pid != self._worker]
+
+    def watching_seconds(self) -> float:
+        return sum(map(process_seconds, self.watching))
 
     def signal_all(self, number: int) -> None:
         for pid in self.pids:
@@ -263,32 +268,51 @@ def observed_jobs(*kinds: tuple[Sequence[str], Sequence[int]]) -> Iterator[list[
             raise
 
 
-def take_turns(count: int) -> Watched:
+def take_turns(count: int) -> list[Four]:
     """Let a watched job and one that nobody watches train in turn, so many times."""
-    with observed_jobs((LOOKED_AT, ALWAYS), ([], NEVER)) as (watched, plain):
-        (page,) = watched.folder.glob("varuna_logs/*/page.url")
-        (metrics,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", watched.output)
-        tab, scraper = PageTab(page.read_text().strip()), Scraper(metrics)
-        assert len(watched.watching) == 2, "the manager has no page"
-        shares: dict[ObservedJob, list[float]] = {watched: [], plain: []}
-        plain.signal_all(signal.SIGSTOP)
-        for number in range(count):
-            job, other = (watched, plain) if number % 2 == 0 else (plain, watched)
-            other.signal_all(signal.SIGSTOP)
-            job.note_turn(number)
-            job.signal_all(signal.SIGCONT)
-            begun, used = time.perf_counter(), sum(map(process_seconds, job.watching))
-            if job is watched:
-                scraper.read_once()
-            time.sleep(TURN_SECONDS)
-            found = sum(map(process_seconds, job.watching)) - used
-            shares[job].append(found / (time.perf_counter() - begun))
-        for job in (watched, plain):
-            job.signal_all(signal.SIGCONT)
-        for reader in (tab, scraper):
-            reader.check()
-        on, off = watched.end(), plain.end()
-    return Watched(four_turns(on, off), shares[watched], shares[plain])
+    with observed_jobs((LOOKED_AT, ALWAYS), ((), NEVER)) as (watched, plain):
+        with looked_at(watched) as scraper:
+            plain.signal_all(signal.SIGSTOP)
+            for number in range(count):
+                job, other = (watched, plain) if number % 2 == 0 else (plain, watched)
+                other.signal_all(signal.SIGSTOP)
+                job.note_turn(number)
+                job.signal_all(signal.SIGCONT)
+                if job is watched and number % round(SCRAPE_SECONDS / TURN_SECONDS) == 0:
+                    scraper.read_once()
+                time.sleep(TURN_SECONDS)
+            for job in (watched, plain):
+                job.signal_all(signal.SIGCONT)
+        return four_turns(watched.end(), plain.end())
+
+
+def watching_shares(
+    options: Sequence[str], recorded: Sequence[int], *, windows: int, seconds: float
+) -> list[float]:
+    """Return the CPU seconds of manager, page and agent in each second of a job that runs alone."""
+    shares = []
+    with observed_jobs((options, recorded)) as (job,):
+        with looked_at(job) if options else nullcontext() as scraper:
+            for _ in range(windows):
+                begun, used = time.perf_counter(), job.watching_seconds()
+                if scraper is not None:
+                    scraper.read_once()
+                time.sleep(seconds)
+                shares.append((job.watching_seconds() - used) / (time.perf_counter() - begun))
+        job.end()
+    return shares
+
+
+@contextmanager
+def looked_at(job: ObservedJob) -> "Iterator[Scraper]":
+    """Open the page of a job in a tab, and yield what scrapes it."""
+    (page,) = job.folder.glob("varuna_logs/*/page.url")
+    (metrics,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", job.output)
+    assert page_processes(job.process.pid), "the manager has no page"
+    tab, scraper = PageTab(page.read_text().strip()), Scraper(metrics)
+    yield scraper
+    for reader in (tab, scraper):
+        reader.check()
 
 
 def steps_in_turn(seconds: float) -> list[Four]:
@@ -349,7 +373,7 @@ class JobReaderThread:
 
 
 class PageTab(JobReaderThread):
-    """Reads the page as the script of an open tab: its stream, and the curve at every update."""
+    """Reads the page as the script of an open tab: its stream, and at every update what has changed."""
 
     def __init__(self, url: str) -> None:
         address = urllib.parse.urlsplit(url)
@@ -360,13 +384,25 @@ class PageTab(JobReaderThread):
         self.check()
 
     def read(self) -> None:
-        curves = http.client.HTTPConnection(self._host, timeout=READ_SECONDS)
-        for line in self._get(http.client.HTTPConnection(self._host, timeout=READ_SECONDS), "/api/stream"):
-            if line.startswith(b"data: "):
-                self._get(curves, "/api/curve?axis=step&points=600").read()
-                self.answers += 1
-                self._begun.set()
-        raise RuntimeError("the page has closed the stream")
+        others = http.client.HTTPConnection(self._host, timeout=READ_SECONDS)
+        stream = http.client.HTTPConnection(self._host, timeout=READ_SECONDS)
+        timeline, log_at, read_bytes = 0, time.monotonic(), 0
+        for line in self._get(stream, "/api/stream"):
+            if not line.startswith(b"data: "):
+                continue
+            update = json.loads(line.removeprefix(b"data: "))
+            self._get(others, "/api/curve?axis=step&points=600").read()
+            if update["timeline"] != timeline:
+                timeline = update["timeline"]
+                self._get(others, "/api/timeline").read()
+            if time.monotonic() >= log_at:
+                log_at += LOG_SECONDS
+                log = f"/api/log?generation=1&rank=0&stream=out&start={read_bytes}"
+                read_bytes = json.loads(self._get(others, log).read())["stop"]
+            self.answers += 1
+            self._begun.set()
+        if update["link"] != "over":
+            raise RuntimeError("the page has closed the stream")
 
     def _get(self, connection: http.client.HTTPConnection, path: str) -> http.client.HTTPResponse:
         connection.request("GET", path, headers=self._headers)

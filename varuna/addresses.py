@@ -1,5 +1,7 @@
-"""The network addresses of this machine."""
+"""The network addresses of this machine, and its identity."""
 
+import os
+import secrets
 import socket
 
 
@@ -9,3 +11,16 @@ def address_facing(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def machine_identity() -> str:
+    """Return a name that two processes share exactly if they can reach each other's abstract Unix sockets.
+
+    They then have the same clock, too. Cloned machines may share a host name.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown: they use TCP

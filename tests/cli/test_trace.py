@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import time
 from itertools import groupby
 from pathlib import Path
@@ -18,13 +19,22 @@ from tests.morph.jobs import Job
 from tests.morph.test_hot_jobs import FETCHES
 from tests.pool import Pool
 from varuna import CutPoint, Varuna
+from varuna.addresses import machine_identity
 from varuna.cli.main import app
 from varuna.cli.status import trace as trace_command
 from varuna.morph.protocol.messages import LogPage, ManagerReply
+from varuna.observe import trace_file
 from varuna.observe.job_view import NAME as VIEW
 from varuna.observe.job_view import JobView, LayoutView
 from varuna.observe.step_timelines import StepTimelines
-from varuna.observe.trace_file import StepTrace, StepTracer, decode_traces, read_traces, whole_timeline
+from varuna.observe.trace_file import (
+    StepTrace,
+    StepTracer,
+    decode_traces,
+    read_traces,
+    step_timeline,
+    whole_timeline,
+)
 from varuna.types import Interval, StageTime, StepReport, Timeline
 
 
@@ -224,6 +234,22 @@ def test_steps_on_changing_machines_are_on_one_clock() -> None:
     found = whole_timeline(steps).intervals
     forwards = [(i.rank, i.start_seconds) for i in found if i.what == "F"]
     assert forwards == [(rank, start) for rank in (0, 1) for start in (0.0, 3.0, 7.0)]
+
+
+def test_cloned_machines_with_one_host_name_have_clocks_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SEE-4: also if their files are read together with one of an earlier version, with the host name."""
+    assert machine_identity() == machine_identity() != socket.gethostname()
+    for rank, start in enumerate((100.0, 9000.0)):
+        monkeypatch.setattr(trace_file, "machine_identity", lambda rank=rank: f"clone boot-{rank}")
+        tracer = StepTracer(tmp_path / f"rank_{rank}.trace")
+        entries = step_trace(0, rank, "", start, 0.0).entries
+        tracer.leave(0, rank, 0, 3, lambda entries=entries: [*entries])  # type: ignore[misc]
+        tracer.close()
+    earlier = StepTrace(0, 2, 0, 3, 50.0, "clone", 0, step_trace(0, 2, "", 5e6, 0.0).entries)
+    found = step_timeline([*read_traces(tmp_path), earlier]).intervals
+    assert [(i.rank, i.start_seconds) for i in found if i.what == "F"] == [(0, 0.0), (1, 0.0), (2, 0.0)]
 
 
 def test_time_between_steps_is_a_save_or_a_morph_only_if_there_was_one(tmp_path: Path) -> None:

@@ -830,6 +830,33 @@ def test_a_save_that_takes_long_is_not_killed() -> None:
     assert world.generations[1:] == [("a",)] and world.num_tries == 2
 
 
+def test_workers_that_report_no_steps_but_begin_to_save_are_not_killed() -> None:
+    """TRA-5: those of Lightning save at the end of an epoch."""
+    world = World(("a", "b"))
+    world.passes(3)
+    world.saving = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(300)
+    assert world.state.phase == "saving" and world.generations == [("a", "b")]
+    for machine in ("a", "b"):
+        world.end_workers(machine, SAVED)
+    world.saving = False
+    world.passes(2)
+    assert world.generations == [("a", "b"), ("a",)] and world.verdict is None
+
+
+def test_workers_without_a_step_that_do_not_begin_to_save_are_killed() -> None:
+    """REL-3: they have nothing to keep."""
+    world = World(("a", "b"))
+    world.passes(3)
+    world.hung = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(60)
+    assert world.generations == [("a", "b")]
+    world.passes(6)
+    assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
+
+
 # ---------------------------------------------------------------- morphs in place
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,12 @@ from tests.launch.jobs import ROOT, environment
 from varuna.morph import events
 from varuna.morph.clock import SuspendAwareClock
 from varuna.morph.journal import Journal
+from varuna.morph.protocol.generations import MACHINES
 from varuna.morph.protocol.messages import (
     AgentHello,
+    LogPage,
+    LogReply,
+    LogRequest,
     ManagerReply,
     ManagerRequest,
     Welcome,
@@ -38,6 +43,7 @@ from varuna.morph.run import manager as manager_module
 from varuna.morph.run.client import send_request
 from varuna.morph.run.job_folder import JobFolder, ManagerContact, saved_path
 from varuna.morph.run.manager import Manager
+from varuna.morph.run.requests import RequestHandler
 from varuna.morph.state import JobState, MachinePlan, WorkerProgress
 from varuna.secure.credential import JobCredential, make_credential
 from varuna.types import JobSpec
@@ -342,6 +348,64 @@ def test_invalid_requests_get_an_error_reply(tmp_path: Path) -> None:
         assert not manager.ask("dance").ok
         assert "not a machine of this job" in manager.ask("drain", machine="10.1.1.1").text
         assert "not on a connected machine" in manager.ask("logs", rank=7).text
+
+
+class AnsweringAgent:
+    """Answers each request for a log with the name of its machine."""
+
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        self.handler: RequestHandler | None = None
+
+    def send(self, message: LogRequest) -> None:
+        assert self.handler is not None
+        self.handler.forward_log(LogReply(message.request, LogPage(0, 1, data=self.machine.encode())))
+
+
+class Caller:
+    def __init__(self) -> None:
+        self.replies: list[ManagerReply] = []
+        self.send = self.replies.append
+
+    def close_when_idle(self) -> None:
+        pass
+
+
+def test_the_log_of_an_earlier_generation_comes_from_the_machine_that_ran_it(tmp_path: Path) -> None:
+    """SEE-2: ranks change their machines with each generation."""
+    folder = tmp_path / "generation_1"
+    folder.mkdir()
+    (folder / MACHINES).write_text('{"a": [0], "b": [1], "c": [2]}')
+    agents = {name: AnsweringAgent(name) for name in ("a", "b")}
+
+    async def ask(present: object, **fields: object) -> ManagerReply:
+        handler: Any = RequestHandler(
+            "job",
+            log_dir=str(tmp_path),
+            agents=agents,  # type: ignore[arg-type]
+            slow_machines=(),
+            ledger=lambda: None,  # type: ignore[arg-type,return-value]
+            view=lambda: None,  # type: ignore[arg-type,return-value]
+            put_event=lambda event: None,
+        )
+        for agent in agents.values():
+            agent.handler = handler
+        caller = Caller()
+        request = ManagerRequest("job", "logs", **fields)  # type: ignore[arg-type]
+        handler.handle(caller, request, SimpleNamespace(generation=present), now=0.0)
+        (reply,) = caller.replies
+        return reply
+
+    present = SimpleNamespace(number=3, machine_of={1: "a"}.get)
+    for running in (present, None):
+        found = asyncio.run(ask(running, rank=1, generation=1))
+        assert found.log is not None
+        assert (found.log.data, found.machine, found.generation) == (b"b", "b", 1)
+        refused = asyncio.run(ask(running, rank=2, generation=1))
+        assert refused.text == "rank 2 of generation 1 is on c, which is not connected"
+    for number in (None, 3, 2):  # the machines of generation 2 are not known
+        found = asyncio.run(ask(present, rank=1, generation=number))
+        assert (found.machine, found.generation) == ("a", number or 3)
 
 
 def test_an_agent_of_an_earlier_job_exits_when_its_patience_ends(tmp_path: Path) -> None:

@@ -32,8 +32,26 @@ from varuna.observe.trackers.tracker import (
 
 ROOT = Path(__file__).parents[2]
 
+MLFLOW_NAMES = {
+    "top-5 (%)": "top-5 ___",
+    "/a": "_/a",
+    "a//b": "a/_/b",
+    "a/": "a/__",
+    "..": "__",
+    "../b": "_/b",
+    ".c/./d": "_c/_/d",
+    "e:f": "e_f",
+    "g\n": "g_",
+    "точность": "точность",
+    "loss": "script/loss",
+    "loss/head": "loss_/head",
+    "h/i": "h/i",
+    "h": "h_",
+    "accuracy": "accuracy",
+}
+"""Names of scalars, in the order in which MLflow gets them, with its names for them."""
 TRACK = """
-import sys
+import json, sys
 sys.path.insert(0, sys.argv[1])
 sys.path.append(sys.argv[2])
 from pathlib import Path
@@ -47,7 +65,9 @@ for name in ("wandb", "mlflow", "trackio"):
     for first in (1, 4):  # a manager, and its successor
         thread = TrackerThread(name, lambda: open_tracker(name, job))
         steps = [StepPoint(n, 1e9 + n, None if n == 2 else 1 / n, 0.5, 8) for n in range(first, first + 3)]
-        thread.add(steps, [ScalarPoint("accuracy", first, 1e9, 0.5)])
+        scalars = json.loads(sys.argv[3]) if name == "mlflow" else ["accuracy"]
+        scalars = scalars if first == 1 else scalars[::-1]
+        thread.add(steps, [ScalarPoint(scalar, first, 1e9, 0.5) for scalar in scalars])
         thread.close()
         assert thread.problem == "", (name, thread.problem)
 import os
@@ -71,7 +91,8 @@ def test_wandb_mlflow_and_trackio_get_one_run_from_two_managers(tmp_path: Path) 
         **{"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio_data")},
         **{"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
     }
-    command = [folder / "bin" / "python", "-c", TRACK, str(ROOT), Path(msgspec.__file__).parents[1]]
+    arguments = [str(ROOT), Path(msgspec.__file__).parents[1], json.dumps([*MLFLOW_NAMES])]
+    command = [folder / "bin" / "python", "-c", TRACK, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "varuna: " not in done.stderr, done.stderr
@@ -82,6 +103,13 @@ def test_wandb_mlflow_and_trackio_get_one_run_from_two_managers(tmp_path: Path) 
     rows = [line.split() for line in losses.read_text().splitlines()]
     assert [int(step) for _, _, step in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[2][1] == str(1 / 3) and rows[1][1] == "nan"
+    files = [file for file in losses.parent.rglob("*") if file.is_file()]
+    steps_of = {
+        str(file.relative_to(losses.parent)): [line.split()[2] for line in file.read_text().splitlines()]
+        for file in files
+    }
+    own = {key: list("123456") for key in ("loss", "step_seconds", "samples_per_second")}
+    assert steps_of == own | {key: ["1", "4"] for key in MLFLOW_NAMES.values()}
     with sqlite3.connect(tmp_path / "trackio_data" / "varuna.db") as data:
         found = data.execute("select run_name, step, metrics from metrics order by id").fetchall()
     steps = [(name, step) for name, step, metrics in found if "step_seconds" in json.loads(metrics)]
@@ -127,6 +155,42 @@ def test_tensorboards_own_server_shows_the_curves(tmp_path: Path) -> None:
         assert [(at, step) for at, step, _ in losses] == [(1e9 + step, step) for step in range(1, 6)]
         assert [loss for *_, loss in losses] == pytest.approx([1 / step for step in range(1, 6)])
         assert get_json(scalars, run="tensorboard", tag="accuracy") == [[1e9, 5, 0.75]]
+
+
+FULL_DISK = """
+import resource, sys, time
+from pathlib import Path
+import varuna.observe.trackers.tracker as trackers
+from tests.observe.test_trackers import points
+trackers.RETRY_SECONDS = 0.01
+job = trackers.TrackedJob("job-1", Path(sys.argv[1]), {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+thread = trackers.TrackerThread("tensorboard", lambda: trackers.open_tracker("tensorboard", job))
+thread.add(points(1, 3), [])
+while thread._rows or thread._tracker is None:
+    time.sleep(0.01)
+thread.add(points(4, 40), [])  # too much: a part is written
+while "File too large" not in thread.problem:
+    time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+thread.close()
+assert thread.problem == "", thread.problem
+"""
+
+
+def test_tensorboard_has_every_point_once_after_a_full_disk(tmp_path: Path) -> None:
+    """SEE-3: no file may be larger than 1000 bytes for a while, so a write ends within a record."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("loss")] == list(range(1, 41))
 
 
 class BrokenTracker:
@@ -257,6 +321,14 @@ def test_rows_have_the_units_of_their_names() -> None:
     assert str(first.values) == "{'loss': nan, 'step_seconds': 0.5, 'samples_per_second': 16.0}"
     assert second == (4, 2.0, {"loss": 0.25, "step_seconds": 0.0})
     assert third == (3, 1.0, {"a": 0.5, "b": 1.5})
+
+
+def test_a_scalar_with_the_name_of_a_curve_of_the_job_has_a_curve_of_its_own() -> None:
+    """SEE-3: also if a tracker gets it together with the step."""
+    names = ("loss", "step_seconds", "samples_per_second", "tokens_per_second", "loss/a")
+    step, script = rows_of(points(3, 3), [ScalarPoint(name, 3, 1.0, 0.5) for name in names])
+    assert {*step.values} == {*names[:4]}
+    assert {*script.values} == {*(f"script/{name}" for name in names[:4]), "loss/a"}
 
 
 def test_what_is_missing_is_refused_with_the_command_that_installs_it() -> None:

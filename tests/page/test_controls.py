@@ -61,6 +61,17 @@ def wait_for_other_picture(tab: Page, before: str) -> str:
     return str(tab.evaluate(PICTURE))
 
 
+def test_a_link_of_another_site_opens_the_page(job: Served) -> None:
+    """SEE-2: such as the terminal of a web IDE."""
+    tab = job.browser.new_tab()
+    link = f"<a href='{job.page.url}'>the page</a>"
+    tab.route("http://ide.example/", lambda route: route.fulfill(content_type="text/html", body=link))
+    tab.goto("http://ide.example/")
+    tab.locator("a").click()
+    expect(tab.locator("#job")).to_have_text("train-1f2e3d4c")
+    assert tab.url == f"{job.page.base}/"
+
+
 def test_the_colours_follow_the_system_and_the_button(job: Served) -> None:
     """SEE-2: both the style sheet and the picture on the canvas, which reads its colours once."""
     tab = job.open(color_scheme="light")

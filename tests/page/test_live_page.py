@@ -17,7 +17,7 @@ from varuna.observe.job_view import JobView
 from varuna.observe.step_timelines import NAME, StepTimelines
 from varuna.page.log_reader import LogReader, WorkerLog
 from varuna.page.manager_link import ManagerLink
-from varuna.page.timeline_reader import ReportReader, TimelineReader
+from varuna.page.timeline_reader import ReportReader, ShownStep, TimelineReader
 
 HOSTILE = r"""
 def misbehave(step):
@@ -156,7 +156,7 @@ def check_other_machines(job: Job, log_dir: Path) -> None:
     deadline = time.monotonic() + 60
     while True:  # until one step is in the traces of all machines
         timelines.update(view.layout, machines, since=0.0)
-        shown = timelines.read()
+        shown = msgspec.json.decode(bytes(timelines.read()), type=ShownStep | None)
         if shown is not None and shown.kind == "last":
             break
         assert time.monotonic() < deadline, shown

@@ -6,12 +6,13 @@ steps. Minimum and maximum survive every merge: a spike of one step in a million
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from math import isfinite, nan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_BUCKETS = 2**17
 
@@ -19,11 +20,11 @@ Axis = Literal["step", "time"]
 
 
 class Band(msgspec.Struct, frozen=True):
-    """One quantity: mean, minimum and maximum at each point; None without a value."""
+    """One quantity: mean, minimum and maximum at each point; NaN (null in JSON) without a value."""
 
-    mean: list[float | None]
-    low: list[float | None]
-    high: list[float | None]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
 
 
 class CurveWindow(msgspec.Struct, frozen=True):
@@ -60,21 +61,38 @@ class BucketColumn:
             self.high[-1] = high if first else max(self.high[-1], high)
             self.count[-1] += 1
 
-    def between(self, start: int, stop: int) -> tuple[float, int, float, float]:
-        """Return total, count, minimum and maximum of some buckets. Buckets without values are NaN."""
-        count = sum(self.count[start:stop])
-        if not count:
-            return 0.0, 0, nan, nan
-        lows, highs = self.low[start:stop], self.high[start:stop]
-        if any(not one for one in self.count[start:stop]):
-            lows = array("d", (value for value in lows if value == value))
-            highs = array("d", (value for value in highs if value == value))
-        return sum(self.total[start:stop]), count, min(lows), max(highs)
+    def merge(self, starts: Sequence[int], stop: int) -> "MergedBuckets":
+        """Merge the buckets from each of `starts` up to the next one; the last group ends before `stop`.
+
+        A group without values has the minimum and maximum NaN.
+        """
+        total, low, high = (np.frombuffer(one)[:stop] for one in (self.total, self.low, self.high))
+        count = np.frombuffer(self.count, np.int64)[:stop]
+        return MergedBuckets(
+            np.add.reduceat(total, starts),
+            np.add.reduceat(count, starts),
+            np.fmin.reduceat(low, starts),
+            np.fmax.reduceat(high, starts),
+        )
 
     def halve(self) -> None:
-        pairs = [self.between(start, start + 2) for start in range(0, len(self.count), 2)]
-        self.total, self.low, self.high = (array("d", [pair[at] for pair in pairs]) for at in (0, 2, 3))
-        self.count = array("q", [pair[1] for pair in pairs])
+        merged = self.merge(range(0, len(self.count), 2), len(self.count))
+        self.total, self.low, self.high = (array("d", one) for one in (merged.total, merged.low, merged.high))
+        self.count = array("q", merged.counts)
+
+
+class MergedBuckets(NamedTuple):
+    """Groups of buckets of one quantity."""
+
+    total: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    def band(self) -> Band:
+        with np.errstate(invalid="ignore"):  # no values: 0 / 0
+            mean = self.total / self.counts
+        return Band(mean.tolist(), self.low.tolist(), self.high.tolist())
 
 
 class StepBuckets:
@@ -127,18 +145,14 @@ class StepBuckets:
         places = self._steps if axis == "step" else self._times
         start = max(0, bisect_left(places, first) - 1)
         stop = min(len(places), bisect_right(places, last) + 1)
-        groups = list(_groups(start, stop, points))
-        bands = {}
-        for name, column in self._columns.items():
-            found = [column.between(*group) for group in groups]
-            bands[name] = Band(
-                [total / count if count else None for total, count, _, _ in found],
-                [low if count else None for _, count, low, _ in found],
-                [high if count else None for _, count, _, high in found],
-            )
+        starts, ends = _groups(start, stop, points)
+        bands = {
+            name: column.merge(starts, stop).band() if starts else Band([], [], [])
+            for name, column in self._columns.items()
+        }
         return CurveWindow(
-            [self._steps[end - 1] for _, end in groups],
-            [self._times[end - 1] for _, end in groups],
+            [self._steps[end - 1] for end in ends],
+            [self._times[end - 1] for end in ends],
             bands,
             self._first_step,
             self.last_step,
@@ -147,8 +161,8 @@ class StepBuckets:
         )
 
 
-def _groups(start: int, stop: int, points: int) -> Iterator[tuple[int, int]]:
-    """Divide buckets into at most `points` equal parts."""
+def _groups(start: int, stop: int, points: int) -> tuple[list[int], list[int]]:
+    """Divide buckets into at most `points` equal parts; return where each starts and ends."""
     count = min(points, stop - start)
     edges = [start + (stop - start) * at // count for at in range(count + 1)] if count else []
-    return pairwise(edges)
+    return edges[:-1], edges[1:]

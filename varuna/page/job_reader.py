@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.morph.ledger_file import NAME as LEDGER
 from varuna.morph.ledger_file import read_ledger
 from varuna.morph.state import JobVerdict
@@ -112,7 +114,7 @@ class TailReader:
         """Yield the values of the next lines. Leave out lines that are damaged."""
         decoder = msgspec.json.Decoder(kind)
         for line in self._lines():
-            with suppress(msgspec.DecodeError):
+            with suppress(*UNDECODABLE):
                 yield decoder.decode(line)
 
     def _lines(self) -> list[bytes]:
@@ -141,6 +143,7 @@ class JobReader:
         self._events: deque[EventView] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
         self._first_event: float | None = None
+        self._last_event: float | None = None
         self._layout_since = 0.0
         self._is_over = False
         self._steps_file = TailReader(log_dir / METRICS)
@@ -156,6 +159,13 @@ class JobReader:
         self._read_lines()
         link, problem = self._read_view()
         self._read_ledger()
+        return self._now(link, problem)
+
+    def failed(self, error: Exception) -> PageUpdate:
+        """Return what is known, and that `update` failed."""
+        return self._now("lost", f"this page cannot read the job: {error!r}")
+
+    def _now(self, link: Link, problem: str) -> PageUpdate:
         return PageUpdate(
             link,
             problem,
@@ -177,18 +187,19 @@ class JobReader:
         """Read the view from the manager, else from its file, else keep the last one."""
         problem = ""
         try:
-            self._keep(bytes(self._link.request("view").status))
-        except (OSError, ValueError) as error:
+            self._keep(bytes(self._link.request("view").status), since=float("-inf"))
+        except (OSError, ValueError, *UNDECODABLE) as error:
             problem = str(error) or type(error).__name__
-            with suppress(OSError, msgspec.DecodeError):
-                self._keep((self._log_dir / LAST_VIEW).read_bytes())
+            with suppress(OSError, *UNDECODABLE):
+                self._keep((self._log_dir / LAST_VIEW).read_bytes(), since=self._head.at)
         if self._is_over:  # also while its manager ends
             return "over", ""
         return ("lost", problem) if problem else ("live", "")
 
-    def _keep(self, view: bytes) -> None:
+    def _keep(self, view: bytes, *, since: float) -> None:
+        """Keep a view that is not older. What the manager answers is new, also if its clock is set back."""
         head = msgspec.json.decode(view, type=ViewHead)
-        if head.at >= self._head.at:
+        if head.at >= since:
             self._view, self._head = view, head
 
     def _read_lines(self) -> None:
@@ -210,6 +221,7 @@ class JobReader:
         self._events.append(event)
         if self._first_event is None:
             self._first_event = event.at
+        self._last_event = max(event.at, self._last_event or event.at)
         if event.what == "generation":
             self._layout_since = event.at
         if event.what in (BEGIN, *ENDS):
@@ -230,20 +242,16 @@ class JobReader:
     def curve(self, first: float, last: float, *, axis: Axis, points: int) -> CurveReply:
         with self._lock:
             window = self._buckets.window(first, last, axis=axis, points=points)
-            placed = [(self._buckets.step_at(event.at), event) for event in self._events]
-            first_event = self._first_event
-        marks = [
-            EventMark(event.at, step, event.what, event.why)
-            for step, event in placed
-            if first <= (step if axis == "step" else event.at) <= last
-        ]
-        return CurveReply(
-            window,
-            marks[-MAX_MARKS:],
-            thinned(self._machines, points),
-            first_event,
-            max((event.at for _, event in placed), default=None),
-        )
+            marks = list(islice(self._newest_marks(first, last, axis), MAX_MARKS))
+            first_event, last_event = self._first_event, self._last_event
+        return CurveReply(window, marks[::-1], thinned(self._machines, points), first_event, last_event)
+
+    def _newest_marks(self, first: float, last: float, axis: Axis) -> Iterator[EventMark]:
+        """Yield the events of a part of the curve, the newest first."""
+        for event in reversed(self._events):
+            step = self._buckets.step_at(event.at)
+            if first <= (step if axis == "step" else event.at) <= last:
+                yield EventMark(event.at, step, event.what, event.why)
 
 
 def thinned(changes: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.morph.run.log_pages import read_page
 from varuna.observe.job_view import LayoutView
 from varuna.observe.trace_file import StepTrace, TraceFile, list_traces
@@ -82,7 +83,7 @@ class LastStepReader:
         steps = set.intersection(*common)
         newest = self._generation, max(steps, default=-1)
         if steps and not (self._traces and newest == (self._traces[0].generation, self._traces[0].step)):
-            with suppress(msgspec.DecodeError):
+            with suppress(*UNDECODABLE):
                 self._traces = [tail.trace(newest[1]) for tail in tails]
         return self._traces
 
@@ -104,7 +105,7 @@ class LastStepReader:
         for machine in dict.fromkeys(machines[rank] for rank in missing if rank in machines):
             try:
                 self._search_machine(machine, missing)
-            except (OSError, ValueError, msgspec.DecodeError) as error:
+            except (OSError, ValueError, *UNDECODABLE) as error:
                 self.problem = f"the steps of {machine} cannot be read: {error}"
 
     def _search_machine(self, machine: str, ranks: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from varuna.morph.protocol.generations import read_machines
 from varuna.morph.protocol.messages import LogPage, LogStream, ManagerReply
 from varuna.morph.run.log_pages import PAGE_BYTES, find_lines, read_page
 
@@ -38,7 +39,7 @@ class LogText(msgspec.Struct, frozen=True):
 
 class LogIndex(msgspec.Struct, frozen=True):
     generations: list[int]
-    ranks: list[int]  # of the generation that was asked for
+    ranks: list[int]  # of one of them, on all machines
 
 
 class LogReader:
@@ -47,12 +48,13 @@ class LogReader:
         self._ask_manager = ask_manager
 
     def index(self, generation: int | None) -> LogIndex:
-        """Return the generations that have logs in this folder, and the ranks of one of them."""
+        """Return the generations of the job, and the ranks of one of them (default: the newest)."""
         generations = sorted(_numbers(self._log_dir, _FOLDER))
         if next(self._log_dir.glob("rank_*.out"), None) is not None:
             generations.insert(0, 0)
         chosen = generations[-1] if generation is None and generations else generation or 0
-        return LogIndex(generations, sorted(_numbers(self._folder(chosen), _FILE)))
+        ranks = {*_numbers(self._folder(chosen), _FILE), *read_machines(self._log_dir, chosen)}
+        return LogIndex(generations, sorted(ranks))
 
     def page(self, log: WorkerLog, *, start: int | None, stop: int | None) -> LogText:
         """Read from `start` on, or the last lines before `stop` (default: the end)."""
@@ -69,7 +71,11 @@ class LogReader:
             return _text(first, page, end=found.stop)
         except (OSError, ValueError) as error:
             why = str(getattr(error, "strerror", None) or error)
-            return LogText(0, 0, 0, "", why if is_here else f"this log folder has no {path.name}: {why}")
+            return LogText(0, 0, 0, "", why if is_here else f"{self._missing(log, path.name)}: {why}")
+
+    def _missing(self, log: WorkerLog, name: str) -> str:
+        machine = read_machines(self._log_dir, log.generation).get(log.rank)
+        return f"this log folder has no {name}" + (f" (it is on {machine})" if machine else "")
 
     def _folder(self, generation: int) -> Path:
         return self._log_dir / f"generation_{generation}" if generation else self._log_dir

@@ -8,7 +8,8 @@ that. So:
     /api/...        need the header `Authorization: Bearer TOKEN`
 
 Browsers send cookies to every port of a host, also to the server of another user. So the cookie opens only
-the empty page, and the script keeps the token in its own tab.
+the empty page, and the script keeps the token in its own tab. The cookie is `SameSite=Lax`: a `Strict` one is
+not sent after the redirect if a link of another site, such as a web IDE, has opened the address.
 """
 
 import hmac
@@ -55,7 +56,7 @@ class PageSecrets:
 
     def enter(self) -> web.Response:
         response = web.Response(status=303, headers={"Location": f"/#{self.token}"})
-        response.set_cookie(COOKIE, self.cookie, path="/", httponly=True, samesite="Strict")
+        response.set_cookie(COOKIE, self.cookie, path="/", httponly=True, samesite="Lax")
         return response
 
 

@@ -7,6 +7,7 @@ whatever reads files or asks the manager runs in threads. All browsers share one
 import asyncio
 import socket
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +31,9 @@ MAX_LINE = 4096
 ADMIT_SECONDS = 5.0
 """Connections without a request that has the token are closed after this time."""
 UPDATE_SECONDS = 1.0
-STEP_SHARE = 20
+STEP_SECONDS = 2.0
+"""Time between two steps that are drawn."""
+STEP_SHARE = 100
 """Reading the last step takes at most one of so many parts of one core."""
 PING_SECONDS = 10.0
 SEND_SECONDS = 15.0
@@ -48,6 +51,7 @@ class PageServer:
             set()
         )  # connections without a request that has the token
         self._streams = 0
+        self._noted: set[str] = set()
         self._update: PageUpdate | None = None
         self._changed = asyncio.Condition()
         self._wanted = asyncio.Event()
@@ -126,7 +130,11 @@ class PageServer:
 
     async def _follow_once(self) -> None:
         loop = asyncio.get_running_loop()
-        update = await loop.run_in_executor(self._follower, self._reader.update)
+        try:
+            update = await loop.run_in_executor(self._follower, self._reader.update)
+        except Exception as error:  # the page says so, and tries again
+            self._note(error)
+            update = self._reader.failed(error)
         if self._update is not None and update == msgspec.structs.replace(self._update, at=update.at):
             return
         async with self._changed:
@@ -140,13 +148,22 @@ class PageServer:
         while True:
             await self._wanted.wait()
             cost = await loop.run_in_executor(self._step_follower, self._update_timeline)
-            await asyncio.sleep(max(UPDATE_SECONDS, STEP_SHARE * cost))
+            await asyncio.sleep(max(STEP_SECONDS, STEP_SHARE * cost))
 
     def _update_timeline(self) -> float:
         """Return the seconds that this took of a core."""
         begun = time.thread_time()
-        self._reader.update_timeline()
+        try:
+            self._reader.update_timeline()
+        except Exception as error:  # the page keeps the step that it has, and tries again
+            self._note(error)
         return time.thread_time() - begun
+
+    def _note(self, error: Exception) -> None:
+        """Print the traceback, once for each message."""
+        if repr(error) not in self._noted:
+            self._noted.add(repr(error))
+            traceback.print_exception(error)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send every update. A browser that is slow skips some."""

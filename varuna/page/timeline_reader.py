@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.observe.job_view import LayoutView
 from varuna.observe.record import COMPUTE
 from varuna.observe.step_timelines import NAME, StepTimelines
@@ -63,7 +64,7 @@ class ReportReader:
                     self._rank, self._look_at = first_rank, time.monotonic() + LOOK_SECONDS
                     size = self._read_page(first_rank, MAX_REPORT_BYTES)[1]
                     self._keep((0, size), time.time(), first_rank=first_rank)
-        except (OSError, ValueError):  # there is none, or its machine is away
+        except (OSError, ValueError, *UNDECODABLE):  # there is none, or its machine is away, or it is cut
             pass
 
     def _keep(self, version: tuple[int, int], written_at: float, *, first_rank: int | None) -> None:
@@ -97,13 +98,15 @@ class TimelineReader:
         self._report = ReportReader(log_dir, ask_manager)
         self._last_step = LastStepReader(log_dir, ask_manager)
         self._shown: ShownStep | None = None
+        self._encoded = b"null"  # of that step: all tabs get the same bytes
         self._shown_at = 0.0  # seconds since 1970 at which the step was written
         self._drawn: tuple[list[StepTrace], StepTimelines | None] = [], None
         self.version = 0
         """Changes with the step; 0: there is none."""
 
-    def read(self) -> ShownStep | None:
-        return self._shown
+    def read(self) -> msgspec.Raw:
+        """Return the step to draw, a `ShownStep` or null, as JSON."""
+        return msgspec.Raw(self._encoded)
 
     def update(self, layout: LayoutView | None, machines: Mapping[int, str], *, since: float) -> None:
         """Read what is new. `machines` are those of all ranks; `since` is when the layout began."""
@@ -128,6 +131,7 @@ class TimelineReader:
     def _show(self, step: ShownStep, written_at: float) -> None:
         if step != self._shown:
             self._shown, self._shown_at = step, written_at
+            self._encoded = msgspec.json.encode(step)
             self.version += 1
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from varuna.codec import decode
+from varuna.codec import UNDECODABLE, decode
 from varuna.morph.protocol.generations import read_machines
 from varuna.morph.protocol.messages import JobStatus
 from varuna.observe.job_view import NAME as VIEW
@@ -42,7 +42,7 @@ def collect_traces(log_dir: Path, ask_manager: AskManager) -> CollectedTraces:
         try:
             found += _fetch(name, log_dir, ask_manager)
             answered.add(name)
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, *UNDECODABLE) as error:
             refusals[name] = str(error)
     return CollectedTraces(found, answered, refusals)
 
@@ -110,7 +110,7 @@ def _original(log_dir: Path) -> str:
     """Return the name of the log folder on all machines, also if this is a copy of it."""
     try:
         return msgspec.json.decode((log_dir / VIEW).read_bytes(), type=JobView).log_dir
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         return str(log_dir.absolute())
 
 

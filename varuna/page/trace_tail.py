@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.observe.trace_file import LENGTH_BYTES, StepTrace, split_records
 
 MAX_STEPS = 64
@@ -66,7 +67,7 @@ class TraceTail:
         records = list(split_records(data))
         try:
             found = [(self._heads.decode(record), record) for record in records[-MAX_STEPS:]]
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             found = []
         if data and not found and self._was_replaced():
             self._place = 0

@@ -39,6 +39,7 @@ from torch.distributed import distributed_c10d
 
 from varuna import codec
 from varuna.addresses import address_facing
+from varuna.addresses import machine_identity as machine_identity
 from varuna.errors import PeerLost
 from varuna.secure.credential import own_credential
 
@@ -72,16 +73,6 @@ class RankAddress(msgspec.Struct, frozen=True):
     port: int
     path: str
     nonce: str
-
-
-def machine_identity() -> str:
-    """Return a name that two processes share exactly if they can reach each other's abstract Unix sockets."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown, so use TCP
 
 
 def own_address() -> str:

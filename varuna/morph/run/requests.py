@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from varuna.morph import events
 from varuna.morph.metrics.view import describe_member
 from varuna.morph.protocol import messages
+from varuna.morph.protocol.generations import read_machines
 from varuna.morph.run.connections import ManagerConnection
 from varuna.morph.state import JobState
 from varuna.observe.job_view import JobView
@@ -107,13 +109,18 @@ class RequestHandler:
     def _request_log(
         self, caller: ManagerConnection, request: messages.ManagerRequest, state: JobState
     ) -> None:
-        generation = state.generation
-        machine = request.machine or (generation and generation.machine_of(request.rank))
-        if generation is None or not machine or machine not in self._agents:
+        number = request.generation
+        if number is None and state.generation is not None:
+            number = state.generation.number
+        machine = request.machine or self._machine_of(request.rank, number, state)
+        if number is None or not machine:
             _reply(caller, False, f"rank {request.rank} is not on a connected machine")
             return
+        if machine not in self._agents:
+            which = f"rank {request.rank} of generation {number}"
+            _reply(caller, False, f"{which} is on {machine}, which is not connected")
+            return
         self._num_log_requests = ticket = self._num_log_requests + 1
-        number = generation.number if request.generation is None else request.generation
         why = f"{machine} did not send the log of rank {request.rank} within {LOG_SECONDS:.0f} s"
         timer = asyncio.get_running_loop().call_later(LOG_SECONDS, self._fail_log, ticket, why)
         self._waiting[ticket] = LogWait(caller, machine, number, timer)
@@ -122,6 +129,15 @@ class RequestHandler:
                 ticket, number, request.rank, request.stream, request.lines, request.start, request.stop
             )
         )
+
+    def _machine_of(self, rank: int, number: int | None, state: JobState) -> str | None:
+        """Return the machine of a rank in a generation; None: it is not known."""
+        present = state.generation
+        if number is not None and (present is None or number != present.number):
+            known = read_machines(Path(self._log_dir), number)
+            if known:
+                return known.get(rank)
+        return None if present is None else present.machine_of(rank)
 
     def forward_log(self, reply: messages.LogReply) -> None:
         if wait := self._waiting.pop(reply.request, None):

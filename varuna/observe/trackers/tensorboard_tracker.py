@@ -1,31 +1,59 @@
 """TensorBoard event files in the folder `tensorboard` of the log folder: `tensorboard --logdir LOGDIR`."""
 
-from collections.abc import Sequence
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from varuna.files import make_private_folder
 from varuna.observe.trackers.tracker import MetricRow, TrackedJob
 
 FOLDER = "tensorboard"
+VERSION = "brain.Event:2"
+"""The first event of a file has this version."""
 
 
 class TensorBoardTracker:
+    """Writes one event file; each manager of a job has its own. TensorBoard reads them in order."""
+
     def __init__(self, job: TrackedJob) -> None:
         folder = job.folder / FOLDER
         make_private_folder(folder)
-        self._writer = EventFileWriter(str(folder))
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
+        self._append([Event(wall_time=time.time(), file_version=VERSION)])
 
     def write(self, rows: Sequence[MetricRow]) -> None:
-        for row in rows:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
-            self._writer.add_event(Event(wall_time=row.at, step=row.step, summary=Summary(value=values)))
-        self._writer.flush()
+        self._append(event_of(row) for row in rows)
+
+    def _append(self, events: Iterable[Event]) -> None:
+        """Write whole events or none: TensorBoard reads no further than one that is cut."""
+        records = io.BytesIO()
+        writer = RecordWriter(records)
+        for event in events:
+            writer.write(event.SerializeToString())
+        data = records.getbuffer()
+        with self._path.open("ab", buffering=0) as file:
+            begin = file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(begin)
+                raise
 
     def close(self) -> None:
-        self._writer.close()
+        """Every batch is written already."""
+
+
+def event_of(row: MetricRow) -> Event:
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
+    return Event(wall_time=row.at, step=row.step, summary=Summary(value=values))
 
 
 def open_tracker(job: TrackedJob) -> TensorBoardTracker:

@@ -18,6 +18,10 @@ from varuna.observe.history import ScalarPoint, StepPoint
 
 EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Names of the trackers, which are also those of their packages, and the extra that installs each."""
+OWN_NAMES = ("loss", "step_seconds", "samples_per_second", "tokens_per_second")
+"""Curves that every job has."""
+SCRIPT = "script/"
+"""Begin of the name of a scalar that the script has given one of these names."""
 MAX_ROWS = 20_000
 """Rows that wait for a slow tracker; of more, the oldest are dropped."""
 RETRY_SECONDS = 10.0
@@ -83,7 +87,8 @@ def rows_of(steps: Sequence[StepPoint], scalars: Sequence[ScalarPoint]) -> list[
     for scalar in scalars:
         row = by_step.setdefault(scalar.step, MetricRow(scalar.step, scalar.at, {}))
         assert isinstance(row.values, dict)
-        row.values[scalar.name] = _number(scalar.value)
+        name = SCRIPT + scalar.name if scalar.name in OWN_NAMES else scalar.name
+        row.values[name] = _number(scalar.value)
     return [*rows, *by_step.values()]
 
 
