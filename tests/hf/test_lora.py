@@ -27,6 +27,7 @@ from varuna import wrap
 from varuna.errors import CaptureError, CheckpointError
 from varuna.execute.comm.link import PeerLink
 from varuna.hf import save_adapter, save_pretrained
+from varuna.hf.adapters import load_adapter
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
 
@@ -145,6 +146,36 @@ def test_checkpoints_and_exports_have_adapters_only(pool: Pool, tmp_path: Path) 
     torch.testing.assert_close(logits, found["logits"][0], rtol=0, atol=0)
     torch.testing.assert_close(found["logits"][1], logits, rtol=1e-4, atol=1e-5)  # merged
     pool.run(resume_half, 2, store, 1)
+
+
+@pytest.mark.parametrize(("method", "name"), [("shira", "llama"), ("vblora", "gpt2")])
+def test_adapters_whose_files_have_more_than_weights_are_loaded(
+    method: str, name: str, tmp_path: Path
+) -> None:
+    """TRA-2: SHiRA's files have the places of its weights, VB-LoRA's a bank that all layers share."""
+    wrapped = wrap_adapted(make_adapted(method, name), name, 1, 1)
+    trained = {name: value for name, value in wrapped.named_parameters() if value.requires_grad}
+    before = {name: value.detach().clone() for name, value in trained.items()}
+    save_adapter(wrapped, tmp_path)
+    with torch.no_grad():
+        for value in trained.values():
+            value.zero_()
+    load_adapter(wrapped, tmp_path)
+    torch.testing.assert_close(trained, before, rtol=0, atol=0)
+    wrapped.close()
+
+
+def test_adapters_at_other_places_are_refused(tmp_path: Path) -> None:
+    """TRA-2: a file of SHiRA whose weights belong to other places of the base."""
+    save_adapter(wrap_adapted(make_adapted("shira", "llama"), "llama", 1, 1), tmp_path)
+    other = make_adapted("shira", "llama")
+    for module in other.modules():
+        for places in getattr(module, "shira_indices", {}).values():
+            places.copy_(places.flip(1))
+    wrapped = wrap_adapted(other, "llama", 1, 1)
+    with pytest.raises(CheckpointError, match=r"shira_indices.* is not that of the model"):
+        load_adapter(wrapped, tmp_path)
+    wrapped.close()
 
 
 def train_last_layer(depth: int, face: str) -> dict[str, Any]:

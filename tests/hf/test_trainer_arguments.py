@@ -27,6 +27,7 @@ from tests.hf.trainers import (
 )
 from tests.pool import Pool
 from varuna.hf import VarunaTrainer, empty_model, hf_weights
+from varuna.hf.trainer.one_process import own_device
 
 BERT: dict[str, Any] = {
     "hidden_size": 32,
@@ -485,6 +486,40 @@ def test_workers_of_the_dataloader_and_tensorboard(tmp_path: Path, monkeypatch: 
         }
     assert len(shown["Trainer"]) == 12
     assert shown["VarunaTrainer"] == pytest.approx(shown["Trainer"], rel=1e-5)
+
+
+GPU, OF_TORCHRUN = torch.device("cuda:0"), {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+OF_MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "MASTER_ADDR": "first",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "num_devices", "expected"),
+    [
+        (GPU, OF_MPIRUN, 4, "cuda:1"),
+        (GPU, OF_MPIRUN, 1, "cuda:0"),  # srun shows each process its own
+        (torch.device("cuda:1"), OF_TORCHRUN, 4, "cuda:1"),
+        (torch.device("cuda:2"), {**OF_MPIRUN, **OF_TORCHRUN}, 4, "cuda:2"),
+        (GPU, {}, 4, "cuda:0"),
+        (torch.device("cpu"), OF_MPIRUN, 4, "cpu"),
+    ],
+)
+def test_each_process_of_a_machine_has_its_own_gpu(
+    device: torch.device, environment: dict[str, str], num_devices: int, expected: str
+) -> None:
+    """TRA-1: transformers knows the variables of torchrun only."""
+    assert str(own_device(device, environment, num_devices=num_devices)) == expected
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused() -> None:
+    """TRA-1"""
+    environment = {**OF_MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    with pytest.raises(ValueError, match="worker 3 of its machine, which has 2 GPUs"):
+        own_device(GPU, environment, num_devices=2)
 
 
 def test_packing_into_one_row_is_refused(tmp_path: Path) -> None:

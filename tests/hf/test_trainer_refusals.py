@@ -1,5 +1,6 @@
 """Features of transformers' Trainer and trl that VarunaTrainer refuses, each by its name."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,44 @@ def test_other_losses_of_sft_are_refused(tmp_path: Path) -> None:
         kind(language_model(), args=args, train_dataset=prompts(4, 1), processing_class=tokenizer())
 
 
+def test_the_auxiliary_loss_of_experts_is_refused(tmp_path: Path) -> None:
+    """TRA-1: trl computes it by its own forward; without the loss, experts train."""
+    import trl
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1
+    )
+    kind: Any = type("Staged", (VarunaTrainer, trl.SFTTrainer), {})
+    options = {"train_dataset": prompts(4, 1), "processing_class": tokenizer()}
+    with pytest.raises(UnsupportedFeature, match=r"router_aux_loss_coef=0\.001.*router_aux_loss_coef=0\.0"):
+        kind(transformers.MixtralForCausalLM(config), args=sft_arguments(tmp_path), **options)
+    args = sft_arguments(tmp_path, router_aux_loss_coef=0.0)
+    kind(transformers.MixtralForCausalLM(config), args=args, **options)
+
+
+def doubled_forward(self: Any, **inputs: Any) -> Any:
+    output = type(self).forward(self, **inputs)
+    output.loss = 2 * output.loss
+    return output
+
+
+def test_a_forward_that_the_script_has_set_is_refused(tmp_path: Path) -> None:
+    """TRA-1: it would not be called. accelerate's hooks, which call the forward of the class, are taken."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    args, rows = arguments(tmp_path), sentences(4)
+    model = language_model()
+    model.forward = types.MethodType(doubled_forward, model)
+    with pytest.raises(UnsupportedFeature, match=r"replaced by doubled_forward.*model\.__class__ = MyModel"):
+        VarunaTrainer(model, args, train_dataset=rows)
+    VarunaTrainer(add_hook_to_module(language_model(), ModelHook()), args, train_dataset=rows)
+    made = iter([language_model(), model])
+    trainer = VarunaTrainer(model_init=lambda: next(made), args=arguments(tmp_path), train_dataset=rows)
+    with pytest.raises(UnsupportedFeature, match="replaced by doubled_forward"):
+        trainer.train()
+
+
 def test_batches_of_one_long_row_are_refused(tmp_path: Path) -> None:
     """TRA-1"""
     collator = transformers.DataCollatorWithFlattening()
@@ -95,11 +134,15 @@ def test_a_model_on_meta_resumes_from_stores_only(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=source)
 
 
-def test_prompts_without_their_weights_are_refused(tmp_path: Path) -> None:
-    """TRA-1: peft's files have what the weights of a prompt encoder make, not these weights."""
+@pytest.mark.parametrize("method", ["prompt", "topk"])
+def test_prompts_without_their_weights_are_refused(method: str, tmp_path: Path) -> None:
+    """TRA-1: peft's files have what the weights of a prompt encoder make, or the largest of VB-LoRA's."""
     import peft
 
-    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16)
+    sizes = {"num_vectors": 8, "vector_length": 8, "r": 2, "topk": 2, "target_modules": ["c_attn"]}
+    config: Any = peft.VBLoRAConfig(**sizes, save_only_topk_weights=True)
+    if method == "prompt":
+        config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16)
     model: Any = peft.get_peft_model(language_model(), config)
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
     args = arguments(tmp_path, save_only_model=True, **best)

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.hf.trainers import arguments, assert_same_logs, language_model, sentences
+from tests.hf.trainers import (
+    arguments,
+    assert_same_logs,
+    classifier,
+    language_model,
+    sentences,
+    sentences_with_classes,
+)
+from tests.pool import Pool
 from varuna.codec import encode
 from varuna.environment import VarunaEnvironment
 from varuna.hf import VarunaTrainer
@@ -91,14 +99,22 @@ class Observer(transformers.TrainerCallback):
 
 
 def train(
-    folder: Path, *, signal_in: int | None = None, resume: str | None = None, **options: Any
+    folder: Path,
+    *,
+    signal_in: int | None = None,
+    resume: str | None = None,
+    accumulates: bool = False,
+    **options: Any,
 ) -> tuple[list[int], Any]:
-    """Train in this process; return the steps that began, and the trainer."""
+    """Train in this process; return the steps that began, and the trainer.
+
+    `accumulates`: each update has two batches, which run one by one.
+    """
     observer = Observer(signal_in)
-    args = arguments(folder, max_steps=STEPS, gradient_accumulation_steps=1, **options)
-    trainer = VarunaTrainer(
-        language_model(), args, train_dataset=sentences(24), callbacks=[observer], stages=1
-    )
+    args = arguments(folder, max_steps=STEPS, gradient_accumulation_steps=2 if accumulates else 1, **options)
+    model = classifier() if accumulates else language_model()
+    rows = sentences_with_classes(48) if accumulates else sentences(24)
+    trainer = VarunaTrainer(model, args, train_dataset=rows, callbacks=[observer], stages=1)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except SystemExit:
@@ -171,6 +187,49 @@ def test_a_signal_before_the_first_step_waits_for_it(tmp_path: Path, uninterrupt
     steps, trainer = train(tmp_path, resume=str(tmp_path / "checkpoint-3"))
     assert steps == [3, 4, 5]
     assert_same_logs(trainer.state.log_history[:STEPS], uninterrupted[:STEPS])
+
+
+def test_a_folder_that_is_being_resumed_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRA-1: a signal before the first update is handled within it, when the folder is all there is."""
+    train(tmp_path, signal_in=1, accumulates=True)
+    saved = tmp_path / "checkpoint-1"
+    assert saved.exists(), "the signal of update 1 is handled between its batches"
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "begin_folder", lambda *_: pytest.fail("the checkpoint was deleted"))
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # in a new process
+        steps, _ = train(tmp_path, signal_in=-1, resume=str(saved), accumulates=True)
+        assert steps == [1]
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    steps, _ = train(tmp_path, signal_in=2, resume=str(saved), accumulates=True)
+    assert steps == [1, 2] and files.is_complete(tmp_path / "checkpoint-2")
+
+
+def resume_from(folder: str, resume: Any, max_steps: int) -> list[int] | str:
+    """Return the steps that began, or the error of this rank."""
+    observer = Observer(None)
+    trainer = VarunaTrainer(
+        language_model(),
+        arguments(folder, max_steps=max_steps, save_strategy="steps", save_steps=2),
+        train_dataset=sentences(24),
+        callbacks=[observer],
+        stages=2,
+    )
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return observer.steps
+
+
+def test_a_folder_may_be_a_path_and_its_errors_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """TRA-1: the first rank chooses the folder; the others do not wait for it after an error."""
+    assert pool.run(resume_from, 2, str(tmp_path), None, 2) == [[0, 1]] * 2
+    assert pool.run(resume_from, 2, str(tmp_path), tmp_path / "checkpoint-2", 3) == [[2]] * 2
+    (tmp_path / "checkpoint-2" / files.OWNER).write_text("{")
+    for found in pool.run(resume_from, 2, str(tmp_path), True, 3):
+        assert "CheckpointError: no checkpoint can be chosen" in found and files.OWNER in found
 
 
 def test_a_script_keeps_its_own_handler_outside_of_managed_jobs(

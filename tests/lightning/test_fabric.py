@@ -16,6 +16,7 @@ import varuna.lightning
 from tests.lightning.modules import AutoEncoder, data
 from tests.pool import Pool
 from varuna import CutPoint
+from varuna.lightning.fabric import is_checked
 from varuna.lightning.losses import explain_divisors, loss_divisors
 
 STAGES = {"partition_num": 2, "pipeline_num": 2}
@@ -120,6 +121,20 @@ MASK = torch.tensor([1.0, 0, 1, 1, 0, 1])
 def test_the_divisors_of_a_loss_are_found(loss: Any, divisor: float) -> None:
     """TRA-5"""
     assert loss_divisors(loss(torch.ones(6, 2, requires_grad=True))) == pytest.approx([divisor])
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_mean_over_the_tokens_of_each_sample_is_a_mean_over_samples(samples: int) -> None:
+    """TRA-5: also on a rank with one sample, where the counts of tokens are one number."""
+    tokens, mask = torch.ones(samples, 6, requires_grad=True), MASK.expand(samples, 6)
+    assert loss_divisors(((tokens * mask).sum(1) / mask.sum(1)).mean()) == [samples]
+
+
+def test_losses_are_compared_now_and_then() -> None:
+    """TRA-5: each comparison waits for all ranks. Two losses in turn are both compared."""
+    checked = [number for number in range(400) if is_checked(number, (6, 6))]
+    assert checked == [*range(10), 101, 202, 303]
+    assert all(is_checked(number, (6, 5)) for number in range(400))
 
 
 def test_divisors_that_do_not_follow_the_samples_are_explained() -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from varuna.capture.model.source import Source
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.errors import CaptureError, CheckpointError, list_some
 from varuna.execute.comm.collective import RankFailure
-from varuna.hf.folder import find_tensors
+from varuna.hf.folder import TensorPlace, find_tensors
 from varuna.hf.wrapped import LONG_WAIT_FACTOR, own_tensors, wrapped_parts
 
 WEIGHTS = "adapter_model.safetensors"
@@ -76,10 +76,13 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         values: dict[str, Tensor] = {}
 
         def read() -> None:
-            for adapter, names in _names_in_files(source.meta_model).items():
+            for adapter, entries in _entries_in_files(source.meta_model).items():
                 place = Path(folder) if adapter == FIRST_ADAPTER else Path(folder) / adapter
                 found = find_tensors(place / WEIGHTS)
-                for key, name in names.items():
+                for key, (name, constant) in entries.items():
+                    if name is None:
+                        _check_constant(constant, key, found, place / WEIGHTS)
+                        continue
                     canonical = source.canonical.get(name, name)
                     if canonical not in state.canonical:
                         continue
@@ -97,23 +100,44 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             state.tensor(name).copy_(value)
 
 
-def trains_prompts(model: Any) -> bool:
-    """Return whether an adapter is a prompt, of which peft's files have the result alone."""
-    return any(config.is_prompt_learning for config in model.peft_config.values())
+def lacks_weights(model: Any) -> bool:
+    """Return whether peft's files lack trained weights: those that make prompts, or VB-LoRA's logits."""
+    configs = model.peft_config.values()
+    return any(one.is_prompt_learning or getattr(one, "save_only_topk_weights", False) for one in configs)
 
 
-def _names_in_files(model: Any) -> dict[str, dict[str, str]]:
-    """Return the names of the model's tensors by adapter and by their names in peft's file."""
+class AdapterEntry(NamedTuple):
+    """An entry of peft's file: a tensor of the model by its name, or a constant that the model has, too."""
+
+    name: str | None
+    constant: Tensor
+
+
+def _entries_in_files(model: Any) -> dict[str, dict[str, AdapterEntry]]:
+    """Return the entries of peft's files, by adapter and by their names there."""
     import peft
 
     names = {value.untyped_storage()._cdata: name for name, value in named_tensors(model).items()}
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, AdapterEntry]] = {}
     for adapter in model.peft_config:
         with warnings.catch_warnings():  # peft gave them when it wrote the files
             warnings.simplefilter("ignore")
             state = peft.get_peft_model_state_dict(model, adapter_name=adapter)
-        found[adapter] = {key: names[value.untyped_storage()._cdata] for key, value in state.items()}
+        found[adapter] = {
+            key: AdapterEntry(names.get(value.untyped_storage()._cdata), value)
+            for key, value in state.items()
+        }
     return found
+
+
+def _check_constant(own: Tensor, key: str, found: Mapping[str, TensorPlace], file: Path) -> None:
+    """Refuse a file with other constants than the model's, such as SHiRA's indices of its weights."""
+    same = key in found and not own.is_meta and torch.equal(found[key].read(own.dtype, own.device), own)
+    if not same:
+        raise CheckpointError(
+            f"{key!r} of {file} is not that of the model, and it is no weight that could be loaded (make the "
+            "adapters as those of the file, for example with the same random_seed)"
+        )
 
 
 def _names_to_save(model: nn.Module, adapters: Sequence[str] | None, options: Mapping[str, Any]) -> set[str]:

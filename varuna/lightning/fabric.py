@@ -12,6 +12,11 @@ from varuna.lightning.losses import explain_divisors, loss_divisors
 from varuna.lightning.parts import ModelParts, start_equal
 from varuna.lightning.ranks import Messages, environment_class, started_process
 
+FIRST_CHECKS = 10
+"""Backwards whose losses are compared between ranks, at the start."""
+CHECK_EVERY = 101
+"""Afterwards one of so many is compared; a prime number, so that each of several losses has its turn."""
+
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricBase
 else:
@@ -54,6 +59,7 @@ class FabricBehaviour(FabricBase):
         self._options = options
         self._messages = Messages()
         self._parts: list[ModelParts] = []
+        self._num_backwards = 0
         self._backward_sync_control = DelayedReduction()  # type: ignore[assignment]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -74,17 +80,17 @@ class FabricBehaviour(FabricBase):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.world_size > 1 and self._check_loss:
-            self._compare_divisors(tensor)
+            counts = next((parts.counts for parts in self._parts if parts.counts), None)
+            if counts is not None and is_checked(self._num_backwards, counts):
+                self._compare_divisors(tensor, counts)
+            self._num_backwards += 1
         with ExitStack() as stack:
             for parts in self._parts:
                 stack.enter_context(parts.backward(tensor))
             super().backward(tensor, module, *args, **kwargs)
 
-    def _compare_divisors(self, loss: Tensor) -> None:
-        """Refuse a loss that is no mean over samples; all ranks call it before each backward."""
-        counts = next((parts.counts for parts in self._parts if parts.counts), None)
-        if counts is None:
-            return
+    def _compare_divisors(self, loss: Tensor, counts: Sequence[int]) -> None:
+        """Refuse a loss that is no mean over samples; all ranks call it before a backward."""
         with self._announced("strategy.reduce"):
             found = explain_divisors(self._messages.gather(loss_divisors(loss)), counts)
         if found is not None:
@@ -112,6 +118,14 @@ class FabricBehaviour(FabricBase):
 
     def _announced(self, call: str) -> AbstractContextManager[None]:
         return self._parts[0].announce(call) if self._parts else nullcontext()
+
+
+def is_checked(number: int, counts: Sequence[int]) -> bool:
+    """Return whether the loss of a backward is compared between ranks: the same answer on all of them.
+
+    `counts` are the samples of each rank, which all ranks know.
+    """
+    return number < FIRST_CHECKS or number % CHECK_EVERY == 0 or len(set(counts)) > 1
 
 
 class DelayedReduction:

@@ -93,7 +93,7 @@ def _constant_divisor(node: Any, index: int) -> float:
         return 1.0
     other = getattr(node, "_saved_self" if index else "_saved_other", None)
     if isinstance(other, Tensor):
-        if other.numel() != 1 or other.requires_grad:
+        if other.dim() or other.requires_grad:  # one number for each sample is no constant
             return 1.0
         other = other.item()
     if not isinstance(other, int | float) or not other:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from varuna.environment import VarunaEnvironment
+from varuna.morph.run.progress_page import ProgressWriter, open_progress
+from varuna.morph.run.worker import early_signal
 
 log = logging.getLogger("varuna")
 
@@ -37,13 +39,19 @@ class SaveAndExit:
     def __init__(self) -> None:
         self._requested = False
         self._before: Any = None  # the script's handler, during fit
+        self._progress = ProgressWriter()  # writes nothing until a signal comes
 
     def listen(self) -> None:
-        """Take over the signal, until the end of `fit`."""
+        """Take over the signal, until the end of `fit`. One that came before is not lost."""
         if self._before is None:
             self._before = signal.signal(signal.SIGUSR1, self._on_signal)
+        if early_signal.came or self._requested:
+            early_signal.came = False
+            self._request()
 
     def teardown(self, *_args: Any, **_options: Any) -> None:
+        if self._requested:  # else nothing was requested, or this process ends after its save
+            self._progress.on_demand(False)
         before, self._before = self._before, None
         if before is not None and signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
             signal.signal(signal.SIGUSR1, before)
@@ -52,9 +60,20 @@ class SaveAndExit:
         self.teardown()
 
     def _on_signal(self, _number: int, _frame: Any) -> None:
+        self._request()
+
+    def _request(self) -> None:
+        """Tell the manager that this worker will save and end, so that it waits for the end of the epoch."""
         self._requested = True
+        if not self._progress.watched:
+            self._progress = open_progress()
+        self._progress.on_demand(True)
+
+    def on_validation_batch_end(self, *_args: Any) -> None:
+        self._progress.alive()
 
     def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
+        self._progress.alive()
         if not trainer.is_last_batch:
             return
         requested = torch.tensor(float(self._requested), device=trainer.strategy.root_device)
@@ -69,6 +88,7 @@ class SaveAndExit:
                 "the machines of this job change, but nothing is saved (add ModelCheckpoint(dirpath, "
                 "save_last=True), and call fit(..., ckpt_path='last'))"
             )
+            self._progress.on_demand(False)
             return
         name = f"{saver.CHECKPOINT_NAME_LAST}{saver.FILE_EXTENSION}"
         trainer.save_checkpoint(os.path.join(saver.dirpath, name))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.values import PlainValue
-from varuna.train.process_rank import ProcessRank, find_rank
+from varuna.train.process_rank import ProcessRank, find_local_size, find_rank
 
 
 def started_process() -> ProcessRank | None:
@@ -86,8 +86,8 @@ class StartedProcesses:
         return self._process.local_rank
 
     def node_rank(self) -> int:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._process.world))
-        return self._process.rank // local
+        first = self._process.rank - self._process.local_rank  # of this machine
+        return first // find_local_size(os.environ)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if num_devices * num_nodes != self._process.world:

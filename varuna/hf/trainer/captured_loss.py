@@ -42,7 +42,7 @@ def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[Non
     patches = {
         module: vars(module).pop("forward")
         for module in model.modules()
-        if "forward" in vars(module) and (module is model or _is_of_trl(vars(module)["forward"]))
+        if "forward" in vars(module) and (module is model or package_of(vars(module)["forward"]) == "trl")
     }
 
     def forward(self: Any, **inputs: Any) -> Any:
@@ -64,7 +64,8 @@ def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[Non
             vars(module)["forward"] = patch
 
 
-def _is_of_trl(patch: Any) -> bool:
-    """Return whether trl has made this forward, such as the one with a fused head in an adapted model."""
-    code = getattr(patch, "__func__", patch)
-    return str(getattr(code, "__globals__", {}).get("__name__", "")).startswith("trl.")
+def package_of(forward: Any) -> str:
+    """Return the package that has made a forward: trl's has a fused head, accelerate's has hooks."""
+    code = getattr(forward, "__func__", getattr(forward, "func", forward))
+    module = str(getattr(code, "__globals__", {}).get("__name__", ""))
+    return module.partition(".")[0]

@@ -24,7 +24,7 @@ class TrainerCheckpoints(transformers.Trainer):
     _resume_folder: str | None = None  # to load when the model is wrapped
     _owner: files.FolderOwner | None = None  # of the folders that this call of train() writes
     _is_exiting = False  # the next start continues from the folder that is being saved
-    _saved_folder: str | None = None  # the last complete one of this call of train()
+    _saved_folder: str | None = None  # the last complete one that this call of train() wrote or resumed
 
     @property
     def pipeline(self) -> TrainerPipeline:
@@ -40,9 +40,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save checkpoint-N. A restart needs the training state, whatever `save_only_model` says."""
-        folder = os.path.abspath(
-            os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        )
+        folder = self._step_folder(trial)
         if self._is_exiting and folder == self._saved_folder:
             return
         files.begin_folder(self.pipeline, folder, self._owner)
@@ -53,6 +51,11 @@ class TrainerCheckpoints(transformers.Trainer):
         super()._save_checkpoint(model, trial)
         if restarts or not self.args.save_only_model:
             self._saved_folder = folder
+
+    def _step_folder(self, trial: Any = None) -> str:
+        """Return the folder of the current step."""
+        name = f"checkpoint-{self.state.global_step}"
+        return os.path.realpath(os.path.join(self._get_output_dir(trial), name))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as a Hugging Face folder: each stage writes its own files. All ranks call this."""
@@ -101,6 +104,8 @@ class TrainerCheckpoints(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        if os.path.realpath(checkpoint) == self._step_folder():
+            self._saved_folder = self._step_folder()
         if not files.has_store(checkpoint):
             if self.pipeline.model is None:  # optimizer.pt of transformers' Trainer has the whole model's
                 super()._load_optimizer_and_scheduler(checkpoint)

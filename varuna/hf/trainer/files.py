@@ -25,7 +25,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
 from varuna.files import write_atomic
-from varuna.hf.adapters import load_adapter, save_adapter, trains_prompts
+from varuna.hf.adapters import lacks_weights, load_adapter, save_adapter
 from varuna.hf.save import save_pretrained
 from varuna.hf.trainer.pipeline import TrainerPipeline
 from varuna.hf.weights import hf_weights
@@ -166,7 +166,7 @@ def load_training_state(pipeline: TrainerPipeline, folder: str) -> None:
 def load_weights(pipeline: TrainerPipeline, folder: str) -> None:
     """Load this stage's weights from the Hugging Face files of a folder. All ranks call this."""
     if hasattr(pipeline.source, "peft_config"):
-        if trains_prompts(pipeline.source):  # its files have the prompts, not the weights that make them
+        if lacks_weights(pipeline.source):
             load_training_state(pipeline, folder)
         else:
             load_adapter(pipeline.wrapped, folder)

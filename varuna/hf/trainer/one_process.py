@@ -1,13 +1,15 @@
 """Lets transformers and accelerate run on every rank as in one process: Varuna distributes the work."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from varuna.execute.device.facts import choose_gpu
 from varuna.train.process_rank import find_local_rank, find_rank
 
 LAUNCHER_VARIABLES = (
@@ -35,6 +37,21 @@ def set_one_process(args: Any) -> None:
     if not getattr(args, "varuna_one_process", False):
         kind: Any = type(args)
         args.__class__ = _one_process_class(kind)
+        device = own_device(args.device, os.environ, num_devices=torch.cuda.device_count())
+        if device != args.device:
+            args.__dict__["varuna_device"] = device
+            torch.cuda.set_device(device)
+
+
+def own_device(device: torch.device, environment: Mapping[str, str], *, num_devices: int) -> torch.device:
+    """Return the device of this rank. `device` is that of transformers, the first GPU without LOCAL_RANK.
+
+    mpirun and srun set other variables. srun may also show each process its own GPU only.
+    """
+    local_rank = find_local_rank(environment)
+    if device.type != "cuda" or "LOCAL_RANK" in environment or local_rank < 0 or num_devices == 1:
+        return device
+    return choose_gpu(-1, local_rank, find_rank(environment).rank, count=num_devices)
 
 
 def restored(kind: Any, values: dict[str, Any]) -> Any:
@@ -61,6 +78,9 @@ def _one_process_class(kind: type) -> type:
         "__doc__": kind.__doc__,
         "__reduce_ex__": lambda self, _protocol: (restored, (kind, dict(self.__dict__))),
         "varuna_one_process": True,
+        "device": property(
+            lambda self: self.__dict__.get("varuna_device") or kind.device.fget(self)  # type: ignore[attr-defined]
+        ),
         "world_size": property(lambda _self: 1),
         "n_gpu": property(lambda _self: 1),
         "parallel_mode": property(lambda _self: ParallelMode.NOT_PARALLEL),

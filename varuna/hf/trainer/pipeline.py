@@ -131,10 +131,19 @@ class TrainerPipeline:
             assert isinstance(held, nn.Parameter)
             owner._parameters[leaf] = held
 
-    def step(self, inputs: Mapping[str, Any], *, iteration: int, max_norm: float | None) -> float:
-        """Run forward and backward of one batch; `.grad` gets the gradient of the whole batch."""
+    def step(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        update: int,
+        random_step: int,
+        ends_update: bool,
+        max_norm: float | None,
+    ) -> float:
+        """Run forward and backward of one batch of an update; `.grad` gets its gradient."""
         wrapped = self.wrapped
-        wrapped.iteration = iteration
+        wrapped.iteration, wrapped._trainer.random_step = update, random_step
+        wrapped._update.ends = ends_update
         loss, overflow = wrapped.step(own_share(wrapped, inputs), max_norm)
         self.overflow |= overflow
         self.has_gradient = True

@@ -5,10 +5,14 @@ from typing import Any
 
 import transformers
 
-from varuna.hf.adapters import trains_prompts
+from varuna.hf.adapters import lacks_weights
+from varuna.hf.trainer.captured_loss import package_of
 
 LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_layerwise", "q_apollo")
 """Parts of names of optimizers that need the whole model, or that step inside backward."""
+
+FORWARD_PACKAGES = ("accelerate", "peft", "trl")
+"""Packages that replace the forward of a model by one with the same loss."""
 
 REFUSED_FIELDS = {
     "deepspeed": "Varuna distributes the model itself: remove it; shard_optimizer=True saves memory",
@@ -80,6 +84,13 @@ def refuse_model(model: Any) -> None:
             "the model was loaded with a DistributedConfig or tp_plan (load it without; each rank holds one "
             "stage)"
         )
+    patch = getattr(model, "__dict__", {}).get("forward")
+    if patch is not None and package_of(patch) not in FORWARD_PACKAGES:
+        name = getattr(patch, "__qualname__", type(patch).__name__)
+        raise UnsupportedFeature(
+            f"model.forward was replaced by {name}, which VarunaTrainer would not call (define it in a "
+            "subclass, and give the model this class: model.__class__ = MyModel)"
+        )
 
 
 def refuse_kind(kind: type) -> None:
@@ -108,11 +119,17 @@ def refuse_trainer(trainer: Any) -> None:
         )
     if getattr(args, "loss_type", "nll") != "nll":
         raise UnsupportedFeature(f"loss_type={args.loss_type!r} is not supported (use 'nll')")
-    is_prompt = hasattr(trainer.model, "peft_config") and trains_prompts(trainer.model)
-    if is_prompt and args.load_best_model_at_end and args.save_only_model:
+    if getattr(trainer, "aux_loss_enabled", False):  # trl's, for a mixture of experts
         raise UnsupportedFeature(
-            "save_only_model=True with load_best_model_at_end=True is not supported for prompts: their files "
-            "lack the weights that make them (set save_only_model=False)"
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef!r} is not supported: the loss that balances "
+            "experts would depend on the micro-batches (set router_aux_loss_coef=0.0 in SFTConfig)"
+        )
+    needs_store = hasattr(trainer.model, "peft_config") and lacks_weights(trainer.model)
+    if needs_store and args.load_best_model_at_end and args.save_only_model:
+        raise UnsupportedFeature(
+            "save_only_model=True with load_best_model_at_end=True is not supported for prompts and for "
+            "VB-LoRA with save_only_topk_weights=True: their files lack the weights that make them (set "
+            "save_only_model=False)"
         )
 
 

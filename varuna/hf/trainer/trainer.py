@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,6 +13,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from varuna.environment import VarunaEnvironment
+from varuna.errors import CheckpointError
+from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.values import PlainValue
 from varuna.hf.trainer import files
 from varuna.hf.trainer.captured_loss import NUM_BATCHES, ModelProxy
@@ -145,7 +147,7 @@ class VarunaTrainer(TrainerCheckpoints):
 
     def train(
         self,
-        resume_from_checkpoint: str | bool | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
@@ -155,6 +157,8 @@ class VarunaTrainer(TrainerCheckpoints):
         refuse_model(self.model)
         environment = VarunaEnvironment.read(os.environ)
         self._owner = files.next_owner(environment, self.args.output_dir)
+        if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         if resume_from_checkpoint or self._owner is not None:
             resume_from_checkpoint = self._find_folder(resume_from_checkpoint, environment.resume_step)
         self._saved_folder = None
@@ -168,10 +172,16 @@ class VarunaTrainer(TrainerCheckpoints):
     def _find_folder(self, given: str | bool | None, resume_step: int | None) -> str | None:
         """Return the checkpoint folder from which all ranks resume. The first rank chooses it."""
         output_dir, collective = self.args.output_dir, self.pipeline.collective
-        first, found = collective.ranks[0], None
-        if collective.rank == first:
-            found = files.find_folder(output_dir, given, self._owner, resume_step)
-        folder: str | None = collective.broadcast(found, first, str | None)
+
+        def find() -> str | None:
+            if collective.rank != collective.ranks[0]:
+                return None
+            return files.find_folder(output_dir, given, self._owner, resume_step)
+
+        def failure(failures: Sequence[RankFailure], own: Exception | None) -> Exception:
+            return CheckpointError(f"no checkpoint can be chosen in {output_dir}: {failures[0].message}")
+
+        folder: str | None = collective.agree(find, failure, str | None)[0]
         if given and folder is None:
             raise ValueError(
                 f"resume_from_checkpoint=True, but {output_dir} has no complete checkpoint (pass False to "
@@ -226,6 +236,7 @@ class VarunaTrainer(TrainerCheckpoints):
         return batches, num_items
 
     def _wrap(self, inputs: Mapping[str, Any], num_items: Any) -> None:
+        refuse_model(self.model)  # model_init may have made it after the start
         self._set_signature_columns_if_needed()  # from the model's own forward
         self.pipeline.wrap(self.model, self._inputs(inputs, num_items), self._loss)
         refuse_stages(self.args, self.pipeline.num_stages)
@@ -280,11 +291,17 @@ class VarunaTrainer(TrainerCheckpoints):
             batches = join_batches(self._update) if joins else self._update
             # A stream that ends within an update leaves a gradient, to which Trainer adds the next one's.
             starts = not self._num_steps and not pipeline.has_gradient
-            whole = is_last and len(batches) == 1 and starts and self.accelerator.sync_gradients
-            first = self.state.global_step * self.args.gradient_accumulation_steps + self._num_steps
+            ends = is_last and self.accelerator.sync_gradients
+            whole = ends and len(batches) == 1 and starts
+            update = self.state.global_step
+            first = update * self.args.gradient_accumulation_steps + self._num_steps
             for number, batch in enumerate(batches):
                 loss += pipeline.step(
-                    batch, iteration=first + number, max_norm=self._max_norm if whole else None
+                    batch,
+                    update=update,
+                    random_step=first + number,
+                    ends_update=ends and number == len(batches) - 1,
+                    max_norm=self._max_norm if whole else None,
                 )
             self._num_steps += len(self._update)
             self._update = []

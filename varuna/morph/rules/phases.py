@@ -275,9 +275,12 @@ def wait_for_save(decision: Decision) -> None:
 
 
 def _save_takes_long(decision: Decision) -> None:
-    """Kill workers that must leave now or have made no step. Others keep what they have computed."""
+    """Kill workers that must leave now, or have neither made a step nor begun to save.
+
+    Others keep what they have computed.
+    """
     state = decision.state
-    if decision.now >= decision.leave_by() or not state.step_seconds:
+    if decision.now >= decision.leave_by() or not (state.step_seconds or state.saving_now):
         decision.end_generation(f"{state.reason}; but the workers did not save and end in time")
         return
     decision.set(deadline=save_deadline(decision))
