@@ -9,8 +9,12 @@ import pytest
 from varuna.chaos.faults.machines import lose_all_machines
 from varuna.chaos.injector import LEFT_OUT, InjectedFault
 from varuna.chaos.leftovers import Leftovers
+from varuna.chaos.market import has_faults
 from varuna.chaos.report import ChaosReport
+from varuna.chaos.run import ChaosRun
 from varuna.chaos.undisturbed import LossComparison
+from varuna.secure.framing import FramingError
+from varuna.simulate.traces import parse_trace
 
 
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (2, 2), (4, 4), (4, 2)])
@@ -36,18 +40,22 @@ def test_all_machines_are_lost_and_come_back_also_if_the_job_needs_each(count: i
 
 
 @pytest.mark.parametrize(
-    ("whats", "plays_trace", "exit_code"),
+    ("whats", "trace", "exit_code"),
     [
-        (["kill -9 of the worker of a"], False, 0),
-        (["kill -9 of the worker of a", f"{LEFT_OUT}no checkpoint"], False, 0),
-        ([f"{LEFT_OUT}no checkpoint"], False, 1),
-        ([""], False, 1),
-        ([], False, 1),
-        ([], True, 0),
+        (["kill -9 of the worker of a"], None, 0),
+        (["kill -9 of the worker of a", f"{LEFT_OUT}no checkpoint"], None, 0),
+        ([f"{LEFT_OUT}no checkpoint"], None, 1),
+        ([""], None, 1),
+        ([], None, 1),
+        ([], "0,add,a\n0,add,b\n900,end,", 0),
+        ([], "0,add,a\n500,notice,a\n900,end,", 0),
+        ([], "0,add,a\n0,add,b\n500,remove,b\n900,end,", 1),
+        (["removed: b"], "0,add,a\n0,add,b\n500,remove,b\n900,end,", 0),
     ],
 )
-def test_a_run_without_a_fault_proves_nothing(whats: list[str], plays_trace: bool, exit_code: int) -> None:
+def test_a_run_without_a_fault_proves_nothing(whats: list[str], trace: str | None, exit_code: int) -> None:
     """PRO-2: the script ended before the first fault, or none was possible."""
+    text = f"seconds,event,machine\n{trace}\n".encode()
     report = ChaosReport(
         outcome="finished",
         problem="",
@@ -61,9 +69,38 @@ def test_a_run_without_a_fault_proves_nothing(whats: list[str], plays_trace: boo
         samples_redone=0,
         losses=LossComparison(steps=9, tolerance=1e-3),
         left_behind=Leftovers(),
-        plays_trace=plays_trace,
+        needs_faults=trace is None or has_faults(parse_trace(text, source="trace")),
     )
     assert report.exit_code == exit_code
     assert ("no fault has happened" in report.verdict) == (exit_code == 1)
     left_out = sum(not what or what.startswith(LEFT_OUT) for what in whats)
     assert any("did not happen" in line for line in report.lines()) == bool(left_out)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError(), FramingError("closed"), ValueError("no contact")]
+)
+@pytest.mark.parametrize(("code", "outcome"), [(0, "finished"), (1, "failed")])
+def test_a_job_that_ends_before_it_is_stopped_has_a_report(error: Exception, code: int, outcome: str) -> None:
+    """PRO-2: its manager is gone when the time is over."""
+
+    def request(what: str, *, why: str) -> None:
+        raise error
+
+    job = SimpleNamespace(
+        wait_for_generation=lambda after: None,
+        wait_for_steps=lambda count: None,
+        answering=lambda: None,
+        request=request,
+        wait_for_ended=lambda: code,
+        lines=["the last line"],
+    )
+    listing = SimpleNamespace(add=lambda *machines: None, off=[])
+    injector: Any = SimpleNamespace(job=job, start_clock=lambda: None, listing=listing)
+    run: Any = SimpleNamespace(
+        _request=SimpleNamespace(trace=None),
+        _schedule=lambda injector: iter(()),
+        _written_ledger=lambda: None,
+    )
+    played = ChaosRun._play(run, injector, {})
+    assert (played.outcome, played.problem) == (outcome, "the last line" if code else "")

@@ -20,7 +20,7 @@ from benchmarks.verify import verify_case
 from tests.capture.test_wrong_captures import WRONG
 from tests.capture.wrong_captures import LanguageModel, corrupt, sentences
 from tests.verification import wrong_models
-from tests.verification.wrong_models import Chaotic, InPlace, Layers, Normalized, samples
+from tests.verification.wrong_models import Chaotic, InPlace, InPlaceNested, Layers, Normalized, samples
 from tests.zoo.tours import case_of
 from varuna.capture import Captured, Source
 from varuna.codec import encode
@@ -28,6 +28,9 @@ from varuna.errors import VarunaError
 from varuna.observe.progress_bar import parts_progress
 from varuna.train import build
 from varuna.verification import coordinator
+from varuna.verification.locate import changing_operation, coupling_operation
+from varuna.verification.plain import PlainRun
+from varuna.verification.subject import make_subject
 from varuna.verification.wrapped import Face
 
 SEVERAL = "1x1:chunk=8,2x1:recompute,1x2:shard,2+1:1f1b:chunk=3"
@@ -191,6 +194,16 @@ def test_an_input_that_only_the_plain_process_changes_is_found() -> None:
         report = varuna.verify(InPlace(), samples(8), layouts="1x1:chunk=8")
     first = report.layouts[0].first
     assert first is not None and (first.step, first.kind, first.name) == (0, "input", "x"), str(report)
+
+
+def test_no_operation_is_blamed_for_an_input_that_forward_changes() -> None:
+    """B1, PRO-1: a forward that runs again, or on fewer samples, gets the same inputs, also nested ones."""
+    x, y = samples(8).values()
+    made = {"model": InPlaceNested(), "sample": {"xs": [x], "y": {"a": y}}}
+    subject = make_subject(made, steps=1, batch_size=None)
+    run = PlainRun(subject, precision="fp32", draws={}, sums=False)
+    assert changing_operation(subject, run) is None
+    assert coupling_operation(subject, run, 4, 1e-3) is None
 
 
 def test_a_parameter_that_no_rank_holds_is_found() -> None:

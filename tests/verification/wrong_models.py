@@ -56,6 +56,17 @@ class InPlace(Layers):
         return super().forward(x, y)
 
 
+class InPlaceNested(Layers):
+    """Changes tensors inside of a list and a dict."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, xs: list[Tensor], y: dict[str, Tensor]) -> Tensor:
+        y["a"].mul_(0.5)
+        return super().forward(xs[0].mul_(0.5), y["a"])
+
+
 class Unrepeatable(Layers):
     def middle(self, h: Tensor) -> Tensor:
         return h * (1 + int.from_bytes(os.urandom(4), "big") * 1e-9)

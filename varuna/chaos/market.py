@@ -61,6 +61,12 @@ def names_of(trace: MarketTrace) -> list[str]:
     return list(dict.fromkeys(name for change in trace.changes for name in change.added))
 
 
+def has_faults(trace: MarketTrace) -> bool:
+    """Return whether machines come or go after the start: then a run without any change proves nothing."""
+    _, *later = trace.changes
+    return any(change.removed or change.added for change in later)
+
+
 class MarketPlayer:
     """Adds and removes the machines of a job as a trace says."""
 

@@ -38,7 +38,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     left_behind: Leftovers
     ledger: LedgerReport | None = None
     notes: tuple[str, ...] = ()
-    plays_trace: bool = False  # it may have no change
+    needs_faults: bool = True  # False: of a trace in which no machine comes or goes
 
     @property
     def verdict(self) -> str:
@@ -49,7 +49,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
             problems.append("the losses differ from those of the undisturbed run")
         if not self.left_behind.clean:
             problems.append("something was left behind")
-        if not (self.plays_trace or any(fault.happened for fault in self.faults)):
+        if self.needs_faults and not any(fault.happened for fault in self.faults):
             problems.append("no fault has happened, so nothing is proven (let the script train for longer)")
         return "; ".join(problems) or "equal and clean"
 

@@ -14,7 +14,7 @@ from varuna.chaos.injector import LEFT_OUT, FaultRequest, FaultSkipped, Injector
 from varuna.chaos.job import PATIENCE_SECONDS, ChaosJob, JobStuck
 from varuna.chaos.leftovers import JobWatcher, Leftovers
 from varuna.chaos.machines import ChaosMachine, LoopbackMachine
-from varuna.chaos.market import MarketPlayer, names_of
+from varuna.chaos.market import MarketPlayer, has_faults, names_of
 from varuna.chaos.report import ChaosReport, Outcome
 from varuna.chaos.script import ScheduledFault
 from varuna.chaos.undisturbed import LossComparison, compare_losses, run_plainly
@@ -179,7 +179,10 @@ class ChaosRun:
                 injector.listing.add(*injector.listing.off)
                 job.wait_for_steps(1)
             played.ledger = status.ledger if (status := job.answering()) is not None else None
-            job.request("stop", why="the time of `varuna chaos` is over")
+            try:
+                job.request("stop", why="the time of `varuna chaos` is over")
+            except (OSError, FramingError, ValueError):  # it ends by itself, so its manager is gone
+                played.outcome = "finished"
             code = job.wait_for_ended()
             if code:
                 played.outcome, played.problem = "failed", _tail(job.lines)
@@ -277,7 +280,7 @@ class ChaosRun:
             left_behind=left,
             ledger=played.ledger,
             notes=tuple(notes),
-            plays_trace=self._request.trace is not None,
+            needs_faults=self._request.trace is None or has_faults(self._request.trace),
         )
 
 

@@ -30,7 +30,7 @@ from varuna.capture.model.tied_weights import named_tensors
 from varuna.capture.trace.trace import autocast
 from varuna.types import Work
 from varuna.verification.plain import SEED, PlainRun
-from varuna.verification.subject import VerifySubject, leaves_of
+from varuna.verification.subject import VerifySubject, copied, leaves_of
 
 TOLERANCES = {torch.float64: 1e-8}
 USUAL_TOLERANCE = 1e-3
@@ -231,7 +231,7 @@ def coupling_operation(subject: VerifySubject, run: PlainRun, chunk: int, tolera
     forward = 0
     for count in (size, chunk):
         log = ValueLog(keeps=True)
-        part = subject.rows(batch, 0, count)
+        part = copied(subject.rows(batch, 0, count))
         with log, run.mode(0, 0, count):
             loss = find_loss(subject.model(**part), subject.options.get("loss"))
         forward = len(log.executed)
@@ -263,8 +263,7 @@ def changing_operation(subject: VerifySubject, run: PlainRun) -> str | None:
             for name, buffer in buffers.items():
                 buffer.copy_(known[name])
         size, log = subject.num_samples(batch), ValueLog(keeps=True)
-        rows = subject.rows(batch, 0, size)
-        inputs = {name: v.clone() if isinstance(v, Tensor) else v for name, v in rows.items()}
+        inputs = copied(subject.rows(batch, 0, size))
         with log, run.mode(0, 0, size):
             subject.model(**inputs)
         logs.append(log.executed)

@@ -88,6 +88,12 @@ def map_batched(
     return made
 
 
+def copied(inputs: Inputs) -> Inputs:
+    """Return copies of all tensors, for a forward that may change them in place."""
+    made: Inputs = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
+    return made
+
+
 def _name(path: Sequence[Any]) -> str:
     return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
