@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pyrannc.dry_deployment import dry_run
     from pyrannc.module import RaNNCModule
     from pyrannc.process import (
+        RankLost,
         barrier,
         clear,
         delay_grad_allreduce,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RaNNCModule",
+    "RankLost",
     "barrier",
     "clear",
     "delay_grad_allreduce",

@@ -21,7 +21,7 @@ from pyrannc.optimizers import PartitionedOptimizer, partition_optimizer
 from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
-from pyrannc.process import join, live_modules, switches
+from pyrannc.process import join, live_modules, reporting_losses, switches
 from varuna.capture.model.lengths import check_dynamic_dims
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.trace.trace import LOW_PRECISION
@@ -365,7 +365,8 @@ class RaNNCModule(PartMembers):
             trainer=lambda: None if self._partitioned is None else self._partitioned.pipeline.trainer,
             explain_memory=explain,
         )
-        with self._session.call(call, announce=announce, argument=argument), reported:
+        named = self._session.call(call, announce=announce, argument=argument)
+        with reporting_losses(self._session), named, reported:
             yield
 
 

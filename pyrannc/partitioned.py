@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyrannc.calls import AgreedCall, AgreedCalls, CurrentCall, refuse_ragged
 from pyrannc.pipeline import BatchInFlight, CapturedCall, Pipeline, PipelineFunction
+from pyrannc.process import reporting_losses
 from varuna.capture import Captured, Source, SpanProgram
 from varuna.capture.graph.loss_totals import TotalsProgram
 from varuna.capture.model.hooks import BackwardHooks
@@ -191,6 +192,11 @@ class PartitionedModel:
                 sent = PlainValue(mine if owner == rank else {})
                 values.update(self.session.broadcast(sent, owner, PlainValue).value)
         return values
+
+    def gather_states(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's state of all ranks by name, in a call of the script."""
+        with reporting_losses(self.session):
+            return self.gather_named(own)
 
     def write_trace(self, file: Path) -> None:
         """Write a trace of the last call of all ranks; all ranks call it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from pyrannc.model_costs import keep_costs, measure_request, read_known_costs
 from pyrannc.optimizers import PartitionedOptimizer
 from pyrannc.partitioned import PartitionedModel, check_same_forward
 from pyrannc.pipeline import Pipeline
-from pyrannc.process import switches
+from pyrannc.process import reporting_losses, switches
 from pyrannc.profile import MeasureRequest, MeasureSamples, ModelMeasurement, first_samples
 from varuna.capture import Captured, Source
 from varuna.capture.model.hooks import BackwardHooks
@@ -31,6 +31,7 @@ from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
 from varuna.execute.step.outputs import Reduction
 from varuna.execute.step.scatter import WeightFunction
+from varuna.execute.update.clipping import ListedNorm, NormMeasurement
 from varuna.execute.update.initial_values import share_initial_values
 from varuna.execute.update.shard import OptimizerShards
 from varuna.observe.progress_bar import capture_progress
@@ -143,6 +144,7 @@ class ModelPartitioning:
         )
         if trainer.norm is not None:
             trainer.norm.add([*before, *self.model.parameters()])
+            trainer.norm.repeat = partial(_measure_norm, session)
             for optimizer in self.optimizers:
                 optimizer.clip_together(trainer.norm)
         partitioned.pipeline = Pipeline(
@@ -192,7 +194,7 @@ class ModelPartitioning:
         shards = self.options.shard_optimizer and session.width > 1
         refuse_divided_direction(optimizer.optimizer, depth=session.depth, shards=shards)
         held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
-        optimizer.partition(self.model, held, partitioned.gather_named)
+        optimizer.partition(self.model, held, partitioned.gather_states)
         if not self.options.shard_optimizer:
             return
         before = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
@@ -200,15 +202,7 @@ class ModelPartitioning:
             reducer = partitioned.pipeline.trainer.reducer
             reducer.owned = OptimizerShards(optimizer.optimizer, session).counted(reducer.weights)
         # Ranks whose stage has one replica take part as well: gathering is collective.
-        optimizer.shard(
-            self.model,
-            before,
-            lambda own: {
-                name: state
-                for states in session.gather(PlainValue(own), PlainValue)
-                for name, state in states.value.items()
-            },
-        )
+        optimizer.shard(self.model, before, partial(_gather_shards, session))
 
     def _choose(self, source: Source, captured: Captured, call: CurrentCall, session: Session) -> PinnedPlan:
         """Return the plan of rank 0: loaded from a file, or chosen."""
@@ -277,6 +271,18 @@ class ModelPartitioning:
                         "(build the same model on all ranks)"
                     )
         check_same_forward(session, [fingerprint for *_, fingerprint in everyone], captured)
+
+
+def _measure_norm(session: Session, measure: NormMeasurement, _local: NormMeasurement) -> ListedNorm:
+    with reporting_losses(session):
+        return measure()
+
+
+def _gather_shards(session: Session, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's state of all ranks by name."""
+    with reporting_losses(session):
+        everyone = session.gather(PlainValue(own), PlainValue)
+    return {name: state for states in everyone for name, state in states.value.items()}
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

@@ -1,7 +1,8 @@
-"""Rank of this process, by torch.distributed, torchrun, mpirun or srun; and the switches of this process."""
+"""Rank of this process, by torch.distributed, torchrun, mpirun or srun; its switches; lost ranks."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
@@ -9,9 +10,37 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from varuna.errors import PeerHangs, PeerLost
+from varuna.execute.comm.session import Session
 from varuna.plan.plan_file import read_plan
 from varuna.plan.tables import console, show_plan
 from varuna.train.process_rank import ProcessRank, find_rank
+
+AFTER_A_LOSS = (
+    "(the model cannot go on without this rank: let the script end. torchrun with --max-restarts, or varuna "
+    "run, starts all ranks again, and the script loads its last checkpoint)"
+)
+
+
+class RankLost(PeerLost):
+    """Another rank was killed, or does not answer. All later calls of the model raise this error, too."""
+
+
+@contextmanager
+def reporting_losses(session: Session) -> Iterator[None]:
+    """Raise RankLost in this block, and at once in later blocks, if another rank of the session is lost."""
+    waiter = session.waiter
+    known = None if waiter is None else waiter.failure
+    try:
+        if isinstance(known, PeerLost | PeerHangs):
+            raise known
+        yield
+    except (PeerLost, PeerHangs) as error:
+        message = str(error)
+        lost = RankLost(message if AFTER_A_LOSS in message else f"{message}\n{AFTER_A_LOSS}")
+        if waiter is not None:
+            waiter.fail(lost)
+        raise lost from error
 
 
 def join(environment: Mapping[str, str] = os.environ) -> ProcessRank:

@@ -294,6 +294,7 @@ def play(
         result["bytes"] = progress.read().morph_bytes
         result["generation"] = progress.read().generation
         result["groups"] = groups == [(id(group), id(group["params"])) for group in opt.param_groups]
+        result["finalizers"] = [one.peek()[1].__qualname__ for one in wrapped._finalizers if one.alive]  # type: ignore[index]
         wrapped.close()
         orders.close()
         progress.close()

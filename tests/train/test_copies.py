@@ -275,3 +275,14 @@ def test_the_interval_makes_up_for_the_first_copy(monkeypatch: pytest.MonkeyPatc
         held.visit(model)
         now += 10.0 if step == 0 else 0.1
     assert mirror.num_started >= 5 and 0.5 * (mirror.num_started - 1) <= 0.01 * now
+
+
+def test_copies_need_the_memory_of_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOT-3: also where the launcher does not set LOCAL_WORLD_SIZE."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    monkeypatch.setattr(copies, "why_not_hot", lambda model: "")
+    monkeypatch.setattr(copies, "available_bytes", lambda device: 100)
+    training = SimpleNamespace(num_bytes=10, registered={})
+    model: Any = SimpleNamespace(_optimizer=None, _checkpoints=SimpleNamespace(training=training))
+    assert copies._why_no_copies(model).startswith("copies of the state need 160")

@@ -1,5 +1,7 @@
 """Hot morphs: the layout of a job changes while its processes, their state and the script's objects stay."""
 
+import os
+import threading
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -11,15 +13,31 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool, TaskFailed
-from tests.tasks import find_loss, global_batch
+from tests.tasks import find_loss, global_batch, take
 from tests.toys import make_model
-from tests.train.hot_jobs import BATCH, CHUNK, Generation, order_of, run, train_plainly
-from varuna.errors import PeerLost
+from tests.train.hot_jobs import (
+    BATCH,
+    CHUNK,
+    Generation,
+    Killed,
+    die,
+    give_when_waiting,
+    managed,
+    order_of,
+    own_sockets,
+    run,
+    train_plainly,
+)
+from varuna import DataLoader, Varuna
+from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.collective import Collective
 from varuna.execute.rebuild import handover
 from varuna.execute.rebuild.handover import Unit
+from varuna.morph.run.order_page import OrderWriter
+from varuna.morph.run.progress_page import ProgressReader
 from varuna.morph.state import MorphParts
 from varuna.train.hot import recover
+from varuna.train.hot.eligible import report_if_hot, why_not_hot
 from varuna.train.hot.hot_state import EarlierStep, HotState
 from varuna.train.hot.repeat import enter_next
 from varuna.types import MorphOrder
@@ -45,6 +63,9 @@ ALONE = [
 ]
 
 
+REPLACED = "step is given other tensors than model.batches yields"
+
+
 def check(
     results: list[Any],
     generations: list[Generation],
@@ -63,6 +84,7 @@ def check(
                 loss, losses[step], **tolerance, msg=lambda m, s=step: f"step {s}: {m}"
             )
         assert all(result["kept"]) and result["groups"]
+        assert "StepTracer.close" in result["finalizers"], "the last traced step is lost"
         if result.get("killed"):
             continue
         for key, value in result.get("state", {}).items():
@@ -178,6 +200,32 @@ def test_no_step_is_lost_with_a_rank(
         loss = find_loss(model.eval()(**global_batch(name, 0, BATCH, torch.float64)))
         for result in results[:2]:
             torch.testing.assert_close(result["evaluated"], loss.item(), **F64)
+
+
+def play_with_a_hook(play: Any, *job: Any, **options: Any) -> dict[str, Any]:
+    """Play with a hook that the script has registered and the manager does not know yet."""
+    set_optimizer = Varuna.set_optimizer
+
+    def register(self: Varuna, *args: Any, **kwargs: Any) -> None:
+        set_optimizer(self, *args, **kwargs)
+        next(iter(self.parameters())).register_hook(lambda gradient: gradient)
+
+    Varuna.set_optimizer = register  # type: ignore[method-assign,assignment]
+    try:
+        found: dict[str, Any] = play(*job, **options)
+        return found
+    except PeerLost as error:
+        return {"lost": str(error)}
+    finally:
+        Varuna.set_optimizer = set_optimizer  # type: ignore[method-assign]
+
+
+def test_hooks_of_the_script_restart_the_job_also_if_the_loss_comes_while_they_are_taken_off(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """HOT-4: in place, the next steps would run without them."""
+    results = run(pool, tmp_path, "Plain", LOSS, through=play_with_a_hook, dies_in="backward")
+    assert ["lost" in result for result in results] == [True, True, True, False] and results[3]["killed"]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +357,156 @@ def test_a_scheduler_that_is_not_registered_is_refused_after_a_join(pool: Pool, 
     generations = [Generation("0;", (0,), 3), Generation("0,1;", (0, 1), 4)]
     with pytest.raises(TaskFailed, match=r"register the learning rate scheduler"):
         run(pool, tmp_path, "Plain", generations, registers=False)
+
+
+def linear() -> tuple[Varuna, torch.optim.Optimizer]:
+    sample = {"input": torch.randn(2, 3)}
+    wrapped = Varuna(
+        *(torch.nn.Linear(3, 1), "0;", sample, 4, 2), device="cpu", loss=lambda output: output.square().mean()
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped.set_optimizer(optimizer)
+    return wrapped, optimizer
+
+
+def test_a_loop_that_replaces_the_inputs_of_batches_restarts_the_job_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """HOT-2: a loss in a step would not be survived, although the library fetches the batches."""
+    wrapped, optimizer = linear()
+    reasons = []
+    with caplog.at_level("INFO", "varuna"):
+        for step, inputs in wrapped.batches(lambda share: {"input": torch.ones(len(share), 3)}, steps=6):
+            wrapped.step(inputs if step in (2, 3) else {key: value * 2 for key, value in inputs.items()})  # type: ignore[operator]
+            report_if_hot(wrapped)
+            reasons.append(why_not_hot(wrapped))
+            assert wrapped._hot.reported == reasons[-1]
+            optimizer.step()
+            wrapped.zero_grad()
+    assert [reason.startswith(REPLACED) for reason in reasons] == [True, True, False, False, True, True]
+    assert reasons[2:4] == ["", ""]
+    assert sum(REPLACED in record.message for record in caplog.records) == 1
+    wrapped.close()
+
+
+def step_after_a_loss(
+    _: Any, name: str, generations: list[Generation], folder: str, ports: list[int], *, replaces: bool
+) -> str:
+    """Lose a process in the evaluation between a batch and its step."""
+    process, world, kept = dist.get_rank(), dist.get_world_size(), own_sockets()
+    with managed(folder, generations[0], process, ports, world):
+        page = Path(os.environ["VARUNA_PROGRESS_FILE"])
+        progress, orders = ProgressReader(page, process), OrderWriter(page)
+        sample = global_batch(name, 0, 2, torch.float64)
+        model = make_model(name, dtype=torch.float64, seed=0)
+        wrapped = Varuna(
+            *(model, generations[0].mapping, sample, BATCH, CHUNK), device="cpu", timeout_seconds=80
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped.set_optimizer(optimizer)
+        if process not in generations[1].lost:
+            order = order_of(generations, 1, process, ports[1])
+            args = progress, orders, order
+            threading.Thread(target=give_when_waiting, args=args, daemon=True).start()
+
+        def fetch(samples: Any) -> dict[str, object]:
+            first = samples.start % BATCH
+            return take(
+                global_batch(name, 0, BATCH, torch.float64), range(first, first + len(samples)), BATCH
+            )
+
+        try:
+            for _step, inputs in wrapped.batches(fetch, steps=1):
+                if process in generations[1].lost:
+                    die(kept)
+                before = wrapped.evaluate(fetch, BATCH)
+                loss, _overflow = wrapped.step(dict(inputs) if replaces else inputs)
+                torch.testing.assert_close(loss, before, **F64)
+            return "trained"
+        except Killed:
+            return "killed"
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            wrapped.close()
+            orders.close()
+            progress.close()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_inputs_that_were_fetched_for_another_share_are_refused(
+    pool: Pool, tmp_path: Path, replaces: bool
+) -> None:
+    """HOT-2: else a step would train the old share in the new layout, and lose samples silently."""
+    generations = [Generation("0,1,2;", (0, 1, 2), 0), Generation("0,1;", (0, 1), 1, lost=(2,))]
+    *survivors, lost = run(pool, tmp_path, "Plain", generations, through=step_after_a_loss, replaces=replaces)
+    assert lost == "killed"
+    for rank, found in enumerate(survivors):
+        if replaces:
+            expected = f"those of replica {rank} of 3, but a morph has made this rank replica {rank} of 2"
+            assert expected in found or "RuntimeError" in found, found
+        else:
+            assert found == "trained"
+    assert not replaces or any("change them inside the function" in found for found in survivors)
+
+
+def read_after_a_morph(
+    _: Any, name: str, generations: list[Generation], folder: str, ports: list[int], *, sources: list[int]
+) -> Any:
+    """Morph in place, then read batches with a loader that was made before; `sources` have the data."""
+    process, world = dist.get_rank(), dist.get_world_size()
+    with managed(folder, generations[0], process, ports, world) as joins:
+        page = Path(os.environ["VARUNA_PROGRESS_FILE"])
+        progress, orders = ProgressReader(page, process), OrderWriter(page)
+        sample = global_batch(name, 0, 2, torch.float64)
+        model = make_model(name, dtype=torch.float64, seed=0)
+        wrapped = Varuna(
+            *(model, generations[0].mapping, sample, BATCH, CHUNK), device="cpu", timeout_seconds=80
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped.set_optimizer(optimizer)
+        data = [global_batch(name, number, BATCH, torch.float64) for number in range(3)]
+        loader = DataLoader(data if process in sources else None, wrapped, name=None)
+        order = order_of(generations, 1, process, ports[1])
+        if joins:
+            orders.give(order)
+
+        def fetch(samples: Any) -> dict[str, object]:
+            first = samples.start % BATCH
+            return take(data[0], range(first, first + len(samples)), BATCH)
+
+        try:
+            for step, inputs in wrapped.batches(fetch, steps=3):
+                if step == 0 and not joins:
+                    orders.give(order)
+                wrapped.step(inputs)
+                optimizer.step()
+                wrapped.zero_grad()
+            return wrapped.rank, [inputs["x"] for inputs in loader]
+        except (TypeError, WorkerError) as error:
+            return str(error)
+        finally:
+            wrapped.close()
+            orders.close()
+            progress.close()
+
+
+@pytest.mark.parametrize("sources", [[0], [0, 1]])
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 2, 0)])
+def test_a_loader_reads_for_the_ranks_after_a_morph(
+    pool: Pool, tmp_path: Path, members: tuple[int, ...], sources: list[int]
+) -> None:
+    """HOT-2: it was made before. If the first rank changes, another process reads."""
+    generations = [Generation("0,1;", (0, 1), 1), Generation("0,1,2;", members, 2)]
+    results = run(pool, tmp_path, "Plain", generations, through=read_after_a_morph, sources=sources)
+    if members[0] not in sources:
+        assert all("the first rank needs an iterable of batches, not a NoneType" in one for one in results)
+        return
+    by_rank = [batches for _, batches in sorted(results, key=lambda one: one[0])]
+    for number, shares in enumerate(zip(*by_rank, strict=True)):
+        expected = global_batch("Plain", number, BATCH, torch.float64)["x"]
+        assert torch.equal(torch.cat(shares), expected)  # type: ignore[arg-type]
+    assert len(by_rank[0]) == 3
 
 
 def test_damaged_bytes_are_sent_again_and_then_refused(pool: Pool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,14 +24,18 @@ from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
 from varuna.errors import CheckpointError
+from varuna.morph.run.progress_page import ProgressWriter
+from varuna.train.saving.autosave import AutosaveTimer
 from varuna.train.saving.save_requests import (
     HANDLERS_DIFFER,
     NO_STORE,
     STORE_VARIABLE,
     BoundaryDecision,
     RankRequest,
+    SaveRequests,
     decide,
 )
+from varuna.train.saving.saver import Saver
 from varuna.types import Op
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -528,3 +532,23 @@ def test_all_ranks_decide_the_same_from_the_requests_of_each(
     requests: list[RankRequest], decision: BoundaryDecision
 ) -> None:
     assert decide(requests) == decision
+
+
+def test_snapshots_need_the_memory_of_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V40: also where the launcher, such as mpirun, does not set LOCAL_WORLD_SIZE."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    counted: list[int] = []
+
+    def fits(_bytes: int | None, *, ranks_on_machine: int) -> bool:
+        counted.append(ranks_on_machine)
+        return True
+
+    session = SimpleNamespace(rank=0, ranks=[0], stage=0, gather=lambda own, _kind: [own])
+    trainer: Any = SimpleNamespace(session=session, engine=SimpleNamespace())
+    checkpoints: Any = SimpleNamespace(store=None, fits_in_memory=fits)
+    tracer: Any = None
+    Saver(
+        checkpoints, SaveRequests(AutosaveTimer(None, None)), trainer, ProgressWriter(), tracer
+    ).run_requests()
+    assert counted == [4]

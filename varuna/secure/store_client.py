@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
+from varuna.codec import UNDECODABLE
 from varuna.secure.credential import JobCredential
 from varuna.secure.framing import FrameReader, FramingError, pack_frame
 from varuna.secure.store_server import StoreAnswer, StoreRequest, prepare_connection
@@ -17,10 +18,13 @@ from varuna.secure.store_server import StoreAnswer, StoreRequest, prepare_connec
 ANSWER_SECONDS = 30.0
 """Time limit for an answer, beyond the time that the request may wait for keys."""
 CONNECT_SECONDS = 10.0
+TRY_SECONDS = 2.0
+"""Longest single attempt to connect: after each one, the connection may have been closed meanwhile."""
 RETRY_SECONDS = 0.05
 
 _read_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
 _write = msgspec.msgpack.encode
+_opening: "set[StoreConnection]" = set()
 
 
 class StoreGone(ConnectionError):
@@ -54,23 +58,41 @@ class StoreConnection:
         self._lock = threading.Lock()
         self._frames = FrameReader()
         self._lost = ""
-        deadline = time.monotonic() + connect_seconds
+        self._socket: socket.socket | None = None
+        _opening.add(self)
+        try:
+            with self._lock:  # `close` only shuts the socket down
+                self._open(self._connect(host, port, time.monotonic() + connect_seconds), credential)
+            self.request(StoreRequest("hello", number=rank))
+        finally:
+            _opening.discard(self)
+
+    def _connect(self, host: str, port: int, deadline: float) -> socket.socket:
         while True:
             try:
-                raw = socket.create_connection((host, port), max(0.1, deadline - time.monotonic()))
-                break
+                return socket.create_connection(
+                    (host, port), max(0.1, min(TRY_SECONDS, deadline - time.monotonic()))
+                )
             except OSError as error:
+                if self._lost:
+                    raise self._gone(self._lost) from None
                 if time.monotonic() + RETRY_SECONDS >= deadline:
                     raise self._gone(f"cannot be reached: {error}") from None
                 time.sleep(RETRY_SECONDS)
+
+    def _open(self, raw: socket.socket, credential: JobCredential) -> None:
+        """Begin TLS. The handshake comes after `_socket` is set, so that `close` can end it."""
+        found = raw
         try:
             prepare_connection(raw)
             raw.settimeout(ANSWER_SECONDS)
-            self._socket = client_context(credential).wrap_socket(raw)
+            found = client_context(credential).wrap_socket(raw, do_handshake_on_connect=False)
+            self._socket = found
+            if not self._lost:
+                found.do_handshake()
         except OSError as error:
-            raw.close()
-            raise self._gone(_explain(error)) from None
-        self.request(StoreRequest("hello", number=rank))
+            found.close()
+            raise self._gone(self._lost or _explain(error)) from None
 
     def request(self, request: StoreRequest) -> StoreAnswer:
         """Send the request and return the answer. Raise StoreGone, KeyTimeout or ValueError."""
@@ -81,13 +103,13 @@ class StoreConnection:
             if self._lost:
                 raise self._gone(self._lost)
             answer = self._exchange(pack_frame(_write(request)), time.monotonic() + limit)
-        except (OSError, FramingError, msgspec.DecodeError) as error:
+        except (OSError, FramingError, *UNDECODABLE) as error:
             if isinstance(error, StoreGone):
                 raise
             self._lost = _explain(error)
             raise self._gone(self._lost) from None
         finally:
-            if self._lost:
+            if self._lost and self._socket is not None:
                 self._socket.close()
             self._lock.release()
         if answer.missing:
@@ -97,6 +119,7 @@ class StoreConnection:
         return answer
 
     def _exchange(self, frame: bytes, deadline: float) -> StoreAnswer:
+        assert self._socket is not None
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         self._socket.sendall(frame)
         while True:
@@ -117,11 +140,19 @@ class StoreConnection:
         socket could get its number, and the thread would wait for that one.
         """
         self._lost = self._lost or "was closed by this process"
+        if self._socket is None:  # it is being opened, and notices
+            return
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # the TLS object stays
         if self._lock.acquire(blocking=False):
             self._socket.close()
             self._lock.release()
+
+
+def close_unopened() -> None:
+    """Close the connections that this process is just opening: their stores may never answer."""
+    for connection in list(_opening):
+        connection.close()
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from varuna.execute.comm.session import Session
 from varuna.execute.comm.values import PlainValue
+from varuna.train.hot.repeat import enter_next
 from varuna.train.varuna import Varuna
 from varuna.types import spread_evenly
 
@@ -48,13 +50,8 @@ class DataLoader:
     ) -> None:
         self._source = batches
         self._model = model
-        self._session = model._session
-        self._reads = self._session.rank == self._session.ranks[0]
-        if self._reads and not isinstance(batches, Iterable):
-            raise TypeError(
-                f"the first rank needs an iterable of batches, not a {type(batches).__name__} (pass a "
-                "DataLoader, a list or a generator function's result)"
-            )
+        if self._reads and not self._session.provisional:  # a rank that joins does not know its rank yet
+            self._check_source()
         self._position = self._before = ReaderPosition()
         self._read_at = -1  # the model's iteration when the last batch was read
         self._resumes = False
@@ -62,19 +59,42 @@ class DataLoader:
             model.register(name, self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        enter_next(self._model)  # a joiner takes the position of the others
         if self._resumes:
             self._resumes = False
         elif self._position.batches:
             self._position = ReaderPosition(self._position.epoch + 1)
-        items = self._begin_epoch() if self._reads else iter(())
+        items: Iterator[Mapping[str, Any]] | None = None
         while True:
+            enter_next(self._model)
             with self._session.call("DataLoader"), self._model._report_errors("reading data"):
+                if not self._reads:
+                    items = None
+                elif items is None:  # also in mid-epoch: a morph has made this rank the first one
+                    items = self._begin_epoch()
                 inputs = self._next(items)
             if inputs is None:
                 return
             yield inputs
 
+    @property
+    def _session(self) -> Session:
+        return self._model._session
+
+    @property
+    def _reads(self) -> bool:
+        return self._session.rank == self._session.ranks[0]
+
+    def _check_source(self) -> None:
+        if not isinstance(self._source, Iterable):
+            raise TypeError(
+                f"the first rank needs an iterable of batches, not a {type(self._source).__name__} (pass a "
+                "DataLoader, a list or a generator function's result; if machines may change, on all ranks: "
+                "another rank may become the first one)"
+            )
+
     def _begin_epoch(self) -> Iterator[Mapping[str, Any]]:
+        self._check_source()
         source: Any = self._source
         if hasattr(source, "set_epoch"):
             source.set_epoch(self._position.epoch)
@@ -83,10 +103,10 @@ class DataLoader:
             return iter(source)
         return islice(iter(source), self._position.batches, None)
 
-    def _next(self, items: Iterator[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Read a batch on the first rank, send it to all, and return this rank's share."""
+    def _next(self, items: Iterator[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+        """Read a batch on the first rank, which has `items`; send it to all, and return this rank's share."""
         dealt = Dealt(PlainValue(None), PlainValue(None))
-        if self._reads and (item := next(items, None)) is not None:
+        if items is not None and (item := next(items, None)) is not None:
             if not isinstance(item, Mapping):
                 raise TypeError(
                     f"a batch must be a dict of the model's inputs, not a {type(item).__name__} (for example "

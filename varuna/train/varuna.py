@@ -27,6 +27,7 @@ from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import OptimizerShards
+from varuna.execute.update.update_totals import UpdateTotals
 from varuna.morph.metrics.worker import StepMetrics
 from varuna.morph.run.order_page import open_orders
 from varuna.morph.run.progress_page import open_progress
@@ -225,7 +226,7 @@ class Varuna(nn.Module):
         self._loss_scale = LossScale()
         self._hot = HotState.of(environment)
         self._follows_launcher = environment.chunk_size == options.microbatch_size
-        self._progress = open_progress()
+        self._progress, self._update = open_progress(), UpdateTotals()
         self._metrics = StepMetrics(device_facts(options.device))
         self._orders = orders = open_orders()
         self._losses, self._tracer = open_losses(os.environ), open_tracer(environment, rank)
@@ -346,7 +347,7 @@ class Varuna(nn.Module):
         if with_norm and clip_grad_max_norm is None:
             clip_grad_max_norm = math.inf
         can_fetch = callable(inputs) or isinstance(inputs, FetchedInputs)
-        self._hot.fetches = can_fetch or self._hot.in_batches
+        self._hot.fetches, self._hot.replaces_inputs = can_fetch, self._hot.in_batches and not can_fetch
         now = time.perf_counter()
         self._tracer.enter(now, uninterrupted=self._reporter.pace.is_uninterrupted)
         self._reporter.pace.enter(now)
@@ -359,26 +360,36 @@ class Varuna(nn.Module):
         vars(self).update(_num_trained=self._num_trained + 1)
         if totals is NOT_TRAINED:
             return (math.nan, True, math.nan) if with_norm else (math.nan, True)
+        update, watched = self._update, self._progress.watched
+        update.add(totals, self._trainer.engine.recorder.compute_seconds() if watched else 0.0)
+        if update.is_open:
+            self._progress.alive()
+        else:
+            self._report_update()
+        if with_norm:
+            return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
+        return totals.loss, totals.overflow
+
+    def _report_update(self) -> None:
+        """Report the steps of an update to the manager, the metrics and the losses."""
+        update = self._update
         if self._progress.watched or self._metrics.watched:
             seconds = self._progress.leave(
                 self.iteration,
-                self._trainer.engine.recorder.compute_seconds(),
-                missing_samples=self.plan.batch_size - totals.samples,
+                update.compute_seconds,
+                missing_samples=self.plan.batch_size - update.samples,
             )
             self._metrics.finish_step(
                 self.iteration,
-                totals.loss,
+                update.loss,
                 seconds=seconds,
-                samples=totals.samples,
+                samples=update.samples,
                 is_first=self.rank == self._session.ranks[0],
             )
             if self._progress.watched:
                 report_if_hot(self)
         if self._losses is not None:
-            self._losses.write(self.iteration - 1, totals.loss)
-        if with_norm:
-            return totals.loss, totals.overflow, math.nan if totals.norm is None else totals.norm
-        return totals.loss, totals.overflow
+            self._losses.write(self.iteration - 1, update.loss)
 
     def batches(
         self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None

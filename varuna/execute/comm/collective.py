@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna.errors import WorkerError
+from varuna.execute.comm.groups import waiting_in_gloo
 from varuna.execute.comm.values import decode, encode, printable
 from varuna.execute.comm.wait import Waiter
 
@@ -136,7 +137,8 @@ class Collective:
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
         if self.waiter is None:
-            work.wait()
+            with waiting_in_gloo():
+                work.wait()
         else:
             self.waiter.for_work(work, lambda: "a collective call of all ranks")
 

@@ -32,23 +32,26 @@ PROOF_SECONDS = 60.0
 """Longest wait for the proofs of all ranks of a new group."""
 
 
-_forming_since = 0.0  # 0: this process forms no group
+_in_gloo_since = 0.0  # 0: this process does not wait in gloo
 
 
 @contextmanager
-def forming_group() -> Iterator[None]:
-    """Note that torch forms a group. Gloo then waits for a rank that is gone, and nothing interrupts it."""
-    global _forming_since
-    _forming_since = time.monotonic()
+def waiting_in_gloo() -> Iterator[None]:
+    """Note that gloo forms a group or waits for a message. It may wait for a rank that is gone.
+
+    Nothing interrupts it then: it forgets a message whose connection ends in the middle.
+    """
+    global _in_gloo_since
+    _in_gloo_since = time.monotonic()
     try:
         yield
     finally:
-        _forming_since = 0.0
+        _in_gloo_since = 0.0
 
 
-def seconds_forming() -> float:
-    """Return for how long torch has been forming a group; 0: it forms none."""
-    return time.monotonic() - _forming_since if _forming_since else 0.0
+def seconds_in_gloo() -> float:
+    """Return for how long this process has been waiting in gloo; 0: it does not."""
+    return time.monotonic() - _in_gloo_since if _in_gloo_since else 0.0
 
 
 class RankDevice(NamedTuple):
@@ -101,7 +104,7 @@ def make_group(
     """Make a group of these ranks; None if there is only one."""
     if len(ranks) < 2:
         return None
-    with forming_group():
+    with waiting_in_gloo():
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_seconds * GLOO_TIMEOUT_FACTOR),
@@ -154,7 +157,8 @@ def _exchange(group: Any, ranks: Sequence[int], own: bytes) -> list[bytes]:
     options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.timeout = timedelta(seconds=PROOF_SECONDS)  # a mere `wait` would leave the call in the group
     try:
-        group.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)], options).wait()
+        with waiting_in_gloo():
+            group.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)], options).wait()
     except RuntimeError as error:
         raise PeerLost(
             f"a new process group of ranks {list(ranks)} does not work: {error} (a rank has ended, or "

@@ -18,7 +18,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerHangs, PeerLost
 from varuna.secure.credential import JobCredential
 from varuna.secure.listeners import close_gloo_listeners, use_interface_of
-from varuna.secure.store_client import CONNECT_SECONDS, KeyTimeout, StoreConnection, StoreGone
+from varuna.secure.store_client import CONNECT_SECONDS, KeyTimeout, StoreConnection, StoreGone, close_unopened
 from varuna.secure.store_server import StoreAnswer, StoreRequest
 
 if TYPE_CHECKING:  # torch declares these names elsewhere than it exports them
@@ -162,9 +162,10 @@ class JobStore(Store):
 
 
 def close_job_stores() -> None:
-    """Disconnect from the store of a generation that this process leaves."""
+    """Disconnect from the store of a generation that this process leaves, or cannot reach."""
     for store in list(_kept):
         store.close()
+    close_unopened()
 
 
 def rendezvous(

@@ -227,6 +227,35 @@ def open_session(
     session = Session(rank=rank, ranks=ranks, stage_map=stage_map, stage=stage, replica=replica)
     if len(ranks) == 1:
         return session
+    try:
+        _join_ranks(
+            session,
+            device=device,
+            timeout_seconds=timeout_seconds,
+            host=host,
+            link_delay=link_delay,
+            channel=channel,
+            has_order=has_order,
+        )
+    except BaseException:
+        session.abandon()  # its threads and sockets would stay as long as this process
+        raise
+    return session
+
+
+def _join_ranks(
+    session: Session,
+    *,
+    device: torch.device,
+    timeout_seconds: float,
+    host: str,
+    link_delay: Callable[[int], float] | None,
+    channel: ChannelName | None,
+    has_order: Callable[[], bool] | None,
+) -> None:
+    """Make the groups, the board and the links of a session of several ranks."""
+    rank, ranks, stage_map = session.rank, session.ranks, session.stage_map
+    stage, replica = session.stage, session.replica
     if dist.get_world_size() == len(ranks):
         assert isinstance(dist.group.WORLD, dist.ProcessGroup)
         secure_group(dist.group.WORLD)  # the script made it, and may use it too
@@ -265,7 +294,6 @@ def open_session(
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.waiter.listen(has_order)
     session.board.watch(session.waiter.fail)
-    return session
 
 
 def _exchange_devices(

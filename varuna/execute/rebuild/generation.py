@@ -30,7 +30,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
-from varuna.execute.comm.groups import forming_group, prove_members, seconds_forming
+from varuna.execute.comm.groups import prove_members, seconds_in_gloo, waiting_in_gloo
 from varuna.execute.comm.job_store import close_job_stores
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import ran_out_of_memory
@@ -44,7 +44,7 @@ SHUT_SECONDS = 0.3
 """A collective notices within this time that its connections were shut."""
 WATCH_SECONDS = 0.01
 STUCK_SECONDS = 5.0
-"""A group that is not formed this long after the loss of a rank is never formed."""
+"""Gloo never ends a wait that lasts this long after the loss of a rank: its connections are shut by then."""
 CONNECTION_ERRORS = frozenset(
     {errno.EBADF, errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
@@ -65,7 +65,7 @@ def start_world(**options: Any) -> None:
         keep_process_after_errors()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     distributed_c10d._world.group_count = 0  # a start that was interrupted has counted: names would differ
-    with forming_group():
+    with waiting_in_gloo():
         dist.init_process_group(backend, **options)
     _own_world = id(dist.group.WORLD)
 
@@ -123,7 +123,7 @@ def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
                 noticed = min(noticed, time.monotonic())
                 close_job_stores()
                 shut_gloo_connections()
-                if min(time.monotonic() - noticed, seconds_forming()) > STUCK_SECONDS:
+                if min(time.monotonic() - noticed, seconds_in_gloo()) > STUCK_SECONDS:
                     end_stuck_process("gloo")
 
     thread = threading.Thread(target=watch, name="varuna-orders", daemon=True)
@@ -199,7 +199,7 @@ def enter_generation(order: MorphOrder, *, timeout_seconds: float) -> Collective
     if size == 1:
         return Collective(0, [0])
     key = distributed_c10d.PrefixStore("handover", store)
-    with forming_group():
+    with waiting_in_gloo():
         group = ProcessGroupGloo(key, index, size, timedelta(seconds=timeout_seconds))
     close_gloo_listeners()
     if (secret := job_key("groups")) is not None:

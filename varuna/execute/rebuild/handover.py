@@ -20,6 +20,7 @@ from torch import Tensor
 from varuna.errors import WorkerError, list_some
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.frames import to_host
+from varuna.execute.comm.groups import waiting_in_gloo
 from varuna.execute.comm.values import PlainValue, decode, encode
 from varuna.execute.update.initial_values import hash_tensor
 
@@ -172,8 +173,7 @@ class _Transfer:
             received += num_bytes
             damaged += [(sender, self._own, name) for name in bad]
         for work, _ in self._works:
-            work.wait()
-            self._note_progress()
+            self._wait_for(work)
         return received, damaged
 
     def _send(self, receiver: int, names: Sequence[str]) -> list[Tensor]:
@@ -257,8 +257,12 @@ class _Transfer:
     def _arrive(self, works: Sequence[Any], memory: Tensor) -> None:
         """Wait until these bytes have arrived in `memory`."""
         for work in works:
+            self._wait_for(work)
+
+    def _wait_for(self, work: Any) -> None:
+        with waiting_in_gloo():
             work.wait()
-            self._note_progress()
+        self._note_progress()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -176,18 +176,20 @@ class Engine:
         if losses_known and not runs_ahead:
             step.announce(self._weighted_sum(losses, step.jobs))
         stop = step.before_last_backward() if (op, number) == step.last_backward else None
-        if op == "W":
-            self.stage.backward_weights(number)
-        else:
-            if self.downstream is None:
-                incoming = [self._seed(step, number)]
+        try:
+            if op == "W":
+                self.stage.backward_weights(number)
             else:
-                incoming = self._take(self.downstream, self._returned(number, step.jobs[number]))
-            step.gradients += 1
-            run = self.stage.backward if op == "B" else self.stage.backward_inputs
-            self._send(self.upstream, run(number, incoming))
-        if stop is not None:
-            stop()
+                if self.downstream is None:
+                    incoming = [self._seed(step, number)]
+                else:
+                    incoming = self._take(self.downstream, self._returned(number, step.jobs[number]))
+                step.gradients += 1
+                run = self.stage.backward if op == "B" else self.stage.backward_inputs
+                self._send(self.upstream, run(number, incoming))
+        finally:
+            if stop is not None:
+                stop()
         if losses_known and runs_ahead:
             step.announce(self._weighted_sum(losses, step.jobs))
 
@@ -251,10 +253,12 @@ class Engine:
             else:
                 incoming = self._take(self.downstream, self._returned(number, job))
             stop = before_last() if number == last else None
-            with profiled("backward", number):
-                self._send(self.upstream, self.stage.backward(number, incoming, again=again))
-            if stop is not None:
-                stop()
+            try:
+                with profiled("backward", number):
+                    self._send(self.upstream, self.stage.backward(number, incoming, again=again))
+            finally:
+                if stop is not None:
+                    stop()
             self.recorder.add("B", number, started, time.perf_counter())
 
     def _returned(self, number: int, job: MicroBatchJob) -> list[TensorSpec]:

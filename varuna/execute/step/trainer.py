@@ -18,6 +18,7 @@ from torch import Tensor
 from varuna.execute.comm.session import Session
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.device.profiled import profiled
+from varuna.execute.device.queued_work import wait_for_queued
 from varuna.execute.step.division import Division, check_equal_batches, divide_batch
 from varuna.execute.step.engine import Engine, Keep, MicroBatchJob
 from varuna.execute.step.nonfinite import NonFiniteLosses, NonFiniteSearch
@@ -93,6 +94,7 @@ class Trainer:
     num_totals: int = 0  # numbers of the whole batch that this stage's programs read
     first_run_patience: float = 1.0  # multiplies timeouts when a program runs for the first time: it compiles
     iteration: int = 0
+    random_step: int | None = None  # step that seeds random numbers; None: the iteration
     norm: ModelNorm | None = None  # None: torch's clipping functions are not used
     commit: Callable[[StepTotals], object] | None = None  # tells all ranks that the gradients are whole here
     _checked: set[bool] = field(default_factory=set)  # a batch of evaluation (False), of training (True)
@@ -144,6 +146,7 @@ class Trainer:
             lambda search: self._repeat_forward(search, inputs, num_samples, dims, training, shares),
         )
         if self.commit is not None:
+            wait_for_queued(self.engine.device, self.session.waiter)  # else wrong gradients may count
             self.commit(totals)
         self.iteration += 1
         return totals
@@ -322,12 +325,13 @@ class Trainer:
     ) -> list[MicroBatchJob]:
         idle = idle or IdleProgram((), self.engine.device if self._is_last else None)
         by_size: dict[int, StageProgram] = {0: idle}
+        step = self.iteration if self.random_step is None else self.random_step
         jobs = []
         for mb in microbatches:
             if mb.size not in by_size:
                 by_size[mb.size] = programs(mb.inputs, mb.size, dims, training)
             spans = tuple((first_sample + first, first_sample + stop) for first, stop in mb.runs)
-            work = Work(self.seed, self.iteration, first_sample + mb.first_sample, spans=spans)
+            work = Work(self.seed, step, first_sample + mb.first_sample, spans=spans)
             jobs.append(MicroBatchJob(mb, by_size[mb.size], work))
         return jobs
 

@@ -92,8 +92,9 @@ class Reducer:
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)
     _num_started: int = 0  # buckets whose reduction has started in this step
     _loss_sum: LossSum | None = None
+    _tie_works: list[dist.Work | None] = field(default_factory=list)  # not waited for yet
     begun: int = 0  # grows with every step of any model of this process
-    _hooks: ParameterHooks = field(default_factory=ParameterHooks)
+    hooks: ParameterHooks = field(default_factory=ParameterHooks)
     parameters: Sequence[Tensor] = field(init=False)  # those that train now
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Reducer:
         if len(trained) != len(self.parameters) or any(map(is_not, trained, self.parameters)):
             self.parameters = trained
             self._buckets, self._places = [], {}
-        self._hooks.take_off(self.parameters)
+        self.hooks.take_off(self.parameters)
 
     def expect_last_backward(self) -> Callable[[], None]:
         """Start each bucket as soon as its gradients are final. Returns a function that stops this."""
@@ -159,7 +160,7 @@ class Reducer:
         self._reduce_ties()
         loss, weight, _ = self._announced_totals("step")
         weight = 1.0 if sums else weight
-        hooks = self._hooks.put_back()
+        hooks = self.hooks.put_back()
         if skips_nan and not math.isfinite(loss):
             for parameter in self.parameters:
                 parameter.grad = self._set_aside.get(parameter)
@@ -179,7 +180,7 @@ class Reducer:
         """Sum gradients over replicas and ties, without a loss and without scaling."""
         self._reduce_over_replicas()
         self._reduce_ties()
-        hooks = self._hooks.put_back()
+        hooks = self.hooks.put_back()
         run_gradient_hooks(hooks)
         self._add_set_aside()
         run_accumulated_hooks(hooks)
@@ -273,7 +274,8 @@ class Reducer:
 
     def _reduce_ties(self) -> None:
         """Give each stage that holds a tied parameter the same sum, bit for bit: copies stay equal."""
-        works = []
+        works: list[dist.Work | None] = []
+        self._tie_works = works
         counted: list[tuple[Tensor, Tensor]] = []  # and how many ranks have a gradient
         for tie in self.ties:
             if not tie.parameter.requires_grad:
@@ -291,6 +293,7 @@ class Reducer:
         for work in works:
             assert self.waiter is not None and work is not None
             self.waiter.for_work(work, lambda: "the all-reduce of tied weights over the stages")
+        works.clear()
         for parameter, count in counted:
             if not count:
                 parameter.grad = None
@@ -348,7 +351,7 @@ class Reducer:
 
     def unfinished_works(self) -> list[dist.Work]:
         """Return the reductions of an interrupted step that may still run."""
-        works = [bucket.work for bucket in self._buckets]
+        works = [bucket.work for bucket in self._buckets] + self._tie_works
         works.append(None if self._loss_sum is None else self._loss_sum.work)
         return [work for work in works if work is not None]
 

@@ -30,6 +30,7 @@ from varuna.execute.rebuild.handover import Unit
 from varuna.execute.rebuild.snapshot import Mirror, Snapshot, choose_holders, take_snapshot
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.hot.eligible import why_not_hot
+from varuna.train.process_rank import find_local_size
 from varuna.units import format_bytes
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _why_no_copies(model: "Varuna") -> str:
     ):
         return "the learning rate scheduler is not registered: model.register('schedule', scheduler)"
     needed = COPIES_IN_MEMORY * model._checkpoints.training.num_bytes
-    needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed *= find_local_size(os.environ)
     free = available_bytes(torch.device("cpu"))
     if free is not None and needed > free:
         return (

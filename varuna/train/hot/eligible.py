@@ -19,12 +19,18 @@ TENSORS = (
     "model.step(fetch, order=order); or loop: for step, inputs in model.batches(fetch, order))"
 )
 
+REPLACED_INPUTS = (
+    "step is given other tensors than model.batches yields, so the library cannot ask for another share of "
+    "the batch (pass the inputs as they are: step moves them to the device; or change them inside the "
+    "function: model.batches(lambda samples: change(fetch(samples)), order))"
+)
+
 
 def why_not_hot(model: "Varuna") -> str:
     """Return why this rank cannot morph in place; "" if it can."""
     options = model._options
     if not model._hot.fetches:
-        return TENSORS
+        return REPLACED_INPUTS if model._hot.replaces_inputs else TENSORS
     if isinstance(model._optimizer, torch.optim.LBFGS):
         return "LBFGS computes one direction from the gradients of all parameters, so it needs one stage"
     if options.spans is not None or not isinstance(options.recompute, bool | None):
@@ -45,7 +51,8 @@ def why_not_hot(model: "Varuna") -> str:
 def report_if_hot(model: "Varuna") -> None:
     """Tell the manager whether this rank can morph in place. Cheap: it looks again every 16 steps."""
     known = model._hot.reported
-    if known is not None and (known == TENSORS) != model._hot.fetches and model._trainer.iteration % 16:
+    by_inputs = known in (TENSORS, REPLACED_INPUTS)
+    if known is not None and by_inputs != model._hot.fetches and model._trainer.iteration % 16:
         return
     why_not = why_not_hot(model)
     if why_not == known:

@@ -35,8 +35,10 @@ class HotState:
     waits_for_orders: bool  # the manager gives orders to morph in place
     generation: int  # that this rank has entered; 0: it waits to join
     script: str = ""  # hash of the user's code when the model was wrapped; "": nobody compares it
-    fetches: bool = False  # the library asks for the inputs of each step
+    fetches: bool = False  # the library asks for the inputs of each step, and can ask again
     in_batches: bool = False  # the script iterates over `batches`
+    batch_share: tuple[int, int] = (0, 1)  # replica and replicas for which `batches` has fetched last
+    replaces_inputs: bool = False  # the script gives `step` other tensors than `batches` yields
     joined_at: int | None = None  # the step at which ranks have joined lately
     pending_order: MorphOrder | None = None  # to be carried out before the next call
     going_back: EarlierStep | None = None  # before the next batch; until then, no call trains

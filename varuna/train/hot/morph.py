@@ -238,10 +238,8 @@ def _use(
     vars(model).pop("_stage_module", None)
     for finalizer in model._finalizers:
         finalizer.detach()
-    model._finalizers = [
-        weakref.finalize(model, session.close),
-        weakref.finalize(model, checkpoints.resources.close),
-    ]
+    closed = session.close, model._tracer.close, checkpoints.resources.close
+    model._finalizers = [weakref.finalize(model, close) for close in closed]
 
 
 def _use_reports(

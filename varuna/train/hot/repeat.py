@@ -68,7 +68,8 @@ def attempt_step(
         model._session.call("step", announce=False),
         model._report_errors("step"),
     ):
-        model._progress.enter()
+        if not model._update.is_open:
+            model._progress.enter()
         inputs = _fetched(model, inputs, order)
         if model._optimizer is None:
             raise RuntimeError(
@@ -84,6 +85,7 @@ def attempt_step(
             model._record_step()
             model._reporter.report_if_due()
         except PeerLost as error:
+            model._trainer.reducer.hooks.put_back()
             if not (survives and can_go_on(model, error)):
                 raise
             lost = error
@@ -132,7 +134,7 @@ def iterate_batches(
     model._metrics.ends_at(steps)
     try:
         while True:
-            model._hot.fetches = True
+            model._hot.fetches = not model._hot.replaces_inputs
             go_back(model)
             run_requests(model, can_fetch=True)
             if steps is not None and model.iteration >= steps:
@@ -145,6 +147,7 @@ def iterate_batches(
             step, trained = model.iteration, model._num_trained
             with model._report_errors("fetching the inputs"):
                 inputs = _fetched(model, fetch, order)
+            model._hot.batch_share = model.rank_within_stage, model.data_depth
             yield step, inputs
     finally:
         model._hot.in_batches = False
@@ -157,7 +160,21 @@ def _fetched(
         return inputs.at(model)
     if callable(inputs):
         return FetchedInputs(inputs, order, model.plan.batch_size, model)
+    if model._hot.in_batches:
+        check_same_share(model)
     return inputs
+
+
+def check_same_share(model: "Varuna") -> None:
+    """Check that the script's tensors, made from what `batches` yields, are still this rank's share."""
+    before, now = model._hot.batch_share, (model.rank_within_stage, model.data_depth)
+    if before != now:
+        raise RuntimeError(
+            f"the inputs of step {model.iteration} are those of replica {before[0]} of {before[1]}, but a "
+            f"morph has made this rank replica {now[0]} of {now[1]} since they were fetched (pass the inputs "
+            "of model.batches to step as they are: it moves them to the device; or change them inside the "
+            "function)"
+        )
 
 
 def join_if_new(model: "Varuna") -> bool:

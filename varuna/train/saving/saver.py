@@ -19,6 +19,7 @@ from varuna.execute.device.profiled import profiled
 from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.observe.trace_file import StepTracer
+from varuna.train.process_rank import find_local_size
 from varuna.train.saving.checkpoints import Checkpoints, PathLike
 from varuna.train.saving.save_requests import BoundaryDecision, RankRequest, SaveRequests, decide, usr1
 
@@ -148,7 +149,7 @@ class Saver:
             default_store=self.checkpoints.store or environment.checkpoint_store,
             fits_in_memory=self.checkpoints.fits_in_memory(
                 available_bytes(torch.device("cpu")),
-                ranks_on_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                ranks_on_machine=find_local_size(os.environ),
             ),
         )
         request = replace(request, has_order=has_order, groups=groups)
