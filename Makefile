@@ -28,6 +28,8 @@ demo: $(READY)
 	$(PY) -m varuna demo
 
 test: lint types $(MOTO) $(RAY) $(TRACK) $(TORCHAO) $(TORCHFT) $(HOSTS)
+	@# Tests start thousands of processes: where these write no bytecode, each would compile all modules.
+	@$(PY) -m compileall -q varuna pyrannc tests benchmarks
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # The captures rely most on torch's internals: they run with the oldest version that pyproject.toml allows, too.

@@ -89,7 +89,7 @@ for row in seen[20:]:
 """
 LOOKED_AT = ["--track", "tensorboard", "--metrics-port", "0", "--page", "--page-port", "0"]
 TURN_SECONDS = 0.8
-"""A machine is lost after 1.4 s without a heartbeat, and they come every 0.5 s."""
+"""A machine is lost after 1.35 s without a heartbeat, and they come every 0.5 s."""
 ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
 """Four steps: 1 is recorded."""
 SCRAPE_SECONDS = 15.0

@@ -62,10 +62,57 @@ def test_a_step_counts_only_when_the_device_has_done_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     monkeypatch.setattr(trainer.session, "waiter", SimpleNamespace(for_device=wait))
     monkeypatch.setattr(trainer.losses, "handle", reduced)
-    trainer.commit = lambda totals: log.append("commit")
+    trainer.commit = SimpleNamespace(begin=lambda: None, finish=lambda totals: log.append("commit"))
     options = {"num_samples": 4, "dims": {"x": 0}, "training": True, "max_norm": None}
     trainer.step({"x": x}, loss_scale=wrapped._loss_scale, **options)
     assert log == ["record on the stream of cuda:0", "busy", "busy", "done", "commit"]
+    trainer.commit.begin = lambda: log.append("begin")
+    trainer._early_commit()()
+    assert "begin" not in log
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("plain", ["begin", "finish"]),
+        ("norm", ["finish"]),
+        ("hook", ["finish"]),
+        ("infinite loss", ["finish"]),
+        ("batch norm", ["finish"]),
+    ],
+)
+def test_a_commit_begins_early_only_if_no_other_rank_is_needed_afterwards(
+    case: str, expected: list[str]
+) -> None:
+    """HOT-3: a rank that has begun and is lost in a later wait would leave the others without its part."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.norm = nn.BatchNorm1d(2) if case == "batch norm" else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x)).square().mean()
+
+    x = torch.randn(4, 3)
+    wrapped = Varuna(Mean(), "0;", {"x": x}, batch_size=4, chunk_size=2, device="cpu", on_nan="warn")
+    if case == "hook":
+        next(iter(wrapped.parameters())).register_hook(lambda gradient: gradient)
+    log = list[str]()
+    trainer: Any = wrapped._trainer
+    trainer.commit = SimpleNamespace(
+        begin=lambda: log.append("begin"), finish=lambda totals: log.append("finish")
+    )
+    trainer.step(
+        {"x": x * torch.inf if case == "infinite loss" else x},
+        num_samples=4,
+        dims={"x": 0},
+        training=True,
+        loss_scale=wrapped._loss_scale,
+        max_norm=1.0 if case == "norm" else None,
+    )
+    assert log == expected
 
 
 class LostPeer:

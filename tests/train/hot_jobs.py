@@ -92,21 +92,25 @@ def give_after(path: Path, orders: OrderWriter, order: MorphOrder) -> None:
     orders.give(order)
 
 
+def wait_for_files(*paths: Path) -> None:
+    """Wait until other ranks have written these files."""
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the other ranks have not come so far"
+        time.sleep(0.002)
+
+
 def break_commit(wrapped: Varuna, others: Sequence[Path]) -> None:
     """Let the next commit fail on this rank after it has succeeded on others, which write files then."""
-    session, gather = wrapped._session, wrapped._session.gather_numbers
+    session, finish = wrapped._session, wrapped._session.finish_barrier
 
-    def broken(numbers: Sequence[float]) -> list[list[float]]:
-        found = gather(numbers)
+    def broken(work: Any) -> None:
+        finish(work)
         if wrapped._hot.uncommitted is not None:
-            deadline = time.monotonic() + 30
-            while not all(path.exists() for path in others):
-                assert time.monotonic() < deadline, "the commit has not succeeded on the other ranks"
-                time.sleep(0.002)
+            wait_for_files(*others)
             raise PeerLost("another rank ended")
-        return found
 
-    session.gather_numbers = broken  # type: ignore[method-assign]
+    session.finish_barrier = broken  # type: ignore[method-assign]
 
 
 def wait_for_copies(wrapped: Varuna) -> None:
@@ -190,6 +194,7 @@ def play(
     copies.MOST_COST = 0.01 if copy_cost is None else copy_cost
     starts = [sum(one.steps for one in generations[:index]) for index in range(len(generations))]
     doomed = {start for start, one in zip(starts, generations, strict=True) if process in one.lost}
+    others_done = [Path(folder) / f"done_{other}" for other in (1, 2)]
 
     def delay(op: str, number: int) -> float:
         if dies_in == "backward" and op == "B" and number == 1 and wrapped.iteration in doomed:
@@ -236,6 +241,8 @@ def play(
         def fetch(samples: Any) -> dict[str, object]:
             step, first = divmod(samples.start, BATCH)
             if step in doomed and dies_in in ("fetch", "commit"):
+                if dies_in == "commit":
+                    wait_for_files(*others_done)
                 die(kept)
             inputs = global_batch(name, step, BATCH, dtype)
             return take(inputs, range(first, first + len(samples)), BATCH)
@@ -250,9 +257,9 @@ def play(
                     index = ends.index(step + 1) + 1
                     orders.give(order_of(generations, index, process, ports[index]))
                 if dies_in == "commit" and process == 0 and generations[1].lost and step + 1 == ends[0]:
-                    break_commit(wrapped, [Path(folder) / f"done_{other}" for other in (1, 2)])
+                    break_commit(wrapped, others_done)
                 if copy_cost is not None and step == ends[0] and (now := progress.read()).generation == 1:
-                    assert now.copy_of is not None, "no copy counts before the loss"
+                    assert now.copy_of is not None, "copies are off, or too late"
                 loss, overflow = wrapped.step(inputs, clip_grad_max_norm=None if clips_itself else clip)
                 if copy_cost is not None:
                     wait_for_copies(wrapped)

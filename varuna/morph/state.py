@@ -35,7 +35,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     settle_seconds: float = 0.75  # plan a change only after the machines stayed the same for this long
     gather_seconds: float = 30.0  # a new job waits this long for all its machines
     start_seconds: float = 60.0  # an agent must connect within this time after its start
-    lost_seconds: float = 1.4  # a machine without a heartbeat for this long is lost
+    lost_seconds: float = 1.35  # a machine without a heartbeat for this long is lost
     attach_seconds: float = 10.0  # agents must find a restarted manager within this time
     save_seconds: float = 60.0  # limit until a save begins; a notice can set an earlier deadline
     postpone_seconds: float = 10.0  # first wait after a failed save; it doubles each time

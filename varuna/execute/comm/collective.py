@@ -96,6 +96,14 @@ class Collective:
             return [list(numbers)]
         return [part.tolist() for part in self._all_gather(torch.tensor(numbers, dtype=torch.float64))]
 
+    def start_barrier(self) -> dist.Work | None:
+        """Tell all ranks that this one is here. The work ends when all are. The cheapest message."""
+        return None if self.group is None else self.group.barrier()
+
+    def finish_barrier(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self._wait(work)
+
     def broadcast(self, value: T, source: int, kind: Any) -> T:
         """Return the value of rank `source` on every rank. `kind` is its type."""
         if self.group is None:

@@ -45,6 +45,13 @@ def _one(_inputs: object) -> float:
     return 1.0
 
 
+class StepCommit(Protocol):
+    """Tells all ranks that the gradients are whole here, and waits until they are whole on all ranks."""
+
+    def begin(self) -> None: ...  # possible as soon as this rank needs no other rank any more in this step
+    def finish(self, totals: StepTotals, /) -> object: ...  # begins, if nobody has
+
+
 class ModelTraits(Protocol):
     """Properties of a model that make a replica's step depend on the other replicas."""
 
@@ -96,7 +103,7 @@ class Trainer:
     iteration: int = 0
     random_step: int | None = None  # step that seeds random numbers; None: the iteration
     norm: ModelNorm | None = None  # None: torch's clipping functions are not used
-    commit: Callable[[StepTotals], object] | None = None  # tells all ranks that the gradients are whole here
+    commit: StepCommit | None = None
     _checked: set[bool] = field(default_factory=set)  # a batch of evaluation (False), of training (True)
     _known_programs: set[int] = field(default_factory=set)
 
@@ -120,6 +127,7 @@ class Trainer:
             jobs = self._jobs(self.programs, microbatches, dims, training, shares.first_sample)
             jobs = with_totals(jobs, shares.totals)
         self.reducer.begin()
+        self.reducer.on_whole = self._early_commit()
         before = self.copy_buffers() if self.losses.skips else {}
         with self._patience(jobs), self._synchronized_buffers(shares):
             self._run(jobs, shares.total_weight, loss_scale)
@@ -147,9 +155,14 @@ class Trainer:
         )
         if self.commit is not None:
             wait_for_queued(self.engine.device, self.session.waiter)  # else wrong gradients may count
-            self.commit(totals)
+            self.commit.finish(totals)
         self.iteration += 1
         return totals
+
+    def _early_commit(self) -> Callable[[], None]:
+        """Return what begins the commit while the gradients are scaled, if nothing can fail afterwards."""
+        waits_afterwards = bool(self.mutated) or self.engine.device.type == "cuda"
+        return (lambda: None) if self.commit is None or waits_afterwards else self.commit.begin
 
     def evaluate(self, inputs: Mapping[str, object], *, num_samples: int, dims: Mapping[str, int]) -> float:
         if self.session.uneven:

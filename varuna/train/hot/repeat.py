@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from varuna.capture.model.batch import Batch
@@ -19,10 +18,10 @@ from varuna.train.hot.fetch import Fetch, FetchedInputs, evaluated_share
 from varuna.train.hot.morph import compare_groups
 from varuna.train.hot.moving import hash_groups
 from varuna.train.hot.recover import (
+    Commit,
     StepBackup,
     can_go_on,
     check_for_order,
-    commit,
     commits_calls,
     enter_pending,
     expecting_losses,
@@ -79,7 +78,7 @@ def attempt_step(
         model._programs.follow_changes(model._session)
         batch = model._programs.batch(inputs)
         check_share(batch.size, model._session, model.plan)
-        model._trainer.commit = None if backup is None else partial(commit, model)
+        model._trainer.commit = None if backup is None else Commit(model)
         try:
             totals = _train(model, inputs, batch, max_norm, survives=survives)
             model._record_step()
@@ -234,7 +233,7 @@ def repeat_after_losses(model: "Varuna", call: Callable[[], T]) -> T:
         try:
             with expecting_losses(model):
                 check_for_order(model)
-                return commit(model, call())
+                return Commit(model).finish(call())
         except PeerLost as error:
             if not can_go_on(model, error):
                 raise
