@@ -1,8 +1,11 @@
 """The network addresses of this machine, and its identity."""
 
+import ipaddress
 import os
 import secrets
 import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 
 def address_facing(host: str) -> str:
@@ -24,3 +27,21 @@ def machine_identity() -> str:
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return f"{socket.gethostname()} {secrets.token_hex(16)}"  # unknown: they use TCP
+
+
+def is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local_host(hosts: Sequence[str]) -> bool:
+    """Return whether the Host headers name this machine: a rebound DNS name does not. Any port may do."""
+    try:
+        (host,) = hosts
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False

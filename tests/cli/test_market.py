@@ -101,6 +101,15 @@ def test_costs_are_measured_from_a_ledger(cli: Cli, tmp_path: Path, trace: Path)
     assert "no machine was paid yet" in cli.out
 
 
+def test_reasons_of_workers_are_shown_as_they_are(cli: Cli, tmp_path: Path) -> None:
+    """PRO-5: brackets are text, and control characters are escaped."""
+    whys = "KeyError: '[/INST]'", "shape [batch, 3] at index [i]", "\x1b[2J"
+    found = [Interruption(at=5.0, why=why, kind="change", lost={"idle": 1.0}) for why in whys]
+    (tmp_path / "ledger.json").write_bytes(msgspec.json.encode(Ledger(interruptions=found, at=9.0)))
+    assert cli("ledger", tmp_path) == 0, cli.err
+    assert all(shown in cli.out for shown in (*whys[:2], "\\x1b[2J"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pyte
 import pytest
 from rich.console import Console
@@ -24,9 +25,11 @@ from rich.console import Console
 from tests.launch.jobs import environment
 from tests.morph.jobs import STEPS, Job, contains_one
 from tests.morph.test_hot_jobs import FETCHES
+from varuna.cli import jobs
 from varuna.cli.status import screen as screens
 from varuna.cli.status.render import OUTPUT_LINES, amount, clock, live_status, plain_line, ranks_text
 from varuna.cli.status.screen import LiveScreen, PlainScreen, open_screen
+from varuna.morph.protocol.messages import JobStatus, MachineStatus, ManagerReply
 from varuna.observe.job_view import EventView, JobView, LayoutView, MachineView
 
 SCRIPT = FETCHES.replace(
@@ -150,9 +153,11 @@ def test_without_a_terminal_the_status_is_a_line_now_and_then(
         clock_[0] = now
         screen.update(view)
     screen.worker_output(0, "one\ntwo\n", is_stderr=False)
+    screen.close()
     off = open_screen("off")
     clock_[0] = 1000.0
     off.update(example(step=4))
+    off.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"varuna: status: {plain_line(view)}", "[rank 0] one", "[rank 0] two"]
     assert plain_line(view) == (
@@ -190,7 +195,8 @@ def example(step: int, **changes: object) -> JobView:
 
 def test_machines_cannot_control_the_terminal_and_many_of_them_fit() -> None:
     """SEE-1: names and reasons of machines are text; those that need attention come first."""
-    machines = tuple(MachineView(name=f"10.0.0.{n}", state="at work", ranks=(n,)) for n in range(50))
+    machines = tuple(MachineView(name=f"10.0.0.{n}", state="at work", ranks=(n,)) for n in range(49))
+    machines += (MachineView(name="[fd00:a:b::1]", state="lost"),)
     bad = MachineView(name="evil\x1b[2Jname", state="lost", slow=True)
     event = EventView(0.0, "failed", "worker said \x1b]0;title\x07\nand more")
     console = Console(width=90, height=30, record=True, file=io.StringIO(), force_terminal=True)
@@ -198,6 +204,7 @@ def test_machines_cannot_control_the_terminal_and_many_of_them_fit() -> None:
     console.print(live_status(view))
     text = console.export_text()
     assert "evil\\x1b[2Jname" in text and "\\x1b]0;title\\x07 and more" in text
+    assert "[fd00:a:b::1]" in text, "an address, not a style"
     assert "and 43 more" in text and "43 at work" in text and "loss not finite" in text
     assert len(text.splitlines()) < 20
 
@@ -224,9 +231,29 @@ def test_workers_cannot_control_a_plain_terminal(capsys: pytest.CaptureFixture[s
     screen = PlainScreen()
     screen.worker_output(3, f"{NASTY}\nplain\n", is_stderr=False)
     screen.worker_output(3, "\x1b[32mgreen", is_stderr=True)
+    screen.close()
     found = capsys.readouterr()
     assert found.out.splitlines() == [f"[rank 3] {VISIBLE}\x1b[0m", "[rank 3] plain"]
     assert found.err == "[rank 3] \x1b[32mgreen\x1b[0m\n"
+
+
+@pytest.mark.parametrize("is_stderr", [False, True])
+def test_a_pipe_that_nobody_reads_delays_nothing(is_stderr: bool) -> None:
+    """SEE-1: the manager calls the screen between two messages of its machines."""
+    script = (
+        "from varuna.cli.status.screen import open_screen\n"
+        "screen = open_screen('live')\n"
+        f"for number in range(30_000): screen.worker_output(0, str(number), is_stderr={is_stderr})\n"
+        "screen.close()\n"
+    )
+    kept = subprocess.PIPE, subprocess.DEVNULL
+    stdout, stderr = reversed(kept) if is_stderr else kept
+    with subprocess.Popen([sys.executable, "-c", script], stdout=stdout, stderr=stderr) as process:
+        assert process.wait(60) == 0, "it waits for the pipe"
+        unread = process.stderr if is_stderr else process.stdout
+        assert unread is not None
+        lines = unread.read().decode().splitlines()
+    assert lines[:2] == ["[rank 0] 0", "[rank 0] 1"] and len(lines) < 30_000
 
 
 def test_workers_cannot_control_a_live_terminal() -> None:
@@ -245,6 +272,26 @@ def test_workers_cannot_control_a_live_terminal() -> None:
     assert not [
         one for one in ("\x00", "\x07", "\x08", "\x9b", "\x7f", "\x1b[2J", "\x1b]", "\x1b(") if one in seen
     ]
+
+
+def test_status_shows_text_of_machines_and_workers_as_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SEE-1"""
+    machine = MachineStatus("[fd00:a:b::1]", "lost", None, None, ())
+    found = JobStatus(
+        **{"job": "a", "pid": 1, "phase": "running", "phase_seconds": 1.0, "reason": "", "generation": None},
+        **{"layout": None, "resume_step": None, "iteration": 0, "step_seconds": 0.0, "store": ""},
+        **{"checkpoint_note": "\x1b[2J", "saved_step": None, "save_seconds": 0.0, "save_every_seconds": 0.0},
+        **{"losses": 0, "slow_machines": ("b\x07",), "log_dir": "logs", "machines": (machine,)},
+        problems={"save": "\x1b]0;title"},
+    )
+    answer = ManagerReply(ok=True, text="", status=msgspec.json.encode(found))
+    monkeypatch.setattr(jobs, "request_manager", lambda *_: answer)
+    jobs.status()
+    out = capsys.readouterr().out
+    assert "[fd00:a:b::1]" in out and "save: \\x1b]0;title" in out
+    assert "broken checkpoint: \\x1b[2J" in out and "slow: b\\x07" in out and "\x1b" not in out
 
 
 def test_numbers_are_short() -> None:

@@ -265,11 +265,53 @@ def test_time_between_steps_is_a_save_or_a_morph_only_if_there_was_one(tmp_path:
         if step == 1:
             tracer.note_between(now - 0.9)
         tracer.enter(time.perf_counter(), uninterrupted=False)
+    tracer.close()
     found = [[entry[0] for entry in trace.entries[1:]] for trace in read_traces(tmp_path)]
     assert found == [["between"], ["save", "between"], ["morph"], ["save", "morph"]]
     before = read_traces(tmp_path)[1].entries
     assert before[2][3] == before[1][2], "it ends where the save starts"
+
+
+def test_short_steps_are_written_together(tmp_path: Path) -> None:
+    """SEE-4: after a quarter of a second or sixteen steps, before a pause, and at the end."""
+    tracer = StepTracer(tmp_path / "rank_0.trace")
+
+    def written(start: float, *steps: int) -> list[int]:
+        for step in steps:
+            tracer.leave(step, 0, 0, 1, lambda: [("F", 0, 1.0, 2.0)])
+            tracer.enter(start + 0.001 * step, uninterrupted=True)
+        return [trace.step for trace in read_traces(tmp_path)]
+
+    assert written(1.0, 0) == [0], "the first one at once"
+    assert written(1.0, *range(1, 16)) == [0]
+    assert written(1.0, 16) == [*range(17)]
+    assert written(1.0, 17) == [*range(17)]
+    assert written(1.25, 18) == [*range(19)]
+    assert written(1.25, 19) == [*range(19)]
+    tracer.flush()
+    assert written(1.25, 20) == [*range(20)]
     tracer.close()
+    assert written(1.25) == [*range(21)]
+
+
+def test_a_trace_whose_folder_was_deleted_continues_and_closes_only_its_own_file(tmp_path: Path) -> None:
+    """SEE-4: a closed descriptor may have become another file."""
+    path = tmp_path / "generation_1" / "rank_0.trace"
+    tracer = StepTracer(path, file_bytes=100, write_seconds=0.0)
+    for step in range(6):
+        tracer.leave(step, 0, 0, 1, lambda: [("F", 0, 1.0, 2.0)])
+        tracer.enter(float(step), uninterrupted=True)
+        if step == 2:
+            shutil.rmtree(path.parent)
+    assert max(trace.step for trace in read_traces(tmp_path)) == 5
+    shutil.rmtree(path.parent)
+    path.parent.touch()  # nothing can be written there
+    tracer.leave(6, 0, 0, 1, lambda: [("F", 0, 1.0, 2.0)])
+    tracer.enter(6.0, uninterrupted=True)
+    assert not tracer.is_on
+    with (tmp_path / "other").open("w+") as other:
+        tracer.close()
+        other.write("kept")
 
 
 def test_folders_without_steps_are_refused(tmp_path: Path) -> None:
@@ -288,13 +330,13 @@ def test_trace_files_are_bounded_and_survive_a_kill(tmp_path: Path) -> None:
     for step in range(300):
         tracer.leave(step, 0, 0, 1, lambda: [("F", 0, 1.0, 2.0), ("reduce", -1, 2.0, 3.0)])
         tracer.enter(time.perf_counter(), uninterrupted=True)
+    tracer.close()
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
     assert len(sizes) == 2 and sum(sizes) <= 20_000
     steps = [trace.step for trace in read_traces(tmp_path)]
     assert sorted(steps) == list(range(min(steps), 300)) and len(steps) > 50
     data = path.read_bytes()
     assert decode_traces(data[:-3]) == decode_traces(data)[:-1]
-    tracer.close()
 
 
 def test_a_full_disk_ends_the_trace_only(tmp_path: Path) -> None:

@@ -109,6 +109,21 @@ def test_a_loss_while_the_last_holder_of_a_stage_leaves_restarts_from_the_store(
     assert "b failed while it handed its state over" in world.launched[1].why
 
 
+def test_a_loss_that_is_reported_again_is_not_one_of_the_worker_that_took_its_rank() -> None:
+    """HOT-5: a resumed manager hears of it again from an agent that has no order yet."""
+    world = begun("a", hot=True, devices=2)
+    world.passes(3, steps=1)
+    world.cannot_save, world.morphs = True, False
+    world.kill_worker("a", 0)
+    world.carry_out()
+    (morph,) = world.morphed
+    assert (morph.previous, morph.lost, morph.generation.ranks) == ((1,), (0,), ((0,),))
+    world.happens(events.WorkerFailed("a", world.agents["a"], 1, killed(0)))
+    assert world.state.failures == () and world.state.phase == "morphing"
+    world.carry_out()
+    assert len(world.morphed) == len(world.launched) == 1
+
+
 def test_workers_go_on_to_another_generation_if_the_store_dies_in_a_morph() -> None:
     """HOT-3: those that have not connected to it wait for an order; the others lack its error board."""
     world = begun("a", "b", hot=True)

@@ -119,7 +119,7 @@ def test_invalid_scalars_are_dropped_with_one_warning_each(collector: MetricsCol
         warnings.simplefilter("always")
         for _ in range(2):
             logging.log({"good": True, "text": "high", "shape": [1, 2], "": 1.0, "x" * (MAX_NAME + 1): 1.0})
-            logging.log({"huge": 10**5000})
+            logging.log({"huge": 10**5000, "name of a file \udcff": 1.0})
             logging.log({7: 1.0, "nan": float("nan")})  # type: ignore[dict-item]
             logging.log(3.0)  # type: ignore[arg-type]
         logging.log({f"name {number}": number for number in range(100_000)})

@@ -3,12 +3,16 @@
 import json
 import os
 import queue
+import re
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,8 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.environments import environment
 from tests.observe.servers import get_json, tensorboard, wait_for
 from varuna.cli.status.viewers import ViewerOptions
+from varuna.morph.metrics.local import run_name
 from varuna.observe.history import ScalarPoint, StepPoint
-from varuna.observe.prometheus import MetricsEndpoint
+from varuna.observe.prometheus import MAX_CONNECTIONS, MetricsEndpoint
 from varuna.observe.trackers import tracker as trackers
 from varuna.observe.trackers.tracker import (
     MetricRow,
@@ -98,7 +103,9 @@ def test_wandb_mlflow_and_trackio_get_one_run_from_two_managers(tmp_path: Path) 
     assert "varuna: " not in done.stderr, done.stderr
     (alone,) = tmp_path.glob("other/*/*/metrics/loss")
     assert alone.read_text().split()[1:] == ["0.5", "1"]
-    assert list((tmp_path / "alone" / "wandb").glob("offline-run-*/run-alone.wandb"))
+    name = (tmp_path / "alone" / "run").read_text()
+    assert re.fullmatch("alone-[0-9a-f]{8}", name), "folders with the same name are different runs"
+    assert list((tmp_path / "alone" / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
     (losses,) = tmp_path.glob("mlruns/*/*/metrics/loss")  # one run
     rows = [line.split() for line in losses.read_text().splitlines()]
     assert [int(step) for _, _, step in rows] == [1, 2, 3, 4, 5, 6]
@@ -113,7 +120,7 @@ def test_wandb_mlflow_and_trackio_get_one_run_from_two_managers(tmp_path: Path) 
     with sqlite3.connect(tmp_path / "trackio_data" / "varuna.db") as data:
         found = data.execute("select run_name, step, metrics from metrics order by id").fetchall()
     steps = [(name, step) for name, step, metrics in found if "step_seconds" in json.loads(metrics)]
-    assert steps == [*(("job-1", step) for step in range(1, 7)), ("alone", 1)]
+    assert steps == [*(("job-1", step) for step in range(1, 7)), (name, 1)]
     logs = list((tmp_path / "wandb" / "wandb").glob("offline-run-*/run-job-1.wandb"))
     assert len(logs) == 2 and all(b"accuracy" in log.read_bytes() for log in logs)
 
@@ -347,3 +354,45 @@ def test_what_is_missing_is_refused_with_the_command_that_installs_it() -> None:
 def test_a_taken_port_is_an_error_of_the_endpoint() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
         MetricsEndpoint(other.getsockname()[1], lambda: None)
+
+
+def test_strangers_cannot_use_up_the_endpoint() -> None:
+    """SEE-3: half requests, and names of other hosts that a website has bound to this machine."""
+    endpoint = MetricsEndpoint(0, lambda: None)
+    port = int(endpoint.url.rsplit(":", 1)[1].split("/")[0])
+    before = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3 * MAX_CONNECTIONS)]
+    try:
+        for client in clients:
+            with suppress(OSError):  # it is closed already
+                client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        closed = [client for client in clients if is_closed(client)]  # at once or after READ_SECONDS
+        assert len(closed) == len(clients) and threading.active_count() <= before + MAX_CONNECTIONS
+    finally:
+        for client in clients:
+            client.close()
+    for host, status in (("localhost", 200), ("[::1]:9", 200), ("rebound.example", 403)):
+        request = urllib.request.Request(endpoint.url, headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found = answer.status
+        except urllib.error.HTTPError as error:
+            found = error.code
+        assert found == status, host
+    endpoint.close()
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Wait until the server closes the connection."""
+    with suppress(ConnectionError):
+        return client.recv(1000) == b""
+    return True
+
+
+def test_logs_of_two_folders_with_one_name_are_two_runs(tmp_path: Path) -> None:
+    """SEE-3: a folder keeps its name, so that its curves continue."""
+    first, second = (tmp_path / parent / "logs" for parent in "ab")
+    names = [run_name(folder) for folder in (first, second, first, second)]
+    assert names[:2] == names[2:] and names[0] != names[1]
+    (tmp_path / "file").touch()
+    assert run_name(tmp_path / "file").startswith("file-")

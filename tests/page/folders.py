@@ -109,7 +109,7 @@ class TracedWorker:
     def __init__(self, folder: Path, *, generation: int, rank: int, file_bytes: int = 2**21) -> None:
         self.path = folder / f"generation_{generation}" / f"rank_{rank}.trace"
         self.generation, self.rank, self.stage, self.stages = generation, rank, rank, 2
-        self._tracer = StepTracer(self.path, file_bytes=file_bytes)
+        self._tracer = StepTracer(self.path, file_bytes=file_bytes, write_seconds=-math.inf)
 
     def finish(self, *steps: int, microbatches: int = 2) -> None:
         """Write these steps."""

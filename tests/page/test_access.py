@@ -44,7 +44,7 @@ def test_without_the_token_nothing_is_shown(page: ServedPage) -> None:
         ("/?token=", {}),
         ("/?token=%ff%00", {}),
         (f"/static/main.js?token={page.token}", {}),  # the token opens one address only
-        ("/static/main.js", {"Cookie": f"varuna_page={page.token}"}),
+        ("/static/main.js", {"Cookie": f"{cookie['Cookie'].partition('=')[0]}={page.token}"}),
         ("/no/such/page", {}),
         ("/api/curve", cookie),  # the cookie opens the empty page, not the data
         ("/api/curve", {"Authorization": f"Bearer {wrong}"}),
@@ -56,6 +56,16 @@ def test_without_the_token_nothing_is_shown(page: ServedPage) -> None:
         shown = b"This address has no valid token. Open the address that Varuna printed last.\n"
         wanted = shown if path.startswith("/?") or path == "/" else b""
         assert (status, body, answered["connection"]) == (403, wanted, "close"), path
+
+
+def test_pages_of_two_jobs_are_open_side_by_side(page: ServedPage, tmp_path: Path) -> None:
+    """SEE-2: a browser sends the cookies of a host to all of its ports, and keeps one of each name."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    with served(folder) as (other, _):
+        jar = dict(enter(one)["Cookie"].split("=", 1) for one in (page, other))
+        cookies = {"Cookie": "; ".join(f"{name}={value}" for name, value in jar.items())}
+        for one in (page, other):
+            assert one.get("/", cookies)[0] == one.get("/static/main.js", cookies)[0] == 200
 
 
 def test_the_token_opens_the_page_and_its_data(page: ServedPage) -> None:

@@ -514,6 +514,68 @@ def test_a_loader_reads_for_the_ranks_after_a_morph(
     assert len(by_rank[0]) == 3
 
 
+def play_epochs(
+    _: Any, name: str, generations: list[Generation], folder: str, ports: list[int], *, order_at: int
+) -> dict[int, float]:
+    """Train two epochs of two steps, each with an evaluation after it. Returns all losses, by step."""
+    process, world, losses = dist.get_rank(), dist.get_world_size(), {}
+    with managed(folder, generations[0], process, ports, world) as joins:
+        page = Path(os.environ["VARUNA_PROGRESS_FILE"])
+        progress, orders = ProgressReader(page, process), OrderWriter(page)
+        sample = global_batch(name, 0, 2, torch.float64)
+        model = make_model(name, dtype=torch.float64, seed=0)
+        wrapped = Varuna(
+            *(model, generations[0].mapping, sample, BATCH, CHUNK), device="cpu", timeout_seconds=80
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped.set_optimizer(optimizer)
+        order = order_of(generations, 1, process, ports[1])
+        if joins:
+            orders.give(order)
+
+        def fetch(samples: Any) -> dict[str, object]:
+            step, first = divmod(samples.start, BATCH)
+            inputs = global_batch(name, step, BATCH, torch.float64)
+            return take(inputs, range(first, first + len(samples)), BATCH)
+
+        try:
+            for epoch in range(wrapped.resume(Path(folder) / "store") // 2, 2):
+                for step, inputs in wrapped.batches(fetch, steps=2 * (epoch + 1)):
+                    if step == order_at and not joins:
+                        orders.give(order)
+                    losses[step], _overflow = wrapped.step(inputs)
+                    optimizer.step()
+                    wrapped.zero_grad()
+                losses[100 + epoch] = wrapped.evaluate(fetch, BATCH)
+            return losses
+        finally:
+            wrapped.close()
+            orders.close()
+            progress.close()
+
+
+@pytest.mark.parametrize("order_at", [0, 1])
+def test_a_machine_may_join_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, order_at: int) -> None:
+    """HOT-2: the others evaluate before it enters."""
+    generations = [Generation("0,1;", (0, 1), 1), Generation("0,1,2;", (0, 1, 2), 3)]
+    first, second, joiner = run(pool, tmp_path, "Plain", generations, through=play_epochs, order_at=order_at)
+    assert first == second and sorted(first) == [0, 1, 2, 3, 100, 101]
+    assert sorted(joiner) == ([1, 2, 3, 100, 101] if order_at == 0 else [2, 3, 101])
+    model = make_model("Plain", dtype=torch.float64, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        loss = find_loss(model(**global_batch("Plain", step, BATCH, torch.float64)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for found in (first, joiner):
+            torch.testing.assert_close(found.get(step, loss.item()), loss.item(), **F64)
+        if step % 2:
+            evaluated = find_loss(model(**global_batch("Plain", 0, BATCH, torch.float64))).item()
+            for found in (first, joiner):
+                torch.testing.assert_close(found.get(100 + step // 2, evaluated), evaluated, **F64)
+
+
 def test_damaged_bytes_are_sent_again_and_then_refused(pool: Pool, tmp_path: Path) -> None:
     """HOT-6: a flipped bit on the way does not reach the model."""
     assert pool.run(receive_damaged, 2, 1) == [["x"], ["x"]]

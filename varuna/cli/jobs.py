@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from varuna.cli.options import AsJson, printable
 from varuna.cli.status.watch import watch_job
@@ -34,7 +35,7 @@ def status(
         return
     typer.echo(f"{found.job}: {found.phase} for {found.phase_seconds:.0f} s ({printable(found.reason)})")
     for topic, why in found.problems.items():
-        typer.echo(f"{topic}: {why}")
+        typer.echo(f"{topic}: {printable(why)}")
     if found.generation is not None:
         typer.echo(f"generation {found.generation}: {found.layout}, iteration {found.iteration}")
     if found.store:
@@ -43,9 +44,9 @@ def status(
         every = f"; automatic every {found.save_every_seconds:.1f} s" if found.save_every_seconds else ""
         typer.echo(f"checkpoints: {printable(found.store)}, {saved}{cost}{every}")
     if found.checkpoint_note:
-        typer.echo(f"broken checkpoint: {found.checkpoint_note}")
+        typer.echo(f"broken checkpoint: {printable(found.checkpoint_note)}")
     if found.slow_machines:
-        typer.echo(f"slow: {', '.join(found.slow_machines)}")
+        typer.echo(f"slow: {printable(', '.join(found.slow_machines))}")
     for line in ledger_lines(found.ledger) if found.ledger is not None else ():
         typer.echo(line)
     Console(width=None if sys.stdout.isatty() else 1000).print(machine_table(found))
@@ -112,8 +113,8 @@ def machine_table(found: JobStatus) -> Table:
     table = Table("machine", "state", "ranks", "compute s", "step s", "seen s ago", box=None, pad_edge=False)
     for machine in found.machines:
         table.add_row(
-            machine.machine,
-            machine.state,
+            Text(printable(machine.machine)),
+            Text(printable(machine.state)),
             ", ".join(str(worker.rank) for worker in machine.workers) or "-",
             ", ".join(f"{worker.compute_seconds:.3g}" for worker in machine.workers) or "-",
             ", ".join(f"{worker.step_seconds:.3g}" for worker in machine.workers) or "-",
@@ -126,6 +127,6 @@ def show_answer(answer: ManagerReply, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode({"ok": answer.ok, "text": answer.text}).decode())
     elif answer.ok:
-        typer.echo(answer.text)
+        typer.echo(printable(answer.text))
     if not answer.ok:
         raise ValueError(answer.text)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from varuna.cli.options import AsJson, printable
 from varuna.codec import encode
@@ -72,5 +73,5 @@ def show_ledger(report: LedgerReport) -> None:
         console.print()
         table = tables.table("machine-seconds lost>", "interruption")
         for one in report.worst:
-            table.add_row(f"{one.total:,.1f}", printable(one.why[:160]))
+            table.add_row(f"{one.total:,.1f}", Text(printable(one.why[:160])))
         console.print(table)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from varuna.addresses import address_facing
+from varuna.addresses import address_facing, is_loopback
 from varuna.checkpoint.load import newest_whole, none_left
 from varuna.checkpoint.store.store import open_store, retrying
 from varuna.cli.options import say
@@ -29,7 +29,6 @@ from varuna.morph.journal import (
     read_journal,
     restore_state,
 )
-from varuna.morph.machines import is_loopback
 from varuna.morph.protocol.orders import Starter
 from varuna.morph.run.job_folder import JobFolder, ManagerContact, listen
 from varuna.morph.run.manager import Manager, Planner

@@ -15,6 +15,7 @@ from typing import Annotated, get_args
 import msgspec
 import typer
 
+from varuna.addresses import is_loopback
 from varuna.cli.config import CONFIG_FILE, options_of_the_default_file, show_config, use_config
 from varuna.cli.launch import ScriptOptions, launch, script_spec
 from varuna.cli.ledger import prices_of
@@ -26,7 +27,7 @@ from varuna.environment import RUN_PREFIX, VarunaEnvironment
 from varuna.errors import check_name
 from varuna.files import write_atomic
 from varuna.morph.interval import SaveRhythm
-from varuna.morph.machines import is_loopback, parse_environment, read_machines, require_machines
+from varuna.morph.machines import parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
 from varuna.morph.run.worker_env import forced, ranks_of_machine
 from varuna.morph.state import MachinePlan

@@ -78,15 +78,6 @@ def require_machines(found: MachineList, *, source: str) -> tuple[str, ...]:
     return found.machines
 
 
-def is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def parse_environment(data: bytes, *, source: str) -> dict[str, str]:
     """Parse KEY=VALUE assignments like a shell: quotes, comments and a leading `export`."""
     try:

@@ -5,17 +5,24 @@ another: the highest value so far is shown.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from varuna.addresses import is_local_host
 from varuna.observe.job_view import JobView
 
 PHASES = ("gathering", "running", "morphing", "saving", "ending", "over")
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 16
+"""The manager keeps a thread and a descriptor for each."""
+READ_SECONDS = 5.0
+"""Time limit for each read of a request."""
 
 
 class JobCollector(Collector):
@@ -129,6 +136,38 @@ def machine_gauges(view: JobView) -> Iterator[Metric]:
         yield gauge
 
 
+class MetricsHandler(WSGIRequestHandler):
+    timeout = READ_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: any local user can make requests."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Answers a few requests at a time, and closes all other connections at once."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the client was silent, or has closed the connection."""
+
+
 class MetricsEndpoint:
     """Serves `http://127.0.0.1:PORT/metrics` from a thread."""
 
@@ -136,9 +175,19 @@ class MetricsEndpoint:
         """Raise OSError if the port is taken. 0: choose a free one."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(JobCollector(view))
-        server, thread = start_http_server(port, addr=HOST, registry=registry)
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
+        answer: Callable[[Any, Any], Iterable[bytes]] = make_wsgi_app(registry)
+
+        def answer_local(environment: Any, start_response: Any) -> Iterable[bytes]:
+            if is_local_host([environment.get("HTTP_HOST", "")]):
+                return answer(environment, start_response)
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"Use an address of this machine, such as 127.0.0.1 or localhost.\n"]
+
+        self._server = make_server(HOST, port, answer_local, MetricsServer, MetricsHandler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="varuna endpoint", daemon=True
+        )
+        self._thread.start()
         self.url = f"http://{HOST}:{self._server.server_port}/metrics"
 
     def close(self) -> None:

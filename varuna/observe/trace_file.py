@@ -18,6 +18,7 @@ import msgspec
 from varuna.addresses import machine_identity
 from varuna.codec import UNDECODABLE
 from varuna.environment import VarunaEnvironment
+from varuna.files import write_all
 from varuna.observe.record import Entry, Snapshot, merge, shifted, step_ends, to_timeline
 from varuna.types import Timeline
 
@@ -27,6 +28,9 @@ SUFFIX, OLD_SUFFIX = ".trace", ".trace.old"
 BETWEEN_STEPS = ("save", "morph", "between")
 LEAST_SECONDS = 1e-3
 """Other work between two steps appears if it takes longer."""
+WRITE_SECONDS = 0.25
+"""Shorter steps are written together: after this time, and at most so many."""
+MAX_WAITING = 16
 MAX_FILES = 1000
 """Files that a log folder is asked for, those of the newest generations."""
 _NAME = re.compile(r"(?:generation_(\d{1,9})/)?rank_(\d{1,9})\.(trace(?:\.old)?)")
@@ -61,13 +65,20 @@ class TraceFile(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class StepTracer:
-    """Writes the intervals of each step when the next one starts. A full disk ends the trace, not the job."""
+    """Writes the intervals of each step after the next one has started, and of short steps together.
 
-    def __init__(self, path: Path | None, *, file_bytes: int = FILE_BYTES) -> None:
-        self._path, self._file_bytes = path, file_bytes
+    A full disk ends the trace, not the job.
+    """
+
+    def __init__(
+        self, path: Path | None, *, file_bytes: int = FILE_BYTES, write_seconds: float = WRITE_SECONDS
+    ) -> None:
+        self._path, self._file_bytes, self._write_seconds = path, file_bytes, write_seconds
         self._fd, self._size = -1, 0
         self._pending: tuple[int, int, int, int, int, Snapshot] | None = None
         self._extra: list[Entry] = []  # before the pending step and after it
+        self._waiting: list[StepTrace] = []
+        self._write_at = float("-inf")
         self._encoder = msgspec.msgpack.Encoder()
         self._machine = machine_identity()
 
@@ -79,6 +90,7 @@ class StepTracer:
         """Add an interval between two steps that ends now: a save or a morph."""
         if self._path is not None:
             self._extra.append((what, -1, started, time.perf_counter()))
+            self.flush()
 
     def note_between(self, started: float) -> None:
         """Add the time from `started` to now that is neither a save nor a morph, where it is long."""
@@ -107,26 +119,43 @@ class StepTracer:
         if uninterrupted and entries:
             entries.append(("optimizer", -1, stop := max(entry[3] for entry in entries), max(stop, now)))
         entries, self._extra = entries + self._extra, []
-        found = StepTrace(step, rank, stage, num_ranks, time.time(), self._machine, number, entries)
+        self._waiting.append(
+            StepTrace(step, rank, stage, num_ranks, time.time(), self._machine, number, entries)
+        )
+        if now >= self._write_at or len(self._waiting) >= MAX_WAITING:
+            self._write_at = now + self._write_seconds
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the steps that wait, because the next one may come late."""
+        records = map(self._encoder.encode, self._waiting)
+        data = b"".join(_LENGTH.pack(len(record)) + record for record in records)
+        self._waiting.clear()
         try:
-            self._write(self._encoder.encode(found))
+            self._write(data)
         except OSError:
             self._path = None
 
     def _write(self, data: bytes) -> None:
-        assert self._path is not None
+        if not data or self._path is None:
+            return
         if self._fd < 0 or self._size + len(data) > self._file_bytes:
             if self._fd >= 0:
-                os.close(self._fd)
-                os.replace(self._path, self._path.with_suffix(OLD_SUFFIX))
+                full, self._fd = self._fd, -1
+                os.close(full)
+                with suppress(FileNotFoundError):  # somebody has deleted it
+                    os.replace(self._path, self._path.with_suffix(OLD_SUFFIX))
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o600)
             self._size = 0
-        self._size += os.write(self._fd, _LENGTH.pack(len(data)) + data)
+        write_all(self._fd, data)
+        self._size += len(data)
 
     def close(self) -> None:
-        """Write the last step, and close the file."""
+        """Write the last steps, and close the file."""
         self.enter(time.perf_counter(), uninterrupted=False)
+        self.flush()
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._path = -1, None

@@ -15,11 +15,10 @@ not sent after the redirect if a link of another site, such as a web IDE, has op
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from varuna.morph.machines import is_loopback
+from varuna.addresses import is_local_host
 
 COOKIE = "varuna_page"
 HEADERS = {
@@ -43,6 +42,7 @@ class PageSecrets:
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
         self.cookie = secrets.token_urlsafe(32)
+        self.cookie_name = f"{COOKIE}_{secrets.token_hex(4)}"  # several servers of a host share its cookies
 
     def may_enter(self, request: web.Request) -> bool:
         """Return whether the URL has the token: the first request of a browser."""
@@ -52,25 +52,16 @@ class PageSecrets:
         """Return whether the request may have a page's own files or, below /api/, the job's data."""
         if request.path.startswith("/api/"):
             return _same(request.headers.get("Authorization", ""), f"Bearer {self.token}")
-        return _same(request.cookies.get(COOKIE, ""), self.cookie)
+        return _same(request.cookies.get(self.cookie_name, ""), self.cookie)
 
     def enter(self) -> web.Response:
         response = web.Response(status=303, headers={"Location": f"/#{self.token}"})
-        response.set_cookie(COOKIE, self.cookie, path="/", httponly=True, samesite="Lax")
+        response.set_cookie(self.cookie_name, self.cookie, path="/", httponly=True, samesite="Lax")
         return response
 
 
 def _same(found: str, wanted: str) -> bool:
     return hmac.compare_digest(found.encode(errors="surrogateescape"), wanted.encode())
-
-
-def is_local_host(hosts: list[str]) -> bool:
-    """Return whether the Host headers name this machine: a rebound DNS name does not. Any port may do."""
-    try:
-        (host,) = hosts
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 def access_check(keys: PageSecrets, admitted: Callable[[web.Request], None]) -> Handler:

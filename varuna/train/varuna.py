@@ -423,10 +423,14 @@ class Varuna(nn.Module):
         `inputs` may also be a function that returns the inputs of the samples that it is given: this
         replica's share of 0, 1, ..., `batch_size` - 1. Then a loss of other ranks does not end the call.
         """
-        self._reporter.pace.interrupt()
+        self._interrupt_steps()
         loss = evaluate(self, inputs, batch_size)
         self._progress.alive()
         return loss
+
+    def _interrupt_steps(self) -> None:
+        self._reporter.pace.interrupt()
+        self._tracer.flush()
 
     def predict(self, inputs: Mapping[str, object]) -> Any:
         """Return the model's own outputs, such as logits, in evaluation mode, on the CPU of every rank.
@@ -435,7 +439,7 @@ class Varuna(nn.Module):
         """
         from varuna.train.outputs import refuse_different_inputs, whole_outputs  # they import this module
 
-        self._reporter.pace.interrupt()
+        self._interrupt_steps()
 
         def run() -> Any:
             refuse_different_inputs(self, inputs)

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 import varuna
+from varuna.addresses import is_loopback
 from varuna.cli.doctor import probe
 from varuna.cli.doctor.finding import Finding
 from varuna.cli.manage import addresses
-from varuna.morph.machines import is_loopback
 from varuna.morph.run.job_folder import listen
 from varuna.morph.starters.handover import PROGRAM
 from varuna.morph.starters.ssh import OPTIONS, explain_ssh_end

@@ -101,14 +101,14 @@ def machine_table(machines: Sequence[MachineView], rows: int) -> Table:
         state = f"{machine.state}, slow" if machine.slow else machine.state
         style = "" if state == "at work" else "yellow"
         table.add_row(
-            printable(machine.name),
+            Text(printable(machine.name)),
             Text(printable(state), style=style),
             ranks_text(machine.ranks),
             *map(seconds_text, (machine.step_seconds, machine.compute_seconds, machine.wait_seconds)),
             memory_text(machine),
         )
     if rest := ordered[rows:]:
-        table.add_row(f"and {len(rest)} more", machines_text(rest, ""))
+        table.add_row(f"and {len(rest)} more", Text(machines_text(rest, "")))
     return table
 
 

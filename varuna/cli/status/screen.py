@@ -1,7 +1,7 @@
 """The terminal of a job: events and worker output, with a live status below or plain lines between.
 
-A live display has a thread of its own, so a terminal that blocks or is closed delays nothing. Lines that it
-cannot show in time are dropped; the log files have them.
+Threads of their own write, so a terminal or a pipe that blocks or is closed delays nothing. Lines that cannot
+be shown in time are dropped; the log files have them.
 """
 
 import os
@@ -10,13 +10,13 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from varuna.cli.options import only_colours, printable, say, worker_line
+from varuna.cli.options import only_colours, printable, worker_line
 from varuna.cli.status.render import live_status, plain_line
 from varuna.observe.job_view import JobView
 
@@ -47,6 +47,63 @@ class Screen(Protocol):
         """Show the last lines and leave the terminal as it was."""
 
 
+class LineWriter:
+    """Writes lines to a stream from a thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._added = 0  # lines so far
+        self._changed = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="varuna lines", daemon=True)
+        self._thread.start()
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        self._added += 1
+        self._changed.set()
+
+    def close(self) -> None:
+        """Write the last lines."""
+        self._closing = True
+        self._changed.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        file = own_file(self._stream)
+        self._write_lines(file)
+        if file is not self._stream:
+            with suppress(OSError):
+                file.close()
+
+    def _write_lines(self, file: TextIO) -> None:
+        shown = 0
+        closing = False
+        while not closing:
+            self._changed.wait()
+            self._changed.clear()
+            closing = self._closing
+            waiting, added = len(self._lines), self._added
+            if (dropped := added - shown - waiting) > 0:
+                self._write(file, f"[{dropped} lines are not shown: see the log files]")
+            for _ in range(waiting):
+                self._write(file, self._lines.popleft())
+            shown = added
+
+    def _write(self, file: TextIO, line: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone, or its file is on a full disk
+            print(line, file=file, flush=True)
+
+
+def own_file(stream: TextIO) -> TextIO:
+    """Return a file of this thread: one that hangs in a write must not hold the lock of sys.stdout."""
+    try:
+        return open(os.dup(stream.fileno()), "w", errors="backslashreplace")
+    except (OSError, ValueError):  # a test or a notebook has replaced it
+        return stream
+
+
 class PlainScreen:
     """Prints lines; the status is one of them, every few seconds."""
 
@@ -55,15 +112,14 @@ class PlainScreen:
         self._status_seconds = status_seconds
         self._next = time.monotonic() + (status_seconds or 0.0)
         self._shown = ""
+        self._writers = {False: LineWriter(sys.stdout), True: LineWriter(sys.stderr)}  # True: of errors
 
     def say(self, text: str, *, error: bool = False) -> None:
-        say(text, error=error)
+        self._writers[error].add(f"varuna: {printable(text)}")
 
     def worker_output(self, rank: int, text: str, *, is_stderr: bool) -> None:
-        stream = sys.stderr if is_stderr else sys.stdout
-        with suppress(OSError, ValueError):  # the terminal is gone, or its file is on a full disk
-            for line in text.splitlines():
-                print(worker_line(rank, line), file=stream, flush=True)
+        for line in text.splitlines():
+            self._writers[is_stderr].add(worker_line(rank, line))
 
     def update(self, view: JobView) -> None:
         now = time.monotonic()
@@ -73,10 +129,11 @@ class PlainScreen:
         line = plain_line(view)
         if line != self._shown:
             self._shown = line
-            say(f"status: {line}")
+            self.say(f"status: {line}")
 
     def close(self) -> None:
-        """Nothing waits."""
+        for writer in self._writers.values():
+            writer.close()
 
 
 class LiveScreen:
@@ -84,7 +141,6 @@ class LiveScreen:
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor` is a terminal."""
-        # An own file: a thread that hangs in a write must not hold the lock of sys.stdout.
         self._file = open(os.dup(descriptor), "w", errors="replace")  # noqa: SIM115
         self._console = Console(file=self._file, force_terminal=True)
         self._lines: deque[Text] = deque(maxlen=MAX_LINES)
@@ -92,23 +148,21 @@ class LiveScreen:
         self._view: JobView | None = None
         self._changed = threading.Event()
         self._closing = False
-        self._stderr_too = os.isatty(2)
+        self._errors = None if os.isatty(2) else LineWriter(sys.stderr)  # None: shown here
         self._thread = threading.Thread(target=self._run, name="varuna status", daemon=True)
         self._thread.start()
 
     def say(self, text: str, *, error: bool = False) -> None:
-        if error and not self._stderr_too:
-            say(text, error=True)
+        if error and self._errors is not None:
+            self._errors.add(f"varuna: {printable(text)}")
         else:
             self._add(Text(f"varuna: {printable(text)}", style="red" if error else "cyan"))
 
     def worker_output(self, rank: int, text: str, *, is_stderr: bool) -> None:
-        if is_stderr and not self._stderr_too:
-            with suppress(OSError, ValueError):
-                for line in text.splitlines():
-                    print(worker_line(rank, line), file=sys.stderr, flush=True)
-            return
         for line in text.splitlines():
+            if is_stderr and self._errors is not None:
+                self._errors.add(worker_line(rank, line))
+                continue
             self._add(Text.assemble((f"[rank {rank}] ", "dim"), Text.from_ansi(only_colours(line))))
 
     def _add(self, line: Text) -> None:
@@ -124,6 +178,8 @@ class LiveScreen:
         self._closing = True
         self._changed.set()
         self._thread.join(CLOSE_SECONDS)
+        if self._errors is not None:
+            self._errors.close()
 
     def _run(self) -> None:
         with suppress(OSError, ValueError):  # the terminal is closed: the job continues without it

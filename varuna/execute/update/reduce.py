@@ -169,7 +169,7 @@ class Reducer:
             self._set_aside.clear()
             return StepTotals(loss / weight, True, None, weight)
         measures_norm = checks_overflow or max_norm is not None
-        if math.isfinite(loss) and not measures_norm and not hooks:
+        if math.isfinite(loss / weight) and not measures_norm and not hooks:
             self.on_whole()
         self._scale(nominal_weight / weight / loss_scale)
         run_gradient_hooks(hooks)

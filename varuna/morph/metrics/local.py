@@ -7,6 +7,7 @@ the variable `track` of varuna/environment.py says where. A thread writes once a
 import atexit
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -18,13 +19,15 @@ from typing import NamedTuple
 
 from varuna.environment import VarunaEnvironment, variable_name
 from varuna.errors import check_name
-from varuna.files import make_private_folder
+from varuna.files import make_private_folder, write_atomic
 from varuna.morph.metrics.ring import MetricsWriter, open_shared
 from varuna.observe.history import ScalarPoint, StepPoint, finite
 from varuna.observe.history_file import HistoryKeeper
 from varuna.observe.trackers.tracker import EXTRAS, TrackedJob, TrackerThread, check_trackers, open_tracker
 
 WRITE_SECONDS = 1.0
+RUN_FILE = "run"
+"""File in the log folder with the name of the run."""
 FILE_ONLY = "file"
 """Name that adds no tracker: `metrics.jsonl` is written in any case."""
 TRACK, LOG_DIR = variable_name("track"), variable_name("log_dir")
@@ -68,7 +71,7 @@ class LocalMetricsWriter(MetricsWriter):
         with suppress(OSError):  # HistoryKeeper reports it
             make_private_folder(target.folder)
         self._keeper = HistoryKeeper(target.folder, continues=True, monotonic=time.monotonic)
-        job = TrackedJob(target.folder.name, target.folder, {"log_dir": str(target.folder)})
+        job = TrackedJob(run_name(target.folder), target.folder, {"log_dir": str(target.folder)})
         self._trackers = [TrackerThread(name, partial(open_tracker, name, job)) for name in target.trackers]
         self._problems: set[str] = set()
         self._closing = threading.Event()
@@ -117,6 +120,18 @@ class LocalMetricsWriter(MetricsWriter):
             if problem and name not in self._problems:
                 self._problems.add(name)
                 log.warning("%s: %s", name, problem)
+
+
+def run_name(folder: Path) -> str:
+    """Return a name that is different for each log folder, and stays: it tells runs of a service apart."""
+    path = folder / RUN_FILE
+    with suppress(OSError, UnicodeDecodeError):
+        if name := path.read_text().strip():
+            return name
+    name = f"{folder.name}-{secrets.token_hex(4)}"
+    with suppress(OSError):  # a full disk: HistoryKeeper reports it
+        write_atomic(path, name, private=True)
+    return name
 
 
 def is_dropped(environment: Mapping[str, str]) -> bool:

@@ -4,7 +4,7 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from varuna.morph.metrics.local import TRACK, is_dropped, open_metrics
 from varuna.morph.metrics.ring import MAX_NAME, MetricsWriter
@@ -77,9 +77,18 @@ def _checked_step(step: object) -> int | None:
     return None
 
 
+def _is_name(name: object) -> TypeGuard[str]:
+    try:
+        return isinstance(name, str) and 0 < len(name.encode()) <= MAX_NAME
+    except UnicodeEncodeError:  # made from bytes that are no UTF-8, such as the name of a file
+        return False
+
+
 def _log_value(writer: MetricsWriter, name: object, value: object, step: int | None) -> None:
-    if not isinstance(name, str) or not 0 < len(name.encode(errors="replace")) <= MAX_NAME:
-        _warn("name", f"varuna.log: a name must be text of 1 to {MAX_NAME} bytes, not {_shown(name)}")
+    if not _is_name(name):
+        _warn(
+            "name", f"varuna.log: a name must be text of 1 to {MAX_NAME} bytes of UTF-8, not {_shown(name)}"
+        )
         return
     if name not in _names:
         if len(_names) >= MAX_NAMES:

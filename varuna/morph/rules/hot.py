@@ -313,12 +313,12 @@ def _with_new_ranks(decision: Decision, machine: str, outcomes: tuple[Outcome, .
     ranks = dict(zip((rank for rank in old if rank not in decision.state.morph_lost), new, strict=False))
     found = []
     for outcome in outcomes:
-        failure = outcome.failure
-        if failure is not None and failure.rank in ranks:
+        if (failure := outcome.failure) is not None:
+            if failure.rank not in ranks:
+                continue  # lost before this morph, or leaves in it
             failure = msgspec.structs.replace(failure, rank=ranks[failure.rank])
             outcome = msgspec.structs.replace(outcome, failure=failure)
-        if failure is None or failure.rank in new:
-            found.append(outcome)
+        found.append(outcome)
     return tuple(found)
 
 

@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from varuna.addresses import is_loopback
 from varuna.codec import decode
 from varuna.environment import VarunaEnvironment
 from varuna.morph import commands, events
-from varuna.morph.machines import is_loopback
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.protocol.stream import MessageReader, pack_message

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from varuna.addresses import is_loopback
 from varuna.environment import VarunaEnvironment
 from varuna.errors import BrokenCheckpoint
 from varuna.files import LineFile, make_private_folder
@@ -31,7 +32,6 @@ from varuna.morph.decide import decide_all
 from varuna.morph.interval import SaveRhythm, count_failures
 from varuna.morph.journal import Journal, records_of
 from varuna.morph.ledger_file import LedgerKeeper
-from varuna.morph.machines import is_loopback
 from varuna.morph.metrics.observer import JobObserver
 from varuna.morph.protocol import messages
 from varuna.morph.protocol.generations import (

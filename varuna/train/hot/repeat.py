@@ -135,7 +135,8 @@ def iterate_batches(
         while True:
             model._hot.fetches = not model._hot.replaces_inputs
             go_back(model)
-            run_requests(model, can_fetch=True)
+            # At the end, an order waits for the call after `batches`, because a joiner enters there.
+            run_requests(model, can_fetch=True, morphs=steps is None or model.iteration < steps)
             if steps is not None and model.iteration >= steps:
                 return
             if model._num_trained == trained:
@@ -191,8 +192,11 @@ def enter_next(model: "Varuna") -> None:
     enter_pending(model)
 
 
-def run_requests(model: "Varuna", *, can_fetch: bool) -> None:
-    """Run the requests that all ranks have seen in the last step. All ranks call this between steps."""
+def run_requests(model: "Varuna", *, can_fetch: bool, morphs: bool = True) -> None:
+    """Run the requests that all ranks have seen in the last step. All ranks call this between steps.
+
+    `morphs` False: leave an order for the next call of this function.
+    """
     enter_next(model)
     usr1.hold()
     if not model._trainer.reducer.request_seen:
@@ -203,13 +207,13 @@ def run_requests(model: "Varuna", *, can_fetch: bool) -> None:
         model._session.call("step", announce=False),
         model._report_errors("step"),
     ):
-        model._trainer.reducer.request_seen = False
+        model._trainer.reducer.request_seen = not morphs
         optimizer = None if not can_fetch or why_not_hot(model) else model._optimizer
         lost: PeerLost | None = None
-        morphs = False
+        enters = False
         try:
-            morphs = model._saver.run_requests(
-                has_order=model._orders.is_pending,
+            enters = model._saver.run_requests(
+                has_order=morphs and model._orders.is_pending,
                 groups=hash_groups(optimizer),
             )
         except PeerLost as error:
@@ -218,7 +222,7 @@ def run_requests(model: "Varuna", *, can_fetch: bool) -> None:
             lost = error
     if lost is not None:
         recover(model, lost)
-    elif morphs:
+    elif enters:
         follow_order(model)
     model._reporter.pace.enter(time.perf_counter())  # requests do not count as step time
 
