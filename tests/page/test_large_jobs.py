@@ -48,8 +48,9 @@ def test_a_thousand_machines_a_million_steps_and_a_log_of_a_gigabyte(tmp_path: P
         tab.set_viewport_size(
             {"width": 320, "height": 640}
         )  # the narrowest phone: nothing is cut or squeezed
+        # After it is drawn again:
         tab.wait_for_function("() => /1,000,000/.test(document.querySelector('#facts').textContent)")
-        tab.wait_for_function("document.documentElement.scrollWidth <= innerWidth")  # after it is drawn again
+        tab.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
         whole = (
             "[...document.querySelectorAll('#facts .value')].every(one => one.scrollWidth <= one.clientWidth)"
         )
