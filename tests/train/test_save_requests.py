@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from tests.tasks import RememberingSource, logged, make_optimizer, stage_map
 from tests.toys import Plain, make_inputs, make_model
 from varuna import Varuna
 from varuna.capture import Source
-from varuna.errors import CheckpointError
+from varuna.errors import CheckpointError, PeerLost
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.saving.autosave import AutosaveTimer
 from varuna.train.saving.save_requests import (
@@ -310,6 +310,35 @@ def be_refused() -> bool:
         inputs = make_inputs("Plain", 2, torch.Generator().manual_seed(1))
         Varuna(make_model("Plain"), "0;", inputs, 4, 2, device="cpu", spans=[(3, 1)])
     return signal.getsignal(signal.SIGUSR1) == before and kept.value is not None
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_rank_that_waits_for_the_others_between_two_steps_shows_a_hang(pool: Pool, is_lost: bool) -> None:
+    """HOT-5: else the manager would wait 15 minutes for a worker that was stopped there."""
+    log = ["on demand True", "meets True", "gather", "meets False", "on demand False"]
+    assert pool.run(note_waits, 1, is_lost) == [log]
+
+
+def note_waits(is_lost: bool) -> list[str]:
+    log = list[str]()
+    with job(1, 1) as training:
+        saver, session = training.model._saver, training.model._session
+
+        def gather(value: Any, kind: Any) -> list[Any]:
+            log.append("gather")
+            if is_lost:
+                raise PeerLost("another rank is lost")
+            return [value]
+
+        noted = SimpleNamespace(
+            on_demand=lambda now: log.append(f"on demand {now}"), meets=lambda now: log.append(f"meets {now}")
+        )
+        before = saver._progress, session.gather
+        saver._progress, session.gather = noted, gather  # type: ignore[assignment,method-assign]
+        with suppress(PeerLost):
+            saver.run_requests()
+        saver._progress, session.gather = before  # type: ignore[method-assign]
+    return log
 
 
 def test_where_no_store_is_known_the_training_goes_on(pool: Pool) -> None:

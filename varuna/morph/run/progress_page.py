@@ -51,6 +51,9 @@ class ProgressWriter:
     def alive(self) -> None:
         """Note other progress, such as an evaluation."""
 
+    def meets(self, now: bool) -> None:
+        """Note that this worker waits for all others between two steps. As in a step, it may not wait for long."""
+
     def on_demand(self, now: bool) -> None:
         """Note that a requested save is running: a worker that exits meanwhile exits on demand."""
 
@@ -131,6 +134,10 @@ class SharedProgressWriter(ProgressWriter):
 
     def alive(self) -> None:
         self._activity += 1
+        self._write()
+
+    def meets(self, now: bool) -> None:
+        self._in_step = now
         self._write()
 
     def on_demand(self, now: bool) -> None:

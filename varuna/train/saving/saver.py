@@ -154,7 +154,7 @@ class Saver:
         )
         request = replace(request, has_order=has_order, groups=groups)
         try:
-            decision = decide(self._session.gather(request, RankRequest))
+            decision = decide(self._meet(request))
             self._carry_out(decision)
         except PeerLost:  # the ranks that are left may go on in place
             self.requests.put_back(request)
@@ -162,6 +162,13 @@ class Saver:
             raise
         self._progress.on_demand(False)
         return decision.morph
+
+    def _meet(self, request: RankRequest) -> list[RankRequest]:
+        self._progress.meets(True)
+        try:
+            return self._session.gather(request, RankRequest)
+        finally:
+            self._progress.meets(False)
 
     def _carry_out(self, decision: BoundaryDecision) -> None:
         """Do what all ranks have decided."""
