@@ -93,6 +93,14 @@ def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> Non
     assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds)
 
 
+def test_a_notice_of_the_trace_without_a_removal_changes_nothing() -> None:
+    """B5, PRO-3: as in `varuna chaos`."""
+    start, more = MachineChange(0, added=("a", "b")), MachineChange(500, added=("c",))
+    plain = play(market(start, more, end=1000))
+    noticed = play(market(start, MachineChange(300, noticed=("b",)), more, end=1000))
+    assert (noticed.log, noticed.ledger.samples) == (plain.log, plain.ledger.samples)
+
+
 def test_workers_that_morph_in_place_lose_no_step() -> None:
     """B5, PRO-3, HOT-3: a machine vanishes, one joins, one leaves with a notice; one step runs again."""
     trace = market(
