@@ -267,7 +267,7 @@ def test_a_machine_that_is_alone_works_until_shortly_before_its_deadline(hot: bo
 
 
 def test_machines_that_all_leave_have_the_time_for_a_save() -> None:
-    """PRO-3: in place, a leave takes 1 s, and says nothing about the end of the whole job, which takes 20 s."""
+    """PRO-3: in place, a leave takes 1 s, which says nothing about the save of the whole job: 20 s."""
     events: list[Event] = [(0.0, "add", "a"), (0.0, "add", "b"), (1000.0, "remove", "b")]
     events += [(2000.0, "remove", "a"), (2001.0, "add", "c"), (3000.0, "remove", "c"), (3001.0, "add", "d")]
     costs = Costs(leave_seconds=20.0, morph_seconds=0.2)

@@ -62,7 +62,9 @@ def test_absolute_times_begin_at_0(first: float) -> None:
     bamboo = [(0, "add,a"), (90_001, "remove,a"), (3_600_000, "add,b")]
     for head, rows, offset in (("seconds,event,machine\n", ours, first), ("", bamboo, round(first * 1000))):
         plain, moved = (
-            parse_trace((head + "".join(f"{at + by!r},{row}\n" for at, row in rows)).encode(), source="market")
+            parse_trace(
+                (head + "".join(f"{at + by!r},{row}\n" for at, row in rows)).encode(), source="market"
+            )
             for by in (0, offset)
         )
         assert (moved.changes, moved.end) == (plain.changes, plain.end)

@@ -103,9 +103,7 @@ def slowest_leave(history: ChangeHistory, *, all_leave: bool = False) -> float |
     return max((*history.leave_seconds, *(history.save_seconds if all_leave else ())), default=None)
 
 
-def seconds_to_leave(
-    history: ChangeHistory, *, step_seconds: float, all_leave: bool = False
-) -> float | None:
+def seconds_to_leave(history: ChangeHistory, *, step_seconds: float, all_leave: bool = False) -> float | None:
     """Return how long before its deadline a machine begins to leave; None: at once, nothing is known yet.
 
     The step that runs must end first. Then all machines stand still until the one that leaves is free.

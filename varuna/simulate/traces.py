@@ -188,18 +188,14 @@ def _time(text: str, place: str, scale: float) -> float:
     except ValueError:
         raise ValueError(f"{place}: {text[:40]!r} is not a time; {EXPECTED}") from None
     if at * scale >= MOST_SECONDS:
-        unit = "seconds" if scale == 1.0 else "milliseconds"
-        raise ValueError(
-            f"{place}: the time {text[:40]} is too large (times are in {unit}, below {MOST_SECONDS / scale:.0e})"
-        )
+        unit, most = "seconds" if scale == 1.0 else "milliseconds", f"{MOST_SECONDS / scale:.0e}"
+        raise ValueError(f"{place}: the time {text[:40]} is too large (times are in {unit}, below {most})")
     if not at >= 0:
         raise ValueError(f"{place}: the time {text[:40]} is not 0 or more")
     return at
 
 
-def _build(
-    rows: Sequence[TraceRow], *, source: str, end: float | None, notes: Sequence[str]
-) -> MarketTrace:
+def _build(rows: Sequence[TraceRow], *, source: str, end: float | None, notes: Sequence[str]) -> MarketTrace:
     live: set[str] = set()
     changes: list[MachineChange] = []
     notes = list(notes)
