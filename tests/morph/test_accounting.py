@@ -201,6 +201,27 @@ def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing(
     assert world.accountant.ledger.interruptions[-1].kind == "change"
 
 
+def test_a_machine_in_a_time_out_waits_until_it_is_over() -> None:
+    """B6, PRO-4: in a real job, the ledger has Unix time, and the manager's clock counts from the boot."""
+    world = AccountedWorld("a", "b", stages=2)
+    world.passes(1)
+    world.passes(2, steps=1)
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(2, steps=1)
+    spare = world.state.members["c"]
+    assert spare.warm and world.state.phase == "running"
+    members = {**world.state.members, "c": msgspec.structs.replace(spare, welcome_at=world.now + 30)}
+    state = msgspec.structs.replace(world.state, members=members)
+    ahead = 1.76e9
+    accountant = Accountant(Ledger(begun_at=world.now + ahead, at=world.now + ahead), devices_per_machine=1)
+    shares = []
+    for seconds in (0, 29, 30):
+        clock = world.now + seconds
+        accountant.observe(state, clock + ahead, clock=clock)
+        shares.append((accountant.ledger.shares.waiting, accountant.ledger.shares.idle))
+    assert shares == [(1, 0), (1, 0), (0, 1)]
+
+
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(

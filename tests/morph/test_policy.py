@@ -250,6 +250,33 @@ def test_the_wait_for_the_end_of_a_step_is_counted_once(hot: bool) -> None:
     assert job.state.losses == 0
 
 
+@pytest.mark.parametrize("hot", [True, False])
+def test_a_machine_that_is_alone_works_until_shortly_before_its_deadline(hot: bool) -> None:
+    """PRO-3: one machine at a time, 30 replacements. The job saves and ends as a whole, and loses no step."""
+    events: list[Event] = [(0.0, "add", "m0")]
+    for index in range(1, 31):
+        events += [(1000.0 * index, "remove", f"m{index - 1}"), (1000.0 * index + 1, "add", f"m{index}")]
+    costs = Costs(leave_seconds=5.0, morph_seconds=0.2)
+    with_notice, without = (
+        play(market(events, 31_000.0), costs, notice=notice, hot=hot, step=4.0 / 24)
+        for notice in (120.0, 0.0)
+    )
+    assert with_notice.ledger.samples >= without.ledger.samples
+    assert with_notice.ledger.steps_redone == with_notice.state.losses == 0
+    assert len(said(with_notice, "leaves later")) == 29, "the first leave is measured"
+
+
+def test_machines_that_all_leave_have_the_time_for_a_save() -> None:
+    """PRO-3: in place, a leave takes 1 s, which says nothing about the save of the whole job: 20 s."""
+    events: list[Event] = [(0.0, "add", "a"), (0.0, "add", "b"), (1000.0, "remove", "b")]
+    events += [(2000.0, "remove", "a"), (2001.0, "add", "c"), (3000.0, "remove", "c"), (3001.0, "add", "d")]
+    costs = Costs(leave_seconds=20.0, morph_seconds=0.2)
+    job = play(market(events, 4000.0), costs, notice=120.0, hot=True, step=4.0 / 24)
+    assert job.ledger.steps_redone == job.state.losses == 0
+    (later,) = said(job, "leaves later")
+    assert later.startswith("leaves later: c") and "until 7" in later  # 5 + 1.5 x 4 + 3 x 20 s
+
+
 def test_machines_that_go_before_their_deadline_end_the_trust_in_deadlines() -> None:
     history = ChangeHistory(loss_seconds=(20.0,), held=2, early=0)
     assert worth_staying(history, seconds=60.0, num_machines=24)

@@ -42,6 +42,17 @@ def check(ledger: Ledger) -> None:
     assert all(amount > -1e-6 for amount in amounts.values()), amounts
 
 
+def test_idle_machines_do_not_speed_up_a_step_that_was_measured() -> None:
+    """B5, PRO-3: four stages; the key of a step time is a number of machines, idle ones included."""
+    request = LayoutRequest(batch_size=64, num_stages=4, microbatch_size=4)
+    for steps in ({4: 2.0}, {5: 2.0}, {3: 2.0}, {8: 1.0}, {9: 1.0}):
+        plans = CachedPlanner(request, devices_per_machine=1, steps=steps)
+        assert [plans.size(number).step_seconds for number in (4, 5, 6, 7, 8)] == [2.0, 2.0, 2.0, 2.0, 1.0]
+        assert plans.size(3).layout is None
+    plans = CachedPlanner(request, devices_per_machine=3, steps={2: 2.0})  # 4 of 6 devices
+    assert [plans.size(number).step_seconds for number in (2, 3, 4)] == [2.0, 1.0, 2.0 / 3]
+
+
 def test_machines_that_stay_train_but_for_their_start_and_saves() -> None:
     """B5, PRO-3: 10 s to join, 5 s to start; then steps of 2 s, and saves of 1 s."""
     job = play(market(MachineChange(0, added=("a", "b", "c", "d")), end=3600))
@@ -80,6 +91,14 @@ def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> Non
     assert job.ledger.steps_redone == 0
     assert [period.machines for period in job.ledger.periods] == [3, 4, 3]
     assert sum(paid_seconds(job.ledger).values()) == pytest.approx(trace.machine_seconds)
+
+
+def test_a_notice_of_the_trace_without_a_removal_changes_nothing() -> None:
+    """B5, PRO-3: as in `varuna chaos`."""
+    start, more = MachineChange(0, added=("a", "b")), MachineChange(500, added=("c",))
+    plain = play(market(start, more, end=1000))
+    noticed = play(market(start, MachineChange(300, noticed=("b",)), more, end=1000))
+    assert (noticed.log, noticed.ledger.samples) == (plain.log, plain.ledger.samples)
 
 
 def test_workers_that_morph_in_place_lose_no_step() -> None:

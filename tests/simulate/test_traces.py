@@ -55,6 +55,35 @@ def test_our_own_format_has_notices_comments_and_an_end() -> None:
     )
 
 
+@pytest.mark.parametrize("first", [1_760_000_000, 1_760_000_000.5])
+def test_absolute_times_begin_at_0(first: float) -> None:
+    """B5, PRO-3: times since 1970, in seconds of our own format, and in milliseconds of Bamboo's."""
+    ours = [(0, "add,a"), (0.5, "add,b"), (10, "notice,a"), (130, "remove,a"), (200, "end,")]
+    bamboo = [(0, "add,a"), (90_001, "remove,a"), (3_600_000, "add,b")]
+    for head, rows, offset in (("seconds,event,machine\n", ours, first), ("", bamboo, round(first * 1000))):
+        plain, moved = (
+            parse_trace(
+                (head + "".join(f"{at + by!r},{row}\n" for at, row in rows)).encode(), source="market"
+            )
+            for by in (0, offset)
+        )
+        assert (moved.changes, moved.end) == (plain.changes, plain.end)
+        assert plain.notes == ()
+        assert moved.notes == ("times are absolute; they were moved so that the first event is at 0",)
+
+
+def test_a_notice_announces_the_next_removal_of_its_machine() -> None:
+    """B5, PRO-3: one without a later removal is ignored, with a note."""
+    text = "seconds,event,machine\n0,add,a\n0,add,b\n5,notice,a\n6,notice,b\n10,remove,a\n"
+    text += "20,add,a\n25,notice,a\n30,remove,a\n30,add,a\n30,notice,a\n99,end,\n"
+    trace = parse_trace(text.encode(), source="market")
+    assert trace.announced() == [(5.0, "a", 10.0), (25.0, "a", 30.0)]
+    assert trace.notes == (
+        "line 5: notice of b, which is not removed later; ignored",
+        "line 11: notice of a, which is not removed later; ignored",
+    )
+
+
 def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
     """B5, PRO-3"""
     text = "5000,remove,x\n1000,add,a\n2000,add,a\n3000,remove,a\n3000,add,a\n4000,add,b\n4000,remove,b\n"
@@ -75,6 +104,9 @@ def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
         ("0,add,a\nsoon,remove,a\n", "line 2: 'soon' is not a time"),
         ("-1,add,a\n", "line 1: the time -1 is not 0 or more"),
         ("nan,add,a\n", "line 1: the time nan is not 0 or more"),
+        ("inf,add,a\n", "line 1: the time inf is too large"),
+        ("1e13,add,a\n", r"line 1: the time 1e13 is too large \(times are in milliseconds, below 1e\+13"),
+        ("seconds,event,machine\n1760000000000,add,a\n", r"too large \(times are in seconds, below 1e\+10"),
         ("0,add,\n", "line 1: the machine has no name"),
         (
             "seconds,event,machine\n5,add,a\n3,end,\n",

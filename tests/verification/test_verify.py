@@ -28,8 +28,10 @@ from varuna.errors import VarunaError
 from varuna.observe.progress_bar import parts_progress
 from varuna.train import build
 from varuna.verification import coordinator
+from varuna.verification.layouts import parse_layouts
 from varuna.verification.locate import changing_operation, coupling_operation
 from varuna.verification.plain import PlainRun
+from varuna.verification.report import overall
 from varuna.verification.subject import make_subject
 from varuna.verification.wrapped import Face
 
@@ -100,6 +102,31 @@ def test_statistics_of_micro_batches_are_compared_with_the_same_micro_batches() 
     )
     assert report.is_equal, str(report)
     assert report.batch_size == 7
+
+
+@pytest.mark.parametrize(("texts", "verified"), [("1x1:chunk=3,2x1:chunk=1", ["1x1:chunk=3"]), ("1x2", [])])
+def test_a_batch_of_one_sample_leaves_the_layouts_that_run_it_whole(texts: str, verified: list[str]) -> None:
+    """B1, PRO-1: BatchNorm refuses a single sample in a micro-batch. Nothing verified is not "equal"."""
+    chosen = patch.object(coordinator, "chosen_layouts", lambda **_: parse_layouts(texts))
+    with chosen:
+        report = varuna.verify(Pictures(), make_batch=lambda step: pictures((3, 1, 3)[step]))
+    assert [one.layout for one in report.layouts] == verified
+    if verified:
+        assert report.is_equal, str(report)
+    else:
+        assert report.exit_code == 2 and "failed: no layout can be verified: a batch has" in str(report)
+    assert overall(()) == "failed"
+
+
+@pytest.mark.parametrize("face", ["varuna", "pyrannc"])
+def test_gradients_that_the_optimizer_does_not_know_are_cleared(face: Face) -> None:
+    """B1, PRO-1: only the head is trained, while the other parameters keep requires_grad."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.c.parameters(), lr=0.1)
+    report = varuna.verify(
+        model, samples(8), optimizer=optimizer, layouts="1x1,2x1", steps=2, face=face, precision="fp64"
+    )
+    assert report.is_equal, str(report)
 
 
 @pytest.mark.parametrize("precision", ["fp32"])
@@ -218,6 +245,25 @@ def test_a_parameter_that_no_rank_holds_is_found() -> None:
     first = report.layouts[0].first
     assert first is not None and first.kind == "gradient" and first.name.startswith("b."), str(report)
     assert report.exit_code == 1
+
+
+class Pictures(nn.Module):
+    """BatchNorm2d takes a batch of one picture: it has several pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Linear(3 * 4, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.b(self.norm(self.a(x)).relu().flatten(1)), y)
+
+
+def pictures(number: int) -> dict[str, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(number)
+    return {
+        "x": torch.randn(number, 2, 3, 3, generator=numbers),
+        "y": torch.randn(number, 2, generator=numbers),
+    }
 
 
 class Endless(Layers):

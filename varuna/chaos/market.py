@@ -1,6 +1,5 @@
 """Plays a trace of spot machines on a real job: machines are added, announced and taken away in real time."""
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +10,15 @@ import msgspec
 
 from varuna.chaos.hosts.lab import Host
 from varuna.chaos.injector import InjectedFault, Injector
+from varuna.chaos.job import JobStuck, clock
 from varuna.chaos.machines import ChaosMachine, LoopbackMachine
 from varuna.files import write_atomic
 from varuna.secure.framing import FramingError
 from varuna.simulate.job_events import Removal, note_removal
 from varuna.simulate.traces import MachineChange, MarketTrace
+
+Progress = Callable[[float, float], None]
+"""Called with the seconds that were played, and with all of them."""
 
 POLL_SECONDS = 0.02
 NOTICE_POLL_SECONDS = 0.25
@@ -84,25 +87,35 @@ class MarketPlayer:
         self._played_until = trace.end
         self._unannounced: dict[str, float] = {}  # machines that the manager must hear of, and their removals
         self._announce_at = 0.0
+        self._leaving: set[ChaosMachine] = set()  # those with a notice
+        self._num_steps = 0
+        self._waits_since = clock.now()  # for a step
+        self._has_changed = False  # no step came since the last change
 
-    def play(self, *, started: float, on_progress: Callable[[float, float], None]) -> bool:
-        """Play the trace from the time `started` on; return False if the job has ended before."""
+    def play(self, *, started: float, on_progress: Progress) -> bool:
+        """Play the trace from the time `started` on; return False if the job has ended before.
+
+        Raise JobStuck if no step comes in time although there are enough machines.
+        """
         self._started = started
         first, *later = self._trace.changes
         self._rows += [(0.0, "add", self._machines[name].address) for name in first.added]
-        announced = msgspec.structs.replace(first, removed=(), added=())
         events: list[tuple[float, Callable[[], None]]] = [
-            (change.at, partial(self._change, change)) for change in (announced, *later)
+            (change.at, partial(self._change, change)) for change in later
         ]
         events += [
             (notice.at, partial(self._notice, notice.machine, notice.deadline))
-            for notice in self._trace.notices(self._notice_seconds)
+            for notice in (*self._trace.announced(), *self._trace.notices(self._notice_seconds))
         ]
         for at, happen in sorted(events, key=lambda event: event[0]):
             if not self._wait_until(at, on_progress):
                 return False
             happen()
-        return self._wait_until(self._trace.end, on_progress)
+        if not self._wait_until(self._trace.end, on_progress):
+            return False
+        recovered = self._wait_while(lambda _: self._has_changed and self._enough_machines(), on_progress)
+        self._played_until = max(self._trace.end, time.monotonic() - self._started)
+        return recovered
 
     def write_played(self, path: Path, *, begun_at: float) -> None:
         """Write what was played, as a trace that `varuna simulate` reads.
@@ -116,29 +129,46 @@ class MarketPlayer:
 
     # ------------------------------------------------------------ one change
 
-    def _wait_until(self, at: float, on_progress: Callable[[float, float], None]) -> bool:
-        while (now := time.monotonic() - self._started) < at:
+    def _wait_until(self, at: float, on_progress: Progress) -> bool:
+        return self._wait_while(lambda now: now < at, on_progress)
+
+    def _wait_while(self, waits: Callable[[float], bool], on_progress: Progress) -> bool:
+        while waits(now := time.monotonic() - self._started):
             if self._run.job.read_output():
                 self._played_until = now
                 return False
             self._settle()
+            self._check_steps()
             self._keep_away()
             self._announce()
-            on_progress(now, self._trace.end)
+            on_progress(min(now, self._trace.end), self._trace.end)
             time.sleep(POLL_SECONDS)
         return True
+
+    def _check_steps(self) -> None:
+        """Raise JobStuck if no step comes in time, counted from when there were enough machines."""
+        job, now = self._run.job, clock.now()
+        if len(job.steps) > self._num_steps:
+            self._num_steps, self._has_changed, self._waits_since = len(job.steps), False, now
+        elif not self._enough_machines():
+            self._waits_since = now
+        elif now - self._waits_since > job.patience_seconds:
+            raise JobStuck(f"no step for {job.patience_seconds:.0f} s, although there are enough machines")
+
+    def _enough_machines(self) -> bool:
+        """Return True if the job can run. A machine with a notice may have left already."""
+        leaving = {machine.address for machine in self._leaving}
+        return len(set(self._run.listing.addresses()) - leaving) >= self._run.stages
 
     def _change(self, change: MachineChange) -> None:
         run = self._run
         removed = [self._machines[name] for name in change.removed]
         added = [self._machines[name] for name in change.added]
-        for name in change.noticed:
-            later = [one.at for one in self._trace.changes if one.at > change.at and name in one.removed]
-            self._notice(name, min(later, default=math.inf))
         status = run.job.answering()
         working = {one.machine for one in status.machines if one.state == "at work"} if status else set()
         for name in change.removed:
             self._unannounced.pop(name, None)
+        self._leaving.difference_update(removed)
         if removed:
             self._note("removed:", "remove", removed, restarts=any(one.address in working for one in removed))
             for machine in removed:
@@ -153,6 +183,8 @@ class MarketPlayer:
                     machine.boot()
         run.listing.remove(*removed)
         run.listing.add(*added)
+        run.count_redone()  # reads the steps so far
+        self._num_steps, self._has_changed = len(run.job.steps), True
 
     def _keep_away(self) -> None:
         """End agents that the manager starts on machines that are gone, before they connect."""
@@ -161,10 +193,10 @@ class MarketPlayer:
                 machine.kill_started(self._run.job.process.pid)
 
     def _notice(self, name: str, deadline: float) -> None:
-        if math.isfinite(deadline):
-            self._unannounced[name] = deadline
-            self._announce_at = 0.0
-            self._announce()
+        self._unannounced[name] = deadline
+        self._leaving.add(self._machines[name])
+        self._announce_at = 0.0
+        self._announce()
 
     def _announce(self) -> None:
         """Send the notices that the manager has not accepted: it may still start, or read its list."""

@@ -8,6 +8,8 @@ A machine is paid from the start of its first agent to the loss or the end of it
 paid again when an agent connects.
 """
 
+import math
+
 from varuna.morph.failures import shorten_reason
 from varuna.morph.state import Generation, JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
@@ -27,9 +29,14 @@ class Accountant:
         self._known: tuple[object, ...] = ()
         self._fractions: dict[str, float] = {}  # machines of the generation: share of devices with a rank
         self._fractions_of = -1
+        self._next_welcome = math.inf  # a machine waits until then, by the clock of `decide`
 
-    def observe(self, state: JobState, now: float) -> None:
-        """Book the time since the last call, and note what `state` changes from now on."""
+    def observe(self, state: JobState, now: float, *, clock: float | None = None) -> None:
+        """Book the time since the last call, and note what `state` changes from now on.
+
+        `now`: the ledger's time. `clock`: the time of `decide`, as that of all times in `state`; None: `now`.
+        """
+        clock = now if clock is None else clock
         ledger = self.ledger
         seconds = now - ledger.at
         if seconds > 0:
@@ -41,9 +48,12 @@ class Accountant:
             *(state.members, state.phase, state.generation, state.holding),
             *(state.proposal, state.planning_for, state.preparation),
         )
-        if len(self._known) != len(known) or any(a is not b for a, b in zip(known, self._known, strict=True)):
+        changed = len(self._known) != len(known) or any(
+            a is not b for a, b in zip(known, self._known, strict=True)
+        )
+        if changed or clock >= self._next_welcome:
             self._known = known
-            self._divide(state)
+            self._divide(state, clock)
 
     # ------------------------------------------------------------ time
 
@@ -209,7 +219,7 @@ class Accountant:
 
     # ------------------------------------------------------------ machines
 
-    def _divide(self, state: JobState) -> None:
+    def _divide(self, state: JobState, clock: float) -> None:
         """Divide the paid machines by what happens to their time from now on."""
         ledger = self.ledger
         shares = Shares(between_cause=_between_cause(state))
@@ -218,7 +228,7 @@ class Accountant:
         trains = state.phase in TRAINING and not state.holding
         joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
         num_paid = num_at_work = 0
-        working = 0.0
+        working, self._next_welcome = 0.0, math.inf
         for name, member in state.members.items():  # a thousand machines, at each event
             if member.agent:
                 if name not in connected:
@@ -235,8 +245,10 @@ class Accountant:
             if trains and name in fractions:
                 num_at_work += 1
                 working += fractions[name]
-            elif not member.warm or name in joiners or (trains and ledger.at < member.welcome_at):
+            elif not member.warm or name in joiners or (trains and clock < member.welcome_at):
                 shares.waiting += 1.0
+                if clock < member.welcome_at:
+                    self._next_welcome = min(self._next_welcome, member.welcome_at)
             elif trains or member.leaves or member.dismissed_at is not None:
                 shares.idle += 1.0
             else:

@@ -59,9 +59,12 @@ class LedgerKeeper:
     def _now(self) -> float:
         return self._monotonic() + self._offset
 
-    def observe(self, state: JobState) -> None:
-        """Book the time until now. Write the file if it is time, or if the phase has changed."""
-        self._accountant.observe(state, self._now())
+    def observe(self, state: JobState, *, clock: float) -> None:
+        """Book the time until now. Write the file if it is time, or if the phase has changed.
+
+        `clock`: the time of the manager's decisions.
+        """
+        self._accountant.observe(state, self._now(), clock=clock)
         ledger = self._accountant.ledger
         now, place = self._monotonic(), (ledger.phase, ledger.generation)
         if place != self._written or now >= self._write_at:

@@ -59,6 +59,7 @@ class ChangeHistory(msgspec.Struct, frozen=True, kw_only=True):
     change_seconds: tuple[float, ...] = ()  # pauses of changes without a loss: all machines stand still
     loss_seconds: tuple[float, ...] = ()  # pauses and repeated steps after a loss, per machine that was lost
     leave_seconds: tuple[float, ...] = ()  # until machines that leave are free, beyond the end of the step
+    save_seconds: tuple[float, ...] = ()  # those of them in which all workers saved and ended
     join_seconds: tuple[float, ...] = ()  # from the start of an agent until its machine is ready
     since: float | None = None  # the job trains since then
     joins: tuple[tuple[float, int], ...] = ()  # times at which machines became ready since, and how many
@@ -92,14 +93,25 @@ def rate(times: Sequence[float], *, since: float, now: float) -> float:
 # ---------------------------------------------------------------- leaves
 
 
-def seconds_to_leave(history: ChangeHistory, *, step_seconds: float) -> float | None:
+def slowest_leave(history: ChangeHistory, *, all_leave: bool = False) -> float | None:
+    """Return what the slowest of the last leaves took; None: not known.
+
+    Where all machines leave, the job saves and ends, which takes longer than a morph in place.
+    """
+    if all_leave and not history.save_seconds:
+        return None
+    return max((*history.leave_seconds, *(history.save_seconds if all_leave else ())), default=None)
+
+
+def seconds_to_leave(history: ChangeHistory, *, step_seconds: float, all_leave: bool = False) -> float | None:
     """Return how long before its deadline a machine begins to leave; None: at once, nothing is known yet.
 
     The step that runs must end first. Then all machines stand still until the one that leaves is free.
     """
-    if not history.leave_seconds:
+    slowest = slowest_leave(history, all_leave=all_leave)
+    if slowest is None:
         return None
-    return SPARE_SECONDS + STEP_ERROR * step_seconds + SAFETY * max(history.leave_seconds)
+    return SPARE_SECONDS + STEP_ERROR * step_seconds + SAFETY * slowest
 
 
 def fits_before(history: ChangeHistory, seconds: float, *, step_seconds: float) -> bool:

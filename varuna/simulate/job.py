@@ -31,7 +31,7 @@ from varuna.morph.state import (
 from varuna.observe.ledger import Ledger
 from varuna.simulate.costs import Costs
 from varuna.simulate.planner import CachedPlanner
-from varuna.simulate.traces import MachineChange, MarketTrace
+from varuna.simulate.traces import MachineChange, MarketTrace, RemovalNotice
 
 NEVER = 1e18
 SIMULATED_SETTINGS = ManagerSettings(
@@ -210,11 +210,13 @@ class SimulatedMachines:
     def _push_trace(self) -> None:
         for change in self._trace.changes:
             self._push(change.at, self._change_of(change), ends_steps=bool(change.removed))
+        for notice in self._trace.announced():
+            self._push(notice.at, self._notice_of(notice, "the trace announces its removal"))
         for notice in self._trace.notices(self._notice_seconds):
-            self._push(notice.at, self._notice_of(notice.machine, notice.deadline))
+            self._push(notice.at, self._notice_of(notice, "the market takes it back"))
 
-    def _notice_of(self, machine: str, deadline: float) -> Callable[[float], Sequence[events.Event]]:
-        return lambda now: [events.NoticeReceived(machine, deadline, "the market takes it back")]
+    def _notice_of(self, notice: RemovalNotice, why: str) -> Callable[[float], Sequence[events.Event]]:
+        return lambda now: [events.NoticeReceived(notice.machine, notice.deadline, why)]
 
     def _change_of(self, change: MachineChange) -> Callable[[float], Sequence[events.Event]]:
         def happen(now: float) -> Sequence[events.Event]:
@@ -227,16 +229,9 @@ class SimulatedMachines:
                 self._listed[name], self._list_changed = None, True
                 if name in self._starting:  # the manager has tried before
                     self._push_join(name, now)
-            for name in change.noticed:
-                deadline = self._removal_of(name, now)
-                found.append(events.NoticeReceived(name, deadline, "the trace announces its removal"))
             return found
 
         return happen
-
-    def _removal_of(self, machine: str, now: float) -> float:
-        times = (c.at for c in self._trace.changes if c.at > now and machine in c.removed)
-        return next(times, self._trace.end)
 
     def _lose(self, machine: str, now: float) -> list[events.Event]:
         """A machine is gone. The manager learns of it later, but at once if its workers have left."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from varuna.errors import VarunaError
@@ -53,7 +54,10 @@ class CachedPlanner:
     def __init__(
         self, request: LayoutRequest, *, devices_per_machine: int, steps: Mapping[int, float] | None = None
     ) -> None:
-        """Without a profile, `steps` gives the step time of some numbers of machines."""
+        """Without a profile, `steps` gives the step time of some numbers of machines.
+
+        Times of others follow from the devices that the layouts use: idle ones make no step faster.
+        """
         self._request = request
         self._devices = devices_per_machine
         self._steps = dict(steps or {})
@@ -91,17 +95,31 @@ class CachedPlanner:
         if choice.proposal is not None:
             seconds, text = choice.proposal.forecast.seconds, str(choice.proposal.plan)
         else:
-            seconds, text = self._measured(num_machines), ""
+            seconds, text = self._measured(choice.layout.num_ranks), ""
         ranks = tuple([self._ranks.setdefault(ranks, ranks) for ranks in made.ranks])
         return SizedPlan(choice.layout, seconds, tuple(map(int, made.used)), ranks, text, "")
 
-    def _measured(self, num_machines: int) -> float:
-        """Return the step time of the nearest number of machines that was measured, scaled to this one."""
+    def _measured(self, num_ranks: int) -> float:
+        """Return the step time of the nearest number of ranks that was measured, scaled to this one."""
         if not self._steps:
             raise ValueError(
                 "the time of a step is not known (give --profile DIR, --step-seconds or --calibrate)"
             )
-        if num_machines in self._steps:
-            return self._steps[num_machines]
-        nearest = min(self._steps, key=lambda number: abs(number - num_machines))
-        return self._steps[nearest] * nearest / num_machines
+        known = self._steps_by_ranks
+        nearest = min(known, key=lambda number: abs(number - num_ranks))
+        return known[nearest] * nearest / num_ranks
+
+    @cached_property
+    def _steps_by_ranks(self) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for machines, seconds in sorted(self._steps.items()):
+            found.setdefault(self._used_by(machines), seconds)
+        return found
+
+    def _used_by(self, num_machines: int) -> int:
+        """Return the ranks of the layout for a number of machines; of one that is too small, the least."""
+        try:
+            found = choose(self._request, num_machines=num_machines, devices_per_machine=self._devices)
+        except (VarunaError, ValueError):
+            return max(num_machines * self._devices, self._request.num_stages or 1)
+        return found.layout.num_ranks

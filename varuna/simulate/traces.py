@@ -24,6 +24,8 @@ EXPECTED = (
 MOST_NOTES = 5
 MOST_MACHINES = 100_000
 MOST_SECONDS = 1e10
+ABSOLUTE_SECONDS = 1e8
+"""A trace that begins after this time, three years, has times since 1970."""
 
 
 class MachineChange(msgspec.Struct, frozen=True):
@@ -89,6 +91,17 @@ class MarketTrace(msgspec.Struct, frozen=True):
             added_at |= dict.fromkeys(change.added, change.at)
         return found
 
+    def announced(self) -> list[RemovalNotice]:
+        """Return the notices of the trace itself. One without a later removal means nothing."""
+        found: list[RemovalNotice] = []
+        removals: dict[str, float] = {}  # the next one of each machine
+        for change in reversed(self.changes):
+            found += [
+                RemovalNotice(change.at, name, removals[name]) for name in change.noticed if name in removals
+            ]
+            removals |= dict.fromkeys(change.removed, change.at)
+        return found[::-1]
+
     def cut(self, seconds: float) -> "MarketTrace":
         """Return the first `seconds`; if the trace is shorter, its last machines stay until then."""
         changes = tuple(change for change in self.changes if change.at < seconds)
@@ -119,15 +132,15 @@ def parse_trace(data: bytes, *, source: str) -> MarketTrace:
         raise ValueError(f"{source}, line {number}: not UTF-8 text; {EXPECTED}") from None
     if text.lstrip()[:1] in ("{", "["):
         return _read_availability(text, source)
-    rows, end = _read_rows(text, source)
-    return _build(rows, source=source, end=end)
+    rows, end, notes = _read_rows(text, source)
+    return _build(rows, source=source, end=end, notes=notes)
 
 
 # ---------------------------------------------------------------- CSV
 
 
-def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None]:
-    """Return the events in order of time, and the time of the event `end`."""
+def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None, list[str]]:
+    """Return the events in order of time, the time of the event `end`, and notes for the user."""
     rows: list[TraceRow] = []
     scale, end, end_line = 1e-3, None, 0
     events: tuple[str, ...] = ("add", "remove")
@@ -141,7 +154,7 @@ def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None]:
         place = f"{source}, line {number}"
         if len(row) != 3:
             raise ValueError(f"{place}: {line[:80]!r} has {len(row)} columns; {EXPECTED}")
-        at = _time(row[0], place) * scale
+        at = _time(row[0], place, scale)
         event, machine = row[1].lower(), row[2]
         if event not in events:
             raise ValueError(f"{place}: unknown event {row[1][:40]!r}; expected {' or '.join(events)}")
@@ -154,26 +167,38 @@ def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None]:
     if not rows:
         raise ValueError(f"{source}, line 1: the file has no event; {EXPECTED}")
     rows.sort(key=lambda row: row.at)
+    notes: list[str] = []
+    start = rows[0].at
+    if start * scale > ABSOLUTE_SECONDS:
+        notes.append("times are absolute; they were moved so that the first event is at 0")
+    else:
+        start = 0.0
+    rows = [row._replace(at=(row.at - start) * scale) for row in rows]
+    end = None if end is None else (end - start) * scale
     if end is not None and end < rows[-1].at:
         late = f"but line {rows[-1].number} has an event at {rows[-1].at:g} s"
         raise ValueError(f"{source}, line {end_line}: the trace ends at {end:g} s, {late}")
-    return rows, end
+    return rows, end, notes
 
 
-def _time(text: str, place: str) -> float:
+def _time(text: str, place: str, scale: float) -> float:
+    """Return a time in the unit of the file, which has `scale` seconds."""
     try:
         at = float(text)
     except ValueError:
         raise ValueError(f"{place}: {text[:40]!r} is not a time; {EXPECTED}") from None
-    if not 0 <= at < MOST_SECONDS * 1e3:
+    if at * scale >= MOST_SECONDS:
+        unit, most = "seconds" if scale == 1.0 else "milliseconds", f"{MOST_SECONDS / scale:.0e}"
+        raise ValueError(f"{place}: the time {text[:40]} is too large (times are in {unit}, below {most})")
+    if not at >= 0:
         raise ValueError(f"{place}: the time {text[:40]} is not 0 or more")
     return at
 
 
-def _build(rows: Sequence[TraceRow], *, source: str, end: float | None) -> MarketTrace:
+def _build(rows: Sequence[TraceRow], *, source: str, end: float | None, notes: Sequence[str]) -> MarketTrace:
     live: set[str] = set()
     changes: list[MachineChange] = []
-    notes: list[str] = []
+    notes = list(notes)
     if any(a.number > b.number for a, b in pairwise(rows)):
         notes.append("the lines are not in order of time; they were sorted")
     index = 0
@@ -186,8 +211,24 @@ def _build(rows: Sequence[TraceRow], *, source: str, end: float | None) -> Marke
         if change.added or change.removed or change.noticed:
             changes.append(change)
         index = group
+    notes += [
+        f"line {row.number}: notice of {row.machine}, which is not removed later; ignored"
+        for row in _open_notices(rows)
+        if row.machine in live
+    ]
     last = rows[-1].at
     return MarketTrace(source, tuple(changes), last if end is None else end, _few(notes))
+
+
+def _open_notices(rows: Iterable[TraceRow]) -> list[TraceRow]:
+    """Return notices after which their machine is not removed."""
+    found: dict[str, TraceRow] = {}
+    for row in rows:
+        if row.event == "notice":
+            found.setdefault(row.machine, row)
+        elif row.event == "remove":
+            found.pop(row.machine, None)
+    return list(found.values())
 
 
 def _net_change(rows: Iterable[TraceRow], live: set[str], notes: list[str]) -> MachineChange:

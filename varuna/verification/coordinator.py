@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from varuna.types import PrecisionName
 from varuna.verification.children import Answer, Channel, Child, run_together
 from varuna.verification.compare import Judgement, Tolerance, judge
 from varuna.verification.layouts import VerifyLayout, chosen_layouts
+from varuna.verification.plain import Spans
 from varuna.verification.plain_runs import PlainFailed, PlainRuns
 from varuna.verification.reference import Difference, ReferenceRun
 from varuna.verification.report import FirstDifference, LayoutResult, Status, Verification, overall
@@ -43,6 +44,10 @@ log = logging.getLogger("varuna")
 LINE = re.compile(r":\d+: ")
 """A reason that names a line of the script."""
 NOT_REPEATABLE = "the plain process computes something else when it runs again:"
+NO_LAYOUT = (
+    "no layout can be verified: a batch has a single sample, which BatchNorm refuses in a micro-batch (give "
+    "larger batches, or --layouts)"
+)
 
 Progress = Callable[[int, int, str], None]
 
@@ -109,6 +114,8 @@ class Coordinator:
             return self._report("refused", f"refused: {error}", torch.float64, ())
         runs = self._plain_runs(captured)
         layouts = request.layouts or self._chosen(captured, runs)
+        if not layouts:
+            return self._report("failed", f"failed: {NO_LAYOUT}", runs.dtype, ())
         total = len(layouts) + 3
         self.progress(1, total, "training in one plain process")
         unsteady = judge(runs.repeat(), Tolerance(runs.dtype), self._order).first
@@ -167,8 +174,7 @@ class Coordinator:
         )
         if runs.by_microbatch:  # BatchNorm refuses a single sample
             sizes = {self.subject.num_samples(batch) for batch in self.subject.batches}
-            spans = {layout: [s for n in sizes for s in runs.pieces(layout)(n)] for layout in layouts}
-            layouts = tuple(one for one in layouts if all(stop - first > 1 for first, stop in spans[one]))
+            layouts = tuple(one for one in layouts if divides_well(runs.pieces(one), sizes))
             self.notes.append(
                 "BatchNorm computes statistics of a micro-batch, so the plain process runs the same "
                 "micro-batches one after the other"
@@ -314,6 +320,13 @@ def _with_line(reason: str, runs: PlainRuns) -> str:
 
 def decode_differences(message: bytes) -> list[Difference]:
     return msgspec.msgpack.decode(message, type=list[Difference])
+
+
+def divides_well(pieces: Callable[[int], Spans], sizes: Iterable[int]) -> bool:
+    """Return whether no micro-batch has a single sample, but for batches that the plain process runs so."""
+    return all(
+        stop - first > 1 or (first, stop) == (0, size) for size in sizes for first, stop in pieces(size)
+    )
 
 
 def can_be_uneven(captured: Captured, layout: VerifyLayout) -> bool:

@@ -78,7 +78,7 @@ class PlainRun:
             yield step, "gradient", gradients(model)
             yield step, "buffer", dict(model.named_buffers())
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()  # the optimizer may have only some of the parameters
             yield step, "parameter", dict(model.named_parameters())
             yield step, "input", input_tensors(batch)
 

@@ -160,6 +160,9 @@ def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def overall(results: tuple[LayoutResult, ...]) -> Status:
+    """Return the worst status; without a layout, nothing is verified."""
+    if not results:
+        return "failed"
     found = {result.status for result in results}
     order: tuple[Status, ...] = ("differs", "refused", "failed")
     return next((status for status in order if status in found), "equal")

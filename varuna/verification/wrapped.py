@@ -110,7 +110,7 @@ class WrappedRun:
             parameters, buffers = _held(wrapped.named_parameters()), _held(wrapped.named_buffers())
             self._note_step(step, total, parameters, buffers)
             optimizer.step()
-            optimizer.zero_grad()
+            wrapped.zero_grad()
             self._note_update(step, _held(wrapped.named_parameters()), batch, span)
         wrapped.undeploy()
 

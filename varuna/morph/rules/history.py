@@ -142,7 +142,8 @@ def _follow_phase(decision: Decision, before: JobState) -> None:
         _morph_is_over(decision, before)
     elif before.phase == "saving" and state.phase == "gathering":
         began_at = before.since if history.save_began_at is None else history.save_began_at
-        _measure(decision, "leave_seconds", history.order_seconds + decision.now - began_at)
+        for field in ("leave_seconds", "save_seconds"):
+            _measure(decision, field, history.order_seconds + decision.now - began_at)
     if state.phase not in ("saving", "ending") or before.phase not in ("running", "morphing", "saving"):
         return
     by_loss = state.phase == "ending"

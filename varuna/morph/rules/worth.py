@@ -22,17 +22,19 @@ def time_to_leave(decision: Decision, name: str, deadline: float) -> float:
     state, history = decision.state, decision.state.history
     if decision.settings.greedy or not state.step_seconds or not decision.is_working(name):
         return decision.now
-    needed = _seconds_to_leave(decision, 1 + len(noticed_machines(decision)))
+    num_leaving = len({name, *(member.name for member in noticed_machines(decision))})
+    needed = _seconds_to_leave(decision, num_leaving)
     if needed is None:
         return decision.now
     seconds = deadline - needed - decision.now
     if not policy.worth_staying(history, seconds=seconds, num_machines=len(decision.generation.machines)):
         return decision.now
+    slowest = policy.slowest_leave(history, all_leave=_all_leave(decision, num_leaving))
     decision.set(history=msgspec.structs.replace(history, held=history.held + 1))
     decision.log(
         "leaves later",
         f"{name} works on for {seconds:.0f} s, until {needed:.0f} s before its deadline: a step takes "
-        f"{state.step_seconds:.1f} s, and a leave after it {max(history.leave_seconds):.1f} s at most so far",
+        f"{state.step_seconds:.1f} s, and a leave after it {slowest:.1f} s at most so far",
     )
     return deadline - needed
 
@@ -40,15 +42,18 @@ def time_to_leave(decision: Decision, name: str, deadline: float) -> float:
 def _seconds_to_leave(decision: Decision, num_leaving: int) -> float | None:
     """Return how long before its deadline a machine must begin to leave; None: at once.
 
-    Machines that leave one after another make steps longer, by their share.
+    Machines that leave one after another make steps longer, by their share. The last ones leave together.
     """
     num_machines = len(decision.generation.machines)
-    if num_leaving >= num_machines:
-        return None
     return policy.seconds_to_leave(
         decision.state.history,
-        step_seconds=decision.state.step_seconds * num_machines / (num_machines - num_leaving),
+        step_seconds=decision.state.step_seconds * num_machines / max(1, num_machines - num_leaving),
+        all_leave=_all_leave(decision, num_leaving),
     )
+
+
+def _all_leave(decision: Decision, num_leaving: int) -> bool:
+    return num_leaving >= len(decision.generation.machines)
 
 
 def noticed_machines(decision: Decision) -> list[Member]:

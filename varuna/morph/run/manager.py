@@ -240,7 +240,7 @@ class Manager:
     def handle_events(self, batch: Sequence[events.Event]) -> None:
         before = self.state
         self.state, found = decide_all(self.state, batch, self.clock.now())
-        self.ledger.observe(self.state)
+        self.ledger.observe(self.state, clock=self.clock.now())
         self.observer.observe(self.state, now=self.clock.now(), slow=self.slow_machines.machines)
         for topic, why in (("ledger", self.ledger.problem), ("metrics", self.observer.problem)):
             self.report_problem(topic, why)
