@@ -52,7 +52,7 @@ class ProgressWriter:
         """Note other progress, such as an evaluation."""
 
     def meets(self, now: bool) -> None:
-        """Note that this worker waits for all others between two steps. As in a step, it may not wait for long."""
+        """Note that this worker waits for the others between two steps: not for long, as in a step."""
 
     def on_demand(self, now: bool) -> None:
         """Note that a requested save is running: a worker that exits meanwhile exits on demand."""
