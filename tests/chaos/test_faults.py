@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from varuna.chaos.faults.machines import lose_all_machines
-from varuna.chaos.injector import LEFT_OUT, InjectedFault
+from varuna.chaos.injector import LEFT_OUT, InjectedFault, Injector
 from varuna.chaos.leftovers import Leftovers
 from varuna.chaos.market import has_faults
 from varuna.chaos.report import ChaosReport
 from varuna.chaos.run import ChaosRun
 from varuna.chaos.undisturbed import LossComparison
+from varuna.morph.protocol.messages import MachineStatus, WorkerStatus
 from varuna.secure.framing import FramingError
 from varuna.simulate.traces import parse_trace
 
@@ -104,3 +105,23 @@ def test_a_job_that_ends_before_it_is_stopped_has_a_report(error: Exception, cod
     )
     played = ChaosRun._play(run, injector, {})
     assert (played.outcome, played.problem) == (outcome, "the last line" if code else "")
+
+
+def test_faults_wait_for_the_workers_of_machines_that_a_resumed_manager_has_not_heard() -> None:
+    """PRO-2"""
+    here, there = (SimpleNamespace(address=one, name=one, outer_pid=lambda pid: pid) for one in "ab")
+    worker = WorkerStatus(rank=0, pid=7, iteration=1, compute_seconds=0.0, step_seconds=0.0)
+    unheard, heard = (MachineStatus("a", "at work", 1, 0.1, workers) for workers in ((), (worker,)))
+    leaving = MachineStatus("b", "leaving", 1, 0.1, (worker,))
+    answers = [SimpleNamespace(machines=(one, leaving)) for one in (unheard, heard, unheard, heard)]
+    job = SimpleNamespace(
+        patience_seconds=60.0,
+        read_all=lambda: None,
+        answering=lambda: answers.pop(0),
+        status=lambda: answers.pop(0),
+    )
+    injector: Any = Injector.__new__(Injector)
+    vars(injector).update(job=job, all_machines=[here, there], _choose=lambda found, count: found[:count])
+    (chosen,) = injector.at_work()
+    assert chosen is here and len(answers) == 2
+    assert injector.worker_pid(here) == 7 and not answers

@@ -183,9 +183,9 @@ class Injector:
             status = self.job.answering()
             if status is None:
                 continue
-            found = [one.machine for one in status.machines if one.state == "at work"]
-            workers = [worker for one in status.machines for worker in one.workers]
-            if len(found) >= count and sum(worker.pid > 0 for worker in workers) >= len(found):
+            working = [one for one in status.machines if one.state == "at work"]
+            found = [one.machine for one in working if any(worker.pid > 0 for worker in one.workers)]
+            if count <= len(found) == len(working):  # a resumed manager may not have heard of all workers yet
                 return self._choose([one for one in self.all_machines if one.address in found], count)
         raise AssertionError("patience ends before the loop does")
 
@@ -206,8 +206,12 @@ class Injector:
         return found
 
     def worker_pid(self, machine: ChaosMachine) -> int:
-        """Return the process of the machine's first worker."""
-        return machine.outer_pid(self.status_of(machine).workers[0].pid)
+        """Return the process of the machine's first worker; wait if the job is restarting."""
+        complaint = f"{machine.name} has no worker"
+        for _ in within_patience(complaint, seconds=self.job.patience_seconds, pause_seconds=0.1):
+            if pids := [worker.pid for worker in self.status_of(machine).workers if worker.pid > 0]:
+                return machine.outer_pid(pids[0])
+        raise AssertionError("patience ends before the loop does")
 
     def agent_pid(self, machine: ChaosMachine) -> int:
         pid = self.status_of(machine).agent_pid
