@@ -1,6 +1,7 @@
 """VarunaTrainer trains as transformers' Trainer does in one process, at every layout."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_dropout_does_not_depend_on_the_layout(pool: Pool, tmp_path: Path) -> No
     """TRA-1: with dropout and recompute, two stages and two replicas log the same."""
     (one, _), (two, _) = (pool.run(train_with_dropout, 2, str(tmp_path), stages) for stages in (1, 2))
     assert_same_logs(one, two)
+
+
+def test_evaluations_have_outputs_on_the_device_of_the_labels(tmp_path: Path) -> None:
+    """TRA-1: losses that are computed from them mixed a GPU with the CPU. `meta` stands for the GPU."""
+    rows = sentences(8)
+    trainer = VarunaTrainer(language_model(), arguments(tmp_path, max_steps=1), train_dataset=rows, stages=1)
+    trainer.train()
+    batch, pipeline = padded(rows[:2]), trainer.pipeline
+    assert trainer._outputs(**batch).logits.device == trainer.args.device == pipeline.settings.device
+    pipeline.settings = replace(pipeline.settings, device=torch.device("meta"))
+    outputs = trainer._outputs(**batch)
+    assert outputs.logits.is_meta and outputs.loss.is_meta
+    fused = trainer._outputs(**{**batch, "labels": batch["labels"].to("meta"), "fused_lm_head": True})
+    assert fused.log_probs.is_meta
+    pipeline.close()
 
 
 class ScaledLoss(transformers.GPT2LMHeadModel):

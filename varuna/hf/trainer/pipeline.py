@@ -162,8 +162,8 @@ class TrainerPipeline:
         return self.wrapped.evaluate(own_share(self.wrapped, inputs))
 
     def outputs(self, inputs: Mapping[str, Any]) -> Any:
-        """Return the model's own outputs for all samples, on every rank."""
-        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True})
+        """Return the model's own outputs for all samples, on every rank, on the device of the labels."""
+        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True}, self.settings.device)
 
     def patient(self) -> AbstractContextManager[None]:
         return nullcontext() if self.model is None else self.model._session.patient(15.0)

@@ -407,7 +407,7 @@ class VarunaTrainer(TrainerCheckpoints):
         from varuna.hf.trainer.fused_head import fused_outputs
 
         labels = plain.pop("labels")
-        return fused_outputs(self.pipeline.outputs(plain).logits, labels.cpu())
+        return fused_outputs(self.pipeline.outputs(plain).logits, labels)
 
     def _wrap_for_evaluation(self, inputs: Mapping[str, Any]) -> None:
         """Wrap a model that is evaluated before it was trained."""
