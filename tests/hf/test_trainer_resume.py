@@ -10,8 +10,7 @@ import transformers
 from tests.hf.trainers import arguments, language_model, padded, sentences
 from tests.pool import Pool
 from varuna.hf import VarunaTrainer
-from varuna.hf.trainer import reader
-from varuna.hf.trainer import trainer as trainer_module
+from varuna.hf.trainer import data, reader
 
 ROWS = 24
 
@@ -211,7 +210,7 @@ def test_a_stream_that_has_ended_is_not_asked_again(tmp_path: Path, monkeypatch:
         calls.append(args)
         return reader.read_batches(*args)
 
-    monkeypatch.setattr(trainer_module, "read_batches", count)
+    monkeypatch.setattr(data, "read_batches", count)
     args = arguments(tmp_path, max_steps=1000, gradient_accumulation_steps=1)
     trainer = VarunaTrainer(
         language_model(), args, train_dataset=Stream(sentences(12)), callbacks=[Stop()], stages=1

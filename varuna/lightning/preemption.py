@@ -102,8 +102,6 @@ class SaveAndExit:
 def ends_after_epoch(trainer: Any) -> bool:
     """Return whether `fit` ends with this epoch by itself, for example by EarlyStopping."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
-    return (
-        0 <= steps <= trainer.global_step
-        or 0 <= epochs <= trainer.current_epoch + 1
-        or (trainer.should_stop and trainer.fit_loop._can_stop_early)
-    )
+    if 0 <= steps <= trainer.global_step or 0 <= epochs <= trainer.current_epoch + 1:
+        return True
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)

@@ -2,10 +2,8 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,11 +14,9 @@ from torch import Tensor, nn
 from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
-from varuna.execute.comm.values import PlainValue
 from varuna.hf.trainer import files
 from varuna.hf.trainer.captured_loss import NUM_BATCHES, ModelProxy
-from varuna.hf.trainer.checkpoints import TrainerCheckpoints
-from varuna.hf.trainer.epoch_reader import EpochReader, load_random_state, set_random_state
+from varuna.hf.trainer.data import TrainerData
 from varuna.hf.trainer.one_process import alone, given, set_one_process
 from varuna.hf.trainer.pipeline import (
     PipelineSettings,
@@ -28,7 +24,7 @@ from varuna.hf.trainer.pipeline import (
     join_batches,
     loss_inputs,
 )
-from varuna.hf.trainer.reader import BatchMessage, SharedReader, plain_batch, read_batches
+from varuna.hf.trainer.reader import SharedReader, plain_batch
 from varuna.hf.trainer.refusals import (
     UnsupportedFeature,
     refuse_arguments,
@@ -59,7 +55,7 @@ class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.optimizer.step()
 
 
-class VarunaTrainer(TrainerCheckpoints):
+class VarunaTrainer(TrainerData):
     """transformers' Trainer for a model that is cut into pipeline stages and replicated over all processes.
 
     Change the import, and start the script with `varuna run` or torchrun:
@@ -84,7 +80,6 @@ class VarunaTrainer(TrainerCheckpoints):
         self._pipeline: TrainerPipeline | None = None
         self._update: list[dict[str, Any]] = []  # batches of the current update
         self._num_steps = 0  # of the current update
-        self._epoch_start: dict[str, Any] | None = None  # random state, for the rest of a resumed epoch
         given_model, args = (
             named.get(name, positional[index] if len(positional) > index else None)
             for index, name in enumerate(("model", "args"))
@@ -192,37 +187,6 @@ class VarunaTrainer(TrainerCheckpoints):
             )
         return folder
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return the numbers of steps and samples. Those of the first rank, which reads the data."""
-        own, collective = super().set_initial_training_values(args, dataloader), self.pipeline.collective
-        numbers: tuple[Any, ...] = collective.broadcast(own, collective.ranks[0], tuple[int | float, ...])
-        return numbers
-
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        """Return how many epochs were trained, and how many batches of the next one."""
-        epochs, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        self._epoch_start = None
-        if resume_from_checkpoint is None:
-            return epochs, batches
-        if self.state.global_step >= max_steps:
-            return num_train_epochs, 0
-        is_stream = num_train_epochs == sys.maxsize
-        if is_stream and not self.args.ignore_data_skip:
-            accumulated = self.args.gradient_accumulation_steps
-            epochs, batches = files.position_in_stream(resume_from_checkpoint, accumulated)
-        if batches:
-            self._epoch_start = load_random_state(resume_from_checkpoint)
-        return epochs, batches
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -244,30 +208,11 @@ class VarunaTrainer(TrainerCheckpoints):
             self._use_optimizer()
         return self.model, train_dataloader
 
-    def _run_epoch(self, *args: Any, **options: Any) -> None:
-        self._epoch = None
-        super()._run_epoch(*args, **options)
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Read the batches of an update on the first rank, and return them on all ranks."""
-        if self._epoch is None:
-            if self._epoch_start is not None:
-                set_random_state(self._epoch_start)
-                self._epoch_start = None
-            self._epoch = EpochReader()
-        if self._epoch.has_ended:  # Trainer goes on to max_steps
-            self.current_gradient_accumulation_steps = 0
-            return [], None
-
-        def read() -> BatchMessage:
-            batches = map(plain_batch, islice(epoch_iterator, num_batches))
-            return BatchMessage(PlainValue(list(batches)))
-
-        with self.pipeline.patient():
-            batches = read_batches(self.pipeline.collective, read).batches.value
-        self._epoch.has_ended = len(batches) < num_batches
+        batches = self._read_batches(epoch_iterator, num_batches)
         num_items = self._get_num_items_in_batch(batches, device)
         self._update, self._num_steps, self.pipeline.grad_norm = [], 0, None
         self.current_gradient_accumulation_steps = len(batches)
@@ -276,17 +221,19 @@ class VarunaTrainer(TrainerCheckpoints):
             self._use_optimizer()
         return batches, num_items
 
-    def _finalize_training(self, *args: Any) -> Any:
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         """End the training. A resume with no update left wraps and loads the model with a batch now."""
         if self.pipeline.model is None:
             self._epoch = None
-            self.get_batch_samples(iter(self.callback_handler.train_dataloader), 1, self.args.device)
+            loader: Any = self.callback_handler.train_dataloader
+            self.get_batch_samples(iter(loader), 1, self.args.device)
         if self._resume_folder is not None:
             raise ValueError(
                 f"{self._resume_folder} cannot be loaded: the training data has no batch, with which the "
                 "model is wrapped (pass the data of the training)"
             )
-        return super()._finalize_training(*args)
+        ended: Any = super()
+        return ended._finalize_training(trial, num_train_samples, start_time)
 
     def _wrap(self, inputs: Mapping[str, Any], num_items: Any) -> None:
         refuse_model(self.model)  # model_init may have made it after the start
