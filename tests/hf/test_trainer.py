@@ -1,6 +1,7 @@
 """VarunaTrainer trains as transformers' Trainer does in one process, at every layout."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.hf.trainers import (
 from tests.pool import Pool
 from varuna.errors import CaptureError
 from varuna.hf import VarunaTrainer
+from varuna.hf.trainer.pipeline import join_batches
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
 
@@ -187,6 +189,66 @@ def test_dropout_does_not_depend_on_the_layout(pool: Pool, tmp_path: Path) -> No
     """TRA-1: with dropout and recompute, two stages and two replicas log the same."""
     (one, _), (two, _) = (pool.run(train_with_dropout, 2, str(tmp_path), stages) for stages in (1, 2))
     assert_same_logs(one, two)
+
+
+def test_evaluations_have_outputs_on_the_device_of_the_labels(tmp_path: Path) -> None:
+    """TRA-1: losses that are computed from them mixed a GPU with the CPU. `meta` stands for the GPU."""
+    rows = sentences(8)
+    trainer = VarunaTrainer(language_model(), arguments(tmp_path, max_steps=1), train_dataset=rows, stages=1)
+    trainer.train()
+    batch, pipeline = padded(rows[:2]), trainer.pipeline
+    assert trainer._outputs(**batch).logits.device == trainer.args.device == pipeline.settings.device
+    pipeline.settings = replace(pipeline.settings, device=torch.device("meta"))
+    outputs = trainer._outputs(**batch)
+    assert outputs.logits.is_meta and outputs.loss.is_meta
+    fused = trainer._outputs(**{**batch, "labels": batch["labels"].to("meta"), "fused_lm_head": True})
+    assert fused.log_probs.is_meta
+    pipeline.close()
+
+
+class ScaledLoss(transformers.GPT2LMHeadModel):
+    """Multiplies its loss by a number that the batch has."""
+
+    def forward(self, input_ids: Any, alpha: Any, labels: Any = None, **options: Any) -> Any:
+        outputs = super().forward(input_ids, labels=labels, **options)
+        outputs.loss = outputs.loss * alpha
+        return outputs
+
+
+def with_number(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad rows, and add a number that is 1 or 2."""
+    return {**padded(rows), "alpha": torch.tensor(float(rows[0]["input_ids"][0] % 2 + 1))}
+
+
+def train_scaled(kind: str, folder: str, stages: int | None = None) -> Any:
+    layout: dict[str, Any] = {} if kind == "Trainer" else {"stages": stages, "micro_batch": 2}
+    model = language_model()
+    model.__class__ = ScaledLoss
+    trainer = (transformers.Trainer if kind == "Trainer" else VarunaTrainer)(
+        model,
+        arguments(folder, max_steps=4, gradient_accumulation_steps=3),
+        train_dataset=sentences(48),
+        data_collator=with_number,
+        **layout,
+    )
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_accumulated_batches_have_their_own_numbers(pool: Pool, tmp_path: Path) -> None:
+    """TRA-1: batches with different values of an input without dimensions are not one step."""
+    expected = train_scaled("Trainer", str(tmp_path / "one"))
+    for logs in pool.run(train_scaled, 2, "VarunaTrainer", str(tmp_path / "mine"), 2):
+        assert_same_logs(logs, expected)
+
+
+def test_batches_are_joined_by_shape_and_number() -> None:
+    """TRA-1"""
+    numbers = (1.0, 2.0, 1.0)
+    batches = [{"x": torch.full((2, 3), n), "n": torch.tensor(a)} for n, a in enumerate(numbers)]
+    first, second = join_batches(batches)
+    assert first["x"][:, 0].tolist() == [0, 0, 2, 2] and first["n"] == 1
+    assert second["x"][:, 0].tolist() == [1, 1] and second["n"] == 2
 
 
 class ShortStream(torch.utils.data.IterableDataset[Any]):

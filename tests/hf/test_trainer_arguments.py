@@ -405,16 +405,20 @@ def train_from_folder(folder: str, source: str) -> Any:
 def test_each_rank_loads_its_stage_from_a_folder(pool: Pool, tmp_path: Path) -> None:
     """TRA-1, TRA-3: the model is on `meta`; no rank reads all weights."""
     source = tmp_path / "source"
-    language_model().save_pretrained(source)
+    model = language_model()
+    model.generation_config.eos_token_id = [1, 9]
+    model.save_pretrained(source)
     trainer = hf.Trainer(language_model(), arguments(tmp_path, max_steps=3), train_dataset=sentences(44))
     trainer.train()
     size = (source / "model.safetensors").stat().st_size
     for logs, num_bytes in pool.run(train_from_folder, 2, str(tmp_path / "mine"), str(source)):
         assert_same_logs(logs, trainer.state.log_history)
         assert 0 < num_bytes < 0.8 * size
-    saved = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "mine" / "final").state_dict()
+    saved = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "mine" / "final")
+    assert saved.generation_config.eos_token_id == [1, 9]
+    weights = saved.state_dict()
     for name, value in trainer.model.state_dict().items():
-        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
 
 
 class Hub:

@@ -167,6 +167,35 @@ def wrap(folder: Path, name: str = "gpt2", **options: Any) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_the_generation_config_of_the_folder_is_kept(is_dropped: bool, tmp_path: Path) -> None:
+    """TRA-3: a default one ends texts at other tokens. Changes of a model that the script keeps count."""
+    base = make_model("gpt2")
+    base.generation_config.update(eos_token_id=[1, 9], do_sample=True, temperature=0.6, top_k=5)
+    base.save_pretrained(tmp_path / "a")
+    model: Any = empty_model(tmp_path / "a")
+    weights = hf_weights(tmp_path / "a")
+    wrapped = Varuna(model, "0;", make_batch("gpt2", 2), 2, 2, device="cpu", initialize=weights)
+    model.generation_config.top_k = 7
+    if is_dropped:
+        del model
+    save_pretrained(wrapped, tmp_path / "b")
+    wrapped.close()
+    found: Any = reload(tmp_path / "b", "gpt2").generation_config
+    assert (found.eos_token_id, found.temperature) == ([1, 9], 0.6)
+    assert found.top_k == (5 if is_dropped else 7)
+
+
+def test_a_folder_may_have_no_generation_config(tmp_path: Path) -> None:
+    """TRA-3: then it follows from the config, and a model that cannot generate has none."""
+    write_folder(tmp_path / "a", "gpt2")
+    (tmp_path / "a" / "generation_config.json").unlink()
+    model: Any = empty_model(tmp_path / "a")
+    assert model.generation_config.eos_token_id == 0
+    write_folder(tmp_path / "b", "bert")
+    wrap(tmp_path / "b", "bert-head", kind=classes("bert-head")[0])
+
+
 def test_folders_without_usable_weights_are_refused(tmp_path: Path) -> None:
     """TRA-3: no folder, no shards, a pickle only, a missing, truncated or foreign shard: each is named."""
     with pytest.raises(CheckpointError, match=r"does not exist .*snapshot_download"):

@@ -7,8 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import varuna.lightning
+from tests.pool import Pool
 from varuna.environment import variable_name
 from varuna.lightning.preemption import SaveAndExit
 from varuna.lightning.ranks import StartedProcesses
@@ -32,11 +39,14 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProgressReader:
     return found
 
 
-def make_trainer(*, ends_epoch: bool, saves: bool) -> Any:
+def make_trainer(*, saves: bool) -> Any:
     """Return what the callback uses of Lightning's Trainer."""
     saver = SimpleNamespace(save_last=True, dirpath="saved", CHECKPOINT_NAME_LAST="last", FILE_EXTENSION="")
     return SimpleNamespace(
-        is_last_batch=ends_epoch,
+        max_steps=-1,
+        max_epochs=-1,
+        should_stop=False,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(update_lr_schedulers=lambda *_, **__: None)),
         strategy=SimpleNamespace(root_device="cpu"),
         checkpoint_callbacks=[saver] if saves else [],
         save_checkpoint=lambda _path: None,
@@ -50,11 +60,11 @@ def test_a_request_is_reported_until_the_worker_ends(page: ProgressReader) -> No
     assert not page.read().activity, "a hang is detected only after a request"
     os.kill(os.getpid(), signal.SIGUSR1)
     before = page.read()
-    callback.on_train_batch_end(make_trainer(ends_epoch=False, saves=True))
+    callback.on_train_batch_end()
     callback.on_validation_batch_end()
     assert before.saving and page.read().saving and page.read().activity == before.activity + 2
     with pytest.raises(SystemExit):
-        callback.on_train_batch_end(make_trainer(ends_epoch=True, saves=True))
+        callback.on_train_epoch_end(make_trainer(saves=True))
     callback.on_exception()  # Lightning calls it for SystemExit, too
     assert page.on_demand and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
@@ -64,7 +74,7 @@ def test_a_worker_that_will_not_save_takes_its_report_back(page: ProgressReader)
     callback = SaveAndExit()
     callback.listen()
     os.kill(os.getpid(), signal.SIGUSR1)
-    callback.on_train_batch_end(make_trainer(ends_epoch=True, saves=False))
+    callback.on_train_epoch_end(make_trainer(saves=False))
     assert not page.on_demand
     os.kill(os.getpid(), signal.SIGUSR1)
     assert page.on_demand
@@ -82,7 +92,116 @@ def test_a_request_before_fit_is_not_lost(page: ProgressReader) -> None:
     callback.listen()
     assert page.on_demand and not early_signal.came
     with pytest.raises(SystemExit):
-        callback.on_train_batch_end(make_trainer(ends_epoch=True, saves=True))
+        callback.on_train_epoch_end(make_trainer(saves=True))
+
+
+class Recorder(L.LightningModule):
+    """Records its learning rates, validations and ends of epochs; its schedules follow the validation."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.schedule = schedule
+        self.events: list[tuple[str, int, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def note(self, event: str) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.events.append((event, self.current_epoch, rate))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("step")
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validation")
+        self.log("decreasing", self(batch[0]).square().mean(), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.note("end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.schedule == "step":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "decreasing"},
+        }
+
+
+class SignalIn(L.Callback):
+    """Sends the manager's signal to the last rank in an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == self.epoch and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def fit_epochs(folder: str, schedule: str, signal_in: int = -1) -> dict[str, Any]:
+    """Train up to 5 epochs, which EarlyStopping ends after the third; return what a test compares."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    os.environ["VARUNA_GENERATION"] = "1"
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    module = Recorder(schedule)
+    saver = ModelCheckpoint(folder, monitor="decreasing", save_last=True, every_n_epochs=1)
+    stopping = EarlyStopping("decreasing", mode="max", patience=2)
+    trainer = L.Trainer(
+        strategy=varuna.lightning.VarunaStrategy(measure=False, pipeline_num=1, partition_num=1),
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=5,
+        callbacks=[saver, stopping, SignalIn(signal_in)],
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = [DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4 // ranks) for _ in range(2)]
+    try:
+        trainer.fit(module, *loaders, ckpt_path="last")
+        exited = False
+    except SystemExit:
+        exited = True
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+        del os.environ["VARUNA_GENERATION"]
+    return {
+        "exited": exited,
+        "events": module.events,
+        "weights": [parameter.detach().clone() for parameter in module.parameters()],
+        "best": saver.best_model_score,
+    }
+
+
+@pytest.mark.parametrize("schedule", ["plateau", "step"])
+def test_a_planned_change_keeps_the_end_of_its_epoch(schedule: str, pool: Pool, tmp_path: Path) -> None:
+    """TRA-5: validation, hooks, schedules, EarlyStopping and the best checkpoint are as without it."""
+    (whole,) = pool.run(fit_epochs, 1, str(tmp_path / "whole"), schedule)
+    assert [event for event in whole["events"] if event[0] == "end"][-1][1] == 2, "it stops early"
+    for ranks in (1, 2):
+        folder = str(tmp_path / str(ranks))
+        before = pool.run(fit_epochs, ranks, folder, schedule, 1)
+        after = pool.run(fit_epochs, ranks, folder, schedule)
+        for first, second in zip(before, after, strict=True):
+            assert first["exited"] and not second["exited"]
+            assert first["events"] + second["events"] == whole["events"]
+            torch.testing.assert_close(second["weights"], whole["weights"])
+            torch.testing.assert_close(second["best"], whole["best"])
+
+
+def test_the_last_epoch_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
+    """TRA-5: a restart would train one more after EarlyStopping."""
+    (whole,) = pool.run(fit_epochs, 1, str(tmp_path / "whole"), "step")
+    (last,) = pool.run(fit_epochs, 1, str(tmp_path / "last"), "step", 2)
+    assert not last["exited"] and last["events"] == whole["events"]
 
 
 OF_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": "first"}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from varuna.hf.save import GENERATION_CONFIG, has_generation_config
 from varuna.hf.weights import hf_weights
 from varuna.train.varuna import Varuna
 
@@ -18,7 +19,7 @@ def empty_model(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> nn.Module:
-    """Build the model of a folder's config.json on `meta`, without reading its weights.
+    """Build the model of a folder's config.json and generation_config.json on `meta`, without its weights.
 
     `model_class` is a class of transformers, such as BertForSequenceClassification or AutoModelForCausalLM;
     None takes the class in the config. Further arguments change the config: `num_labels=3`.
@@ -38,6 +39,9 @@ def empty_model(
     with torch.device("meta"):
         model = build(found, dtype=dtype)
     assert isinstance(model, nn.Module)
+    if has_generation_config(model) and os.path.exists(os.path.join(folder, GENERATION_CONFIG)):
+        generating: Any = model
+        generating.generation_config = type(generating.generation_config).from_pretrained(os.fspath(folder))
     return model.train()
 
 

@@ -30,6 +30,8 @@ from varuna.execute.comm.session import Session
 from varuna.hf.adapters import save_adapter
 from varuna.hf.wrapped import LONG_WAIT_FACTOR, own_tensors, wrapped_parts
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 def save_pretrained(
     model: nn.Module,
@@ -42,7 +44,7 @@ def save_pretrained(
     """Write a `Varuna` or `RaNNCModule` as a folder that `from_pretrained` loads. All ranks call this.
 
     All ranks must see the folder. Of a model with adapters, only these are written, as by `save_adapter`. The
-    weights keep their dtype, or get `dtype`. The config is the model's.
+    weights keep their dtype, or get `dtype`. The configs are the model's.
     If a rank fails, all ranks raise the same error, and the folder is as before.
     """
     session, state, source = wrapped_parts(model, "save_pretrained")
@@ -157,6 +159,13 @@ def _write_config(staging: Path, source: Source, dtype: torch.dtype | None) -> N
         config.save_pretrained(staging)
     finally:
         config.architectures, config.dtype = kept
+    model: Any = source.attributes.root  # the script may have changed it since the model was wrapped
+    if has_generation_config(model):
+        model.generation_config.save_pretrained(staging)
+
+
+def has_generation_config(model: Any) -> bool:
+    return getattr(model, "generation_config", None) is not None and bool(model.can_generate())
 
 
 def _failure(failures: Sequence[RankFailure], own: Exception | None) -> Exception:

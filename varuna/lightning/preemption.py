@@ -30,10 +30,11 @@ def add_preemption(trainer: Any, callback_base: Any) -> None:
 
 
 class SaveAndExit:
-    """A callback: after the last batch of an epoch, all ranks save and end, if one of them got SIGUSR1.
+    """A callback: at the end of an epoch, all ranks save and end, if one of them got SIGUSR1.
 
-    Not within an epoch: Lightning would read its data from the start again. After `fit`, the script's handler
-    is back.
+    Not within an epoch: Lightning would read its data from the start again. As one of Lightning's Checkpoint
+    callbacks, it comes after the validation and after all other hooks of the epoch's end. After `fit`, the
+    script's handler is back.
     """
 
     def __init__(self) -> None:
@@ -72,14 +73,14 @@ class SaveAndExit:
     def on_validation_batch_end(self, *_args: Any) -> None:
         self._progress.alive()
 
-    def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
+    def on_train_batch_end(self, *_args: Any) -> None:
         self._progress.alive()
-        if not trainer.is_last_batch:
-            return
+
+    def on_train_epoch_end(self, trainer: Any, *_args: Any) -> None:
         requested = torch.tensor(float(self._requested), device=trainer.strategy.root_device)
         if dist.is_initialized():
             dist.all_reduce(requested)
-        if not requested:
+        if not requested or ends_after_epoch(trainer):
             return
         self._requested = False
         saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "save_last", False)), None)
@@ -90,7 +91,17 @@ class SaveAndExit:
             )
             self._progress.on_demand(False)
             return
+        # Lightning does this after the hooks, and not again after a restart.
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         name = f"{saver.CHECKPOINT_NAME_LAST}{saver.FILE_EXTENSION}"
         trainer.save_checkpoint(os.path.join(saver.dirpath, name))
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         raise SystemExit(0)
+
+
+def ends_after_epoch(trainer: Any) -> bool:
+    """Return whether `fit` ends with this epoch by itself, for example by EarlyStopping."""
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    if 0 <= steps <= trainer.global_step or 0 <= epochs <= trainer.current_epoch + 1:
+        return True
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)

@@ -46,7 +46,7 @@ def strategy_class(name: str) -> type[Any]:
     }
     if package.behaviour is TrainerBehaviour:
         tools = import_module(f"{package.module}.utilities.data")
-        attributes["callback_base"] = import_module(f"{package.module}.callbacks").Callback
+        attributes["callback_base"] = import_module(f"{package.module}.callbacks").Checkpoint
         attributes["update_dataloader"] = staticmethod(tools._update_dataloader)
     return type(name, (package.behaviour, base), attributes)
 

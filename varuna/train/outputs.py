@@ -24,6 +24,8 @@ from varuna.train.loader import own_share
 from varuna.train.varuna import Varuna
 from varuna.types import spread_evenly
 
+CPU = torch.device("cpu")
+
 
 class OutputsCall(StructuredCall):
     """Calls by keywords, for all outputs."""
@@ -67,10 +69,10 @@ def refuse_different_inputs(model: Varuna, inputs: Mapping[str, Any]) -> None:
             )
 
 
-def whole_outputs(model: Varuna, inputs: Mapping[str, Any]) -> Any:
+def whole_outputs(model: Varuna, inputs: Mapping[str, Any], device: torch.device = CPU) -> Any:
     """Return the outputs for all samples of a batch, in evaluation mode, on every rank. All ranks call this.
 
-    All ranks have the same inputs, of the whole batch.
+    All ranks have the same inputs, of the whole batch. The outputs are on `device`.
     """
     session, programs, trainer = model._session, model._programs, model._trainer
     with session.call("predict"), model._report_errors("predict"):
@@ -103,7 +105,7 @@ def whole_outputs(model: Varuna, inputs: Mapping[str, Any]) -> Any:
                 mine.append(whole.detach().cpu())
         parts = [part for part in _from_last_stage(model, mine) if part]
     whole_tensors = [
-        output.combine_ranks([part[number] for part in parts], torch.device("cpu"))
+        output.combine_ranks([part[number] for part in parts], CPU).to(device)
         for number, output in enumerate(outputs)
     ]
     return captured.structure.filled(whole_tensors)

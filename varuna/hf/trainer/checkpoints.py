@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from varuna.hf.trainer import files
+from varuna.hf.trainer.epoch_reader import EpochReader
 from varuna.hf.trainer.one_process import own_rank
 from varuna.hf.trainer.pipeline import TrainerPipeline
 from varuna.hf.trainer.refusals import UnsupportedFeature
@@ -22,6 +23,7 @@ class TrainerCheckpoints(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     _resume_folder: str | None = None  # to load when the model is wrapped
+    _epoch: EpochReader | None = None  # that is being read
     _owner: files.FolderOwner | None = None  # of the folders that this call of train() writes
     _is_exiting = False  # the next start continues from the folder that is being saved
     _saved_folder: str | None = None  # the last complete one that this call of train() wrote or resumed
@@ -85,6 +87,8 @@ class TrainerCheckpoints(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # the rank that reads the data
             super()._save_rng_state(output_dir)
+            if self._epoch is not None:
+                self._epoch.save_random_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a folder of transformers' Trainer; those of Varuna's store come later."""

@@ -8,6 +8,7 @@ checkpoint-N/varuna_job.json                       the job of `varuna run` that 
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -111,6 +112,19 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
+def position_in_stream(folder: str, accumulated: int) -> tuple[int, int]:
+    """Return how many times a stream was read to its end, and how many batches were read since.
+
+    The Trainer counts a pass over a stream as the part of `max_steps` updates that it had.
+    """
+    if not is_complete(Path(folder)):
+        return 0, 0
+    state = json.loads((Path(folder) / TRAINER_STATE).read_bytes())
+    epoch = state["epoch"] or 0.0
+    passes = max(0, math.ceil(epoch) - 1)  # a whole number is a pass that has not ended
+    return passes, round((epoch - passes) * state["max_steps"] * accumulated)
+
+
 def owner_of(folder: Path) -> FolderOwner | None:
     try:
         text = (folder / OWNER).read_text()
@@ -188,6 +202,3 @@ def save_model(pipeline: TrainerPipeline, model: Any, folder: str) -> None:
         save_adapter(pipeline.wrapped, folder, overwrite=True)
         return
     save_pretrained(pipeline.wrapped, folder, overwrite=True)
-    is_first = pipeline.collective.rank == pipeline.collective.ranks[0]
-    if is_first and getattr(model, "generation_config", None) is not None and model.can_generate():
-        model.generation_config.save_pretrained(folder)

@@ -162,8 +162,8 @@ class TrainerPipeline:
         return self.wrapped.evaluate(own_share(self.wrapped, inputs))
 
     def outputs(self, inputs: Mapping[str, Any]) -> Any:
-        """Return the model's own outputs for all samples, on every rank."""
-        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True})
+        """Return the model's own outputs for all samples, on every rank, on the device of the labels."""
+        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True}, self.settings.device)
 
     def patient(self) -> AbstractContextManager[None]:
         return nullcontext() if self.model is None else self.model._session.patient(15.0)
@@ -193,14 +193,14 @@ def tokens_of(inputs: Mapping[str, Any]) -> int | None:
 
 
 def join_batches(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Concatenate batches of equal shapes. Others stay batches of their own."""
+    """Concatenate batches of equal shapes and single values. Others stay batches of their own."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for number, batch in enumerate(batches):
         sizes = {v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()}
         key: Any = number
         if len(sizes) == 1:
             key = tuple(
-                (name, value.dtype, value.shape[1:], value.device)
+                (name, value.dtype, value.device, value.shape[1:] if value.dim() else value.item())
                 if isinstance(value, Tensor)
                 else (name, repr(value))
                 for name, value in sorted(batch.items())

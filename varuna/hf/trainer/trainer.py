@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from varuna.environment import VarunaEnvironment
 from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
-from varuna.execute.comm.values import PlainValue
 from varuna.hf.trainer import files
 from varuna.hf.trainer.captured_loss import NUM_BATCHES, ModelProxy
-from varuna.hf.trainer.checkpoints import TrainerCheckpoints
+from varuna.hf.trainer.data import TrainerData
 from varuna.hf.trainer.one_process import alone, given, set_one_process
 from varuna.hf.trainer.pipeline import (
     PipelineSettings,
@@ -26,7 +24,7 @@ from varuna.hf.trainer.pipeline import (
     join_batches,
     loss_inputs,
 )
-from varuna.hf.trainer.reader import BatchMessage, SharedReader, plain_batch, read_batches
+from varuna.hf.trainer.reader import SharedReader, plain_batch
 from varuna.hf.trainer.refusals import (
     UnsupportedFeature,
     refuse_arguments,
@@ -57,7 +55,7 @@ class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.optimizer.step()
 
 
-class VarunaTrainer(TrainerCheckpoints):
+class VarunaTrainer(TrainerData):
     """transformers' Trainer for a model that is cut into pipeline stages and replicated over all processes.
 
     Change the import, and start the script with `varuna run` or torchrun:
@@ -189,12 +187,6 @@ class VarunaTrainer(TrainerCheckpoints):
             )
         return folder
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return the numbers of steps and samples. Those of the first rank, which reads the data."""
-        own, collective = super().set_initial_training_values(args, dataloader), self.pipeline.collective
-        numbers: tuple[Any, ...] = collective.broadcast(own, collective.ranks[0], tuple[int | float, ...])
-        return numbers
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -220,13 +212,7 @@ class VarunaTrainer(TrainerCheckpoints):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Read the batches of an update on the first rank, and return them on all ranks."""
-
-        def read() -> BatchMessage:
-            batches = map(plain_batch, islice(epoch_iterator, num_batches))
-            return BatchMessage(PlainValue(list(batches)))
-
-        with self.pipeline.patient():
-            batches = read_batches(self.pipeline.collective, read).batches.value
+        batches = self._read_batches(epoch_iterator, num_batches)
         num_items = self._get_num_items_in_batch(batches, device)
         self._update, self._num_steps, self.pipeline.grad_norm = [], 0, None
         self.current_gradient_accumulation_steps = len(batches)
@@ -234,6 +220,20 @@ class VarunaTrainer(TrainerCheckpoints):
             self._wrap(batches[0], num_items)
             self._use_optimizer()
         return batches, num_items
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        """End the training. A resume with no update left wraps and loads the model with a batch now."""
+        if self.pipeline.model is None:
+            self._epoch = None
+            loader: Any = self.callback_handler.train_dataloader
+            self.get_batch_samples(iter(loader), 1, self.args.device)
+        if self._resume_folder is not None:
+            raise ValueError(
+                f"{self._resume_folder} cannot be loaded: the training data has no batch, with which the "
+                "model is wrapped (pass the data of the training)"
+            )
+        ended: Any = super()
+        return ended._finalize_training(trial, num_train_samples, start_time)
 
     def _wrap(self, inputs: Mapping[str, Any], num_items: Any) -> None:
         refuse_model(self.model)  # model_init may have made it after the start
@@ -354,7 +354,7 @@ class VarunaTrainer(TrainerCheckpoints):
         from varuna.hf.trainer.fused_head import fused_outputs
 
         labels = plain.pop("labels")
-        return fused_outputs(self.pipeline.outputs(plain).logits, labels.cpu())
+        return fused_outputs(self.pipeline.outputs(plain).logits, labels)
 
     def _wrap_for_evaluation(self, inputs: Mapping[str, Any]) -> None:
         """Wrap a model that is evaluated before it was trained."""
