@@ -8,7 +8,7 @@ from benchmarks.growth import SHAPES, measure
 from tests.pool import Pool
 
 NOISE = 50
-"""Objects of a save that runs at one mark and not at the other; a leak has one per step or save."""
+"""Objects that come and go; a leak has one per step or save."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -17,4 +17,4 @@ def test_objects_and_files_do_not_grow_with_steps_and_saves(shape: str, pool: Po
     for marks in pool.run(measure, 2, SHAPES[shape], [200, 400], str(tmp_path)):
         before, after = marks
         assert after["objects"] - before["objects"] < NOISE
-        assert after["files"] - before["files"] <= 2  # a file of the running save
+        assert after["files"] - before["files"] <= 2
