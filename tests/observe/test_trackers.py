@@ -23,6 +23,7 @@ from tests.environments import environment
 from tests.observe.servers import get_json, tensorboard, wait_for
 from varuna.cli.status.viewers import ViewerOptions
 from varuna.morph.metrics.local import run_name
+from varuna.observe import prometheus
 from varuna.observe.history import ScalarPoint, StepPoint
 from varuna.observe.prometheus import MAX_CONNECTIONS, MetricsEndpoint
 from varuna.observe.trackers import tracker as trackers
@@ -361,25 +362,52 @@ def test_strangers_cannot_use_up_the_endpoint() -> None:
     endpoint = MetricsEndpoint(0, lambda: None)
     port = int(endpoint.url.rsplit(":", 1)[1].split("/")[0])
     before = threading.active_count()
-    clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3 * MAX_CONNECTIONS)]
+    clients = []
     try:
-        for client in clients:
-            with suppress(OSError):  # it is closed already
-                client.sendall(b"GET /metrics HTTP/1.1\r\n")
-        closed = [client for client in clients if is_closed(client)]  # at once or after READ_SECONDS
-        assert len(closed) == len(clients) and threading.active_count() <= before + MAX_CONNECTIONS
+        for _ in range(3):
+            for _ in range(MAX_CONNECTIONS):
+                clients.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+                with suppress(OSError):  # it is closed already
+                    clients[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
+            for host, status in (("localhost", 200), ("[::1]:9", 200), ("rebound.example", 403)):
+                assert request_status(endpoint.url, host) == status, host  # beside the half requests
+        assert all(is_closed(client) for client in clients)  # at once or after REQUEST_SECONDS
+        wait_for(lambda: threading.active_count() <= before or None, "threads are left")
     finally:
         for client in clients:
             client.close()
-    for host, status in (("localhost", 200), ("[::1]:9", 200), ("rebound.example", 403)):
-        request = urllib.request.Request(endpoint.url, headers={"Host": host})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                found = answer.status
-        except urllib.error.HTTPError as error:
-            found = error.code
-        assert found == status, host
     endpoint.close()
+
+
+def test_a_client_that_sends_a_request_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is that of the whole request."""
+    monkeypatch.setattr(prometheus, "REQUEST_SECONDS", 1.0)
+    endpoint = MetricsEndpoint(0, lambda: None)
+    port = int(endpoint.url.rsplit(":", 1)[1].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+
+        def is_over() -> bool | None:
+            try:
+                client.sendall(b"x")
+                return client.recv(1000) == b"" or None
+            except TimeoutError:
+                return None
+            except OSError:
+                return True
+
+        wait_for(is_over, "the connection is open")
+    endpoint.close()
+
+
+def request_status(url: str, host: str) -> int:
+    request = urllib.request.Request(url, headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: int = answer.status
+    except urllib.error.HTTPError as error:
+        found = error.code
+    return found
 
 
 def is_closed(client: socket.socket) -> bool:

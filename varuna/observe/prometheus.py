@@ -5,7 +5,10 @@ another: the highest value so far is shown.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from socket import SHUT_RDWR, socket
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -21,8 +24,8 @@ PHASES = ("gathering", "running", "morphing", "saving", "ending", "over")
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
 """The manager keeps a thread and a descriptor for each."""
-READ_SECONDS = 5.0
-"""Time limit for each read of a request."""
+REQUEST_SECONDS = 5.0
+"""Time limit for a whole request and its answer."""
 
 
 class JobCollector(Collector):
@@ -137,32 +140,86 @@ def machine_gauges(view: JobView) -> Iterator[Metric]:
 
 
 class MetricsHandler(WSGIRequestHandler):
-    timeout = READ_SECONDS
+    timeout = REQUEST_SECONDS
+
+    def parse_request(self) -> bool:
+        found = super().parse_request()
+        if found:
+            assert isinstance(self.server, MetricsServer)
+            self.server.connections.note_request(self.connection)
+        return found
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: any local user can make requests."""
 
 
+class OpenConnections:
+    """Keeps the connections few and short: a client that keeps many open, and is silent, stops no other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._silent: dict[socket, float] = {}  # end of the time of each, the oldest first
+        self._answered: dict[socket, float] = {}  # the request is complete
+
+    def add(self, connection: socket) -> None:
+        """Add a connection. If there are too many, end the oldest one, first of those without a request."""
+        with self._lock:
+            while len(self._silent) + len(self._answered) >= MAX_CONNECTIONS:
+                group = self._silent or self._answered
+                _end(oldest := next(iter(group)))
+                del group[oldest]
+            self._silent[connection] = time.monotonic() + REQUEST_SECONDS
+
+    def note_request(self, connection: socket) -> None:
+        with self._lock:
+            end = self._silent.pop(connection, None)
+            if end is not None:
+                self._answered[connection] = end
+
+    def remove(self, connection: socket) -> None:
+        with self._lock:
+            self._silent.pop(connection, None)
+            self._answered.pop(connection, None)
+
+    def end_late(self) -> None:
+        """End the connections whose time is over. Their threads then remove them."""
+        now = time.monotonic()
+        with self._lock:
+            for connection, end in (*self._silent.items(), *self._answered.items()):
+                if now >= end:
+                    _end(connection)
+
+
+def _end(connection: socket) -> None:
+    """End a connection; the thread that waits for it closes it."""
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(SHUT_RDWR)
+
+
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers a few requests at a time, and closes all other connections at once."""
+    """Answers each request in a thread of its own."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = OpenConnections()
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        self.connections.add(request)
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.connections.remove(request)
+
+    def service_actions(self) -> None:
+        """Do this after each request, and every half second."""
+        super().service_actions()
+        self.connections.end_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: the client was silent, or has closed the connection."""
