@@ -72,7 +72,10 @@ class LocalMetricsWriter(MetricsWriter):
             make_private_folder(target.folder)
         self._keeper = HistoryKeeper(target.folder, continues=True, monotonic=time.monotonic)
         job = TrackedJob(run_name(target.folder), target.folder, {"log_dir": str(target.folder)})
-        self._trackers = [TrackerThread(name, partial(open_tracker, name, job)) for name in target.trackers]
+        self._trackers = [
+            TrackerThread(name, partial(open_tracker, name, job), folder=job.folder)
+            for name in target.trackers
+        ]
         self._problems: set[str] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna metrics", daemon=True)
