@@ -111,6 +111,9 @@ class PageServer:
             await until.wait()
             await self._follow_once()
             await asyncio.sleep(LAST_SECONDS)
+            if self._update is not None and self._update.link == "lost":  # its process may be about to end
+                await self._follow_once()
+                await asyncio.sleep(LAST_SECONDS)
         finally:
             server.close()
             await runner.cleanup()
@@ -150,7 +153,9 @@ class PageServer:
         except Exception as error:  # the page says so, and tries again
             self._note(error)
             update = self._reader.failed(error)
-        if self._update is not None and update == msgspec.structs.replace(self._update, at=update.at):
+        if self._update is not None and update == msgspec.structs.replace(
+            self._update, at=update.at, seen_at=update.seen_at
+        ):
             return
         async with self._changed:
             self._update = update
