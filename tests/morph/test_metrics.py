@@ -319,7 +319,7 @@ def test_a_job_has_one_curve_over_morphs_losses_and_a_new_manager(
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     steps = [event.step for event in events.Scalars("loss")]
-    assert steps == sorted(set(steps)) and steps[-1] == STEPS and len(steps) > STEPS - 20
+    assert steps == list(range(1, STEPS + 1))  # the killed manager loses and doubles none
     curve = {event.step - 1: event.value for event in events.Scalars("loss")}
     assert curve == pytest.approx({step: losses[step] for step in curve}, rel=1e-5)
     assert {"double", "step_seconds", "samples_per_second"} <= set(events.Tags()["scalars"])
