@@ -32,5 +32,6 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
-# Types in signatures link to their description if there is one here.
-nitpick_ignore_regex = [("py:.*", ".*")]
+# Types in signatures link to their description if there is one here. Those of other packages and of inner
+# modules have none; all other references, and classes that users import, must exist.
+nitpick_ignore_regex = [("py:class", r"(?!(varuna|varuna\.hf|varuna\.lightning|pyrannc)\.[A-Za-z]\w*$).*")]

@@ -1,11 +1,14 @@
 """Every VARUNA_* environment variable. No other file of the library names one."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Self
 
 import msgspec
 
 PREFIX = "VARUNA_"
+MISSPELT = 0.7
+"""Similarity from which an unknown name counts as a misspelt one, from 0 to 1."""
 RUN_PREFIX = "VARUNA_RUN"
 """VARUNA_RUN_BATCH_SIZE is the option --batch-size of `varuna run`."""
 
@@ -68,6 +71,20 @@ def variable_name(field: str) -> str:
     """Return the variable of a field of `VarunaEnvironment`, for messages."""
     assert field in VarunaEnvironment.__struct_fields__, field
     return PREFIX + field.upper()
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each variable that is not known and has almost the name of a known one.
+
+    Other names that begin with VARUNA_ may belong to a script. `varuna run` checks those of its options.
+    """
+    known = [field.upper() for field in VarunaEnvironment.__struct_fields__]
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name in known or variable.startswith(f"{RUN_PREFIX}_"):
+            continue
+        if found := difflib.get_close_matches(name, known, n=1, cutoff=MISSPELT):
+            yield f"the environment variable {variable} is not known (did you mean {PREFIX}{found[0]}?)"
 
 
 _WHOLE_NUMBERS = [name for name, kind in VarunaEnvironment.__annotations__.items() if kind == int | None]

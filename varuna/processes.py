@@ -5,6 +5,8 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -33,3 +35,16 @@ def name_process(name: str) -> None:
     """Set the name that `ps` and `top` show, at most 15 characters. Works on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process of this machine has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with suppress(OSError, IndexError):  # elsewhere than on Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    return True

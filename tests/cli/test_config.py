@@ -146,6 +146,38 @@ def test_show_config_names_where_every_option_comes_from(
     assert "show_config" not in found
 
 
+def test_show_config_of_a_resume_has_the_saved_options(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each from where `--resume` would take it; nothing is started or saved."""
+    assert cli("run", "--resume", "--show-config", "--code-dir", "x") == 2
+    assert "--resume found no earlier job" in cli.err
+    (folder / "machines").write_text("127.0.0.1\n")
+    (folder / "script.py").write_text("")
+    monkeypatch.setenv("VARUNA_HOME", str(folder / "home"))
+    prepare(RunOptions(machine_list="machines", **SAVED), home=folder / "home")
+    before = [file.read_bytes() for file in (folder / "home").rglob("*.json")]
+    (folder / "varuna.toml").write_text("[run]\nnstages = 5\nchunk_size = 3\nhot = true\n")
+    monkeypatch.setenv("VARUNA_RUN_SAVE_EVERY", "60")
+    assert cli("run", "--resume", "--show-config", "--batch-size", "64") == 0, cli.err
+    rows = {line.split()[0]: line.split("  ") for line in cli.out.splitlines()}
+    found = {name: [cell.strip() for cell in row if cell][1:] for name, row in rows.items()}
+    assert found["batch_size"] == ["64", "command line"] and found["save_every"] == ["60", "environment"]
+    assert found["nstages"] == ["2", "saved job"] and found["chunk_size"] == ["4", "saved job"]
+    assert found["command"] == ["script.py", "saved job"] and found["gpus_per_node"] == ["8", "saved job"]
+    assert found["hot"] == ["-", "default"]  # that of varuna.toml does not count
+    assert [file.read_bytes() for file in (folder / "home").rglob("*.json")] == before != []
+
+
+def test_a_misspelt_variable_gets_a_warning(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of others, and the options of `varuna run`, do not."""
+    for name in ("VARUNA_CACH", "VARUNA_MY_DATASET", "VARUNA_MORPH_PORT", "VARUNA_RUN_TRACK", "VARUNA_HOME"):
+        monkeypatch.setenv(name, "x")
+    assert cli("--version") == 0
+    expected = "varuna: the environment variable VARUNA_CACH is not known (did you mean VARUNA_CACHE?)\n"
+    assert cli.err == expected
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -321,7 +321,7 @@ def test_a_plan_is_simulated_as_planned(planner: Planner) -> None:
     pinned = planner.plan("plan.json", *given)
     assert read_plan(pinned).idle
     picture, trace = planner.folder / "a.svg", planner.folder / "trace.json"
-    shown = planner.run("simulate", planner.folder, pinned, "--svg", picture, "--trace", trace)
+    shown = planner.run("simulate", planner.folder, pinned, "--svg", picture, "--perfetto", trace)
     assert "stage 2, rank 2 |" in shown and "planned:" not in shown and "samples/s" in shown
     assert picture.read_text().startswith("<svg") and "3 stages x 1 replica" in picture.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
@@ -329,6 +329,14 @@ def test_a_plan_is_simulated_as_planned(planner: Planner) -> None:
     same = planner.folder / "same.svg"
     planner.plan("again.json", *given, "--svg", same)
     assert same.read_text() == picture.read_text()
+
+
+def test_trace_is_an_input_and_perfetto_an_output(planner: Planner) -> None:
+    pinned, file = planner.plan("plan.json"), planner.folder / "trace.json"
+    refused = planner.refuse("simulate", planner.folder, pinned, "--trace", file)
+    assert "plays a trace of machines, without PLAN" in refused and "give --perfetto FILE" in refused
+    assert "--perfetto draws a step of a plan" in planner.refuse("simulate", "--perfetto", file)
+    assert not file.exists()
 
 
 def test_a_plan_is_simulated_on_another_cluster(planner: Planner) -> None:
@@ -501,7 +509,7 @@ def test_planning_explaining_and_simulating_import_no_torch(planner: Planner) ->
         ["explain", str(pinned)],
         ["explain", str(pinned), "--diff", str(pinned)],
         ["explain", str(folder)],
-        ["simulate", str(folder), str(pinned), "--trace", str(folder / "trace.json")],
+        ["simulate", str(folder), str(pinned), "--perfetto", str(folder / "trace.json")],
         ["profile", "--help"],
     ]
     run_without_torch(commands)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,8 +27,10 @@ from tests.morph.jobs import STEPS, Job, contains_one
 from tests.morph.test_hot_jobs import FETCHES
 from varuna.cli import jobs
 from varuna.cli.status import screen as screens
+from varuna.cli.status import watch as watching
 from varuna.cli.status.render import OUTPUT_LINES, amount, clock, live_status, plain_line, ranks_text
 from varuna.cli.status.screen import LiveScreen, PlainScreen, open_screen
+from varuna.cli.status.watch import NUM_EVENTS
 from varuna.morph.protocol.messages import JobStatus, MachineStatus, ManagerReply
 from varuna.observe.job_view import EventView, JobView, LayoutView, MachineView
 
@@ -220,6 +222,38 @@ def test_the_status_fits_a_low_terminal_and_leaves_lines_for_the_output(height: 
     lines = console.export_text().splitlines()
     assert len(lines) <= height - OUTPUT_LINES and "morphed: 2" in lines[-1]
     assert any("tensorboard: disk full" in line for line in lines)
+
+
+@pytest.mark.parametrize(("height", "shown"), [(14, 1), (40, 8)])
+def test_a_watched_status_shows_the_last_events(height: int, shown: int) -> None:
+    """SEE-1: as many as fit."""
+    events = tuple(EventView(float(n), f"event {n}", "because") for n in range(20))
+    view = example(1, events=events, last_event=events[-1])
+    console = Console(width=90, height=height, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(live_status(view, height=height, num_events=NUM_EVENTS))
+    lines = console.export_text().splitlines()
+    found = [line for line in lines if "event " in line and "because" in line]
+    assert len(found) == shown and len(lines) <= height - OUTPUT_LINES
+    assert found[-1].startswith("last event ") and all(
+        f"event {19 - n}: " in found[-1 - n] for n in range(shown)
+    )
+
+
+def test_without_a_terminal_a_watched_status_prints_each_event_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SEE-1: at first the last ones, then each new one."""
+    events = [EventView(float(n), f"event {n}", "because") for n in range(20)]
+
+    def views(code_dir: str) -> Iterator[tuple[JobView, str]]:
+        for count in (18, 18, 19, 20):
+            yield example(1, events=tuple(events[max(0, count - 15) : count])), ""
+
+    monkeypatch.setattr(watching, "views", views)
+    watching.watch_job(".", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.split()[2].rstrip(":") for line in lines if line.endswith("because")]
+    assert found == [str(n) for n in range(10, 20)] and len(lines) == len(found) + 1
 
 
 NASTY = "a\x00b\x9b2Jc\x1b]0;title\x07d\x1b[2Je\x08f\tg\x1b[31mred\x1b[0mh\x1b(0i\x7f\x1b"

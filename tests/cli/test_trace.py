@@ -138,6 +138,44 @@ def test_a_trace_has_all_ranks_and_kinds(pool: Pool, tmp_path: Path) -> None:
         assert refused.exit_code != 0 and message in str(refused.exception or refused.output)
 
 
+def train_zero_bubble(folder: str, steps: int) -> None:
+    os.environ["VARUNA_LOG_DIR"], before = folder, os.environ.get("VARUNA_LOG_DIR")
+    try:
+        net = Net(torch.nn.Linear(8, 8), CutPoint(), torch.nn.Linear(8, 1))
+        sample = {"x": torch.ones(2, 8)}
+        model = Varuna(net, "0;1;", sample, 8, 2, device="cpu", seed=1, schedule="zero-bubble")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.set_optimizer(optimizer)
+        for _ in range(steps):
+            model.step({"x": torch.ones(8, 8)})
+            optimizer.step()
+            model.zero_grad()
+        model.close()
+        model._tracer.close()
+    finally:
+        os.environ.pop("VARUNA_LOG_DIR") if before is None else os.environ.update(VARUNA_LOG_DIR=before)
+    Path(folder, f"rank_{dist.get_rank()}.out").touch()
+
+
+def test_a_trace_of_a_zero_bubble_schedule_separates_the_weight_gradients(pool: Pool, tmp_path: Path) -> None:
+    """SEE-4: each micro-batch has one backward, whole or as inputs and then weights."""
+    pool.run(train_zero_bubble, 2, str(tmp_path), 3)
+    assert run(tmp_path, "--steps", "1:2").exit_code == 0
+    drawn = check_format(tmp_path / "trace.json")
+    for rank in (0, 1):
+        places: dict[str, list[int]] = {kind: [] for kind in "FBIW"}
+        ends: dict[tuple[str, int], float] = {}
+        for event in drawn:
+            kind, number = event["cat"], event["args"]["microbatch"]
+            if event["args"]["rank"] == rank and kind in places:
+                places[kind].append(number)
+                ends[kind, number] = event["ts"] + event["dur"]
+        assert sorted(places["F"]) == sorted(places["B"] + places["I"]) == [0, 1, 2, 3], rank
+        assert sorted(places["W"]) == sorted(places["I"]), rank
+        assert all(ends["F", number] < ends["I", number] < ends["W", number] for number in places["W"])
+        assert places["W"] or rank == 0, "the last stage has a backward to put off"
+
+
 def lose_remote_files(job: Job, log_dir: Path) -> Path:
     """Return a log folder and a home as the manager's machine has them if no folder is shared."""
     elsewhere = job.folder / "elsewhere"

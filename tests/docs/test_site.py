@@ -47,6 +47,19 @@ class PageText(HTMLParser):
         return "".join(self.parts)
 
 
+@pytest.mark.parametrize("role", ["func", "meth", "attr", "exc", "mod", "data", "class"])
+@pytest.mark.parametrize("target", ["varuna.Nothing", "varuna.hf.Nothing", "pyrannc.Nothing"])
+def test_a_reference_to_a_public_name_that_does_not_exist_is_an_error(role: str, target: str) -> None:
+    settings: dict[str, Any] = {"__file__": str(ROOT / "docs" / "conf.py")}
+    before = list(sys.path)
+    try:
+        exec((ROOT / "docs" / "conf.py").read_text(), settings)
+    finally:
+        sys.path[:] = before
+    for kind, name in settings["nitpick_ignore_regex"]:
+        assert not (re.fullmatch(kind, f"py:{role}") and re.fullmatch(name, target))
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as by `make docs`: a warning is an error."""

@@ -33,7 +33,6 @@ from varuna.observe.devices import peak_flops
 from varuna.observe.history import JobHistory
 from varuna.observe.history_file import read_history
 from varuna.observe.job_view import NAME, JobView
-from varuna.types import ModelGraph, Segment
 
 
 @pytest.fixture
@@ -320,7 +319,7 @@ def test_a_job_has_one_curve_over_morphs_losses_and_a_new_manager(
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     steps = [event.step for event in events.Scalars("loss")]
-    assert steps == sorted(set(steps)) and steps[-1] == STEPS and len(steps) > STEPS - 20
+    assert steps == list(range(1, STEPS + 1))  # the killed manager loses and doubles none
     curve = {event.step - 1: event.value for event in events.Scalars("loss")}
     assert curve == pytest.approx({step: losses[step] for step in curve}, rel=1e-5)
     assert {"double", "step_seconds", "samples_per_second"} <= set(events.Tags()["scalars"])
@@ -339,8 +338,7 @@ def test_the_view_has_the_utilisation_of_known_devices_only(collector: MetricsCo
     assert peak_flops("NVIDIA A10G", "bf16") == 70e12 and peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA H200", "fp32") == peak_flops("cpu (H200x, 1 thread)", "bf16") == 0
     metrics = StepMetrics(lambda: {"memory_bytes": 5, "memory_limit": 9})
-    graph = ModelGraph((Segment(0, (), (), 1, 4e8, 0), Segment(1, (), (), 1, 6e8, 0)), (), "")
-    metrics.describe_model(graph, "NVIDIA T4", "fp16")
+    metrics.describe(3e9, "NVIDIA T4", "fp16")
     metrics.note_inputs({"input_ids": torch.zeros(2, 7), "y": 1})
     metrics.finish_step(1, 0.5, seconds=0.5, samples=100, is_first=True)
     collector.collect(0)

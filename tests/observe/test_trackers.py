@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -17,22 +18,26 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.environments import environment
 from tests.observe.servers import get_json, tensorboard, wait_for
+from tests.page.folders import view_of
 from varuna.cli.status.viewers import ViewerOptions
 from varuna.morph.metrics.local import run_name
+from varuna.observe import prometheus
 from varuna.observe.history import ScalarPoint, StepPoint
+from varuna.observe.history_file import HistoryKeeper
+from varuna.observe.ledger import Ledger, report_ledger
 from varuna.observe.prometheus import MAX_CONNECTIONS, MetricsEndpoint
 from varuna.observe.trackers import tracker as trackers
+from varuna.observe.trackers.rows import MetricRow, rows_of
 from varuna.observe.trackers.tracker import (
-    MetricRow,
     TrackedJob,
     TrackerThread,
     check_trackers,
     open_tracker,
-    rows_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +73,7 @@ for name in ("wandb", "mlflow", "trackio"):
     check_trackers([name])
     job = TrackedJob("job-1", folder, {"script": "train.py"})
     for first in (1, 4):  # a manager, and its successor
-        thread = TrackerThread(name, lambda: open_tracker(name, job))
+        thread = TrackerThread(name, lambda: open_tracker(name, job), folder=folder)
         steps = [StepPoint(n, 1e9 + n, None if n == 2 else 1 / n, 0.5, 8) for n in range(first, first + 3)]
         scalars = json.loads(sys.argv[3]) if name == "mlflow" else ["accuracy"]
         scalars = scalars if first == 1 else scalars[::-1]
@@ -129,7 +134,9 @@ def test_tensorboard_reads_one_curve_from_two_managers(tmp_path: Path) -> None:
     """SEE-3"""
     for first in (1, 4):
         job = TrackedJob("job-1", tmp_path, {})
-        thread = TrackerThread("tensorboard", lambda job=job: open_tracker("tensorboard", job))  # type: ignore[misc]
+        thread = TrackerThread(
+            "tensorboard", lambda job=job: open_tracker("tensorboard", job), folder=tmp_path
+        )  # type: ignore[misc]
         thread.add(points(first, first + 2), [ScalarPoint("accuracy", first, 1e9, None)])
         thread.close()
         assert thread.problem == ""
@@ -145,7 +152,7 @@ def test_tensorboard_reads_one_curve_from_two_managers(tmp_path: Path) -> None:
 def test_tensorboards_own_server_shows_the_curves(tmp_path: Path) -> None:
     """SEE-3"""
     thread = TrackerThread(
-        "tensorboard", lambda: open_tracker("tensorboard", TrackedJob("job-1", tmp_path, {}))
+        "tensorboard", lambda: open_tracker("tensorboard", TrackedJob("job-1", tmp_path, {})), folder=tmp_path
     )
     thread.add(points(1, 5), [ScalarPoint("accuracy", 5, 1e9, 0.75)])
     thread.close()
@@ -172,7 +179,8 @@ from tests.observe.test_trackers import points
 trackers.RETRY_SECONDS = 0.01
 job = trackers.TrackedJob("job-1", Path(sys.argv[1]), {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-thread = trackers.TrackerThread("tensorboard", lambda: trackers.open_tracker("tensorboard", job))
+open_it = lambda: trackers.open_tracker("tensorboard", job)
+thread = trackers.TrackerThread("tensorboard", open_it, folder=job.folder)
 thread.add(points(1, 3), [])
 while thread._rows or thread._tracker is None:
     time.sleep(0.01)
@@ -220,16 +228,17 @@ class BrokenTracker:
         raise RuntimeError("cannot close")
 
 
-def test_a_tracker_that_fails_delays_nothing_and_gets_all_rows_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_gets_all_rows_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "RETRY_SECONDS", 0.01)
     broken = BrokenTracker()
-    thread = TrackerThread("wandb", lambda: broken)
+    thread = TrackerThread("wandb", lambda: broken, folder=tmp_path)
     thread.add(points(1, 5), [])
     assert broken.has_all.wait(60)
     assert [row.step for row in broken.rows] == [1, 2, 3, 4, 5] and broken.attempts == 3
     thread.close()
     assert thread.problem == "cannot close"
-    never = TrackerThread("mlflow", lambda: open_tracker("nothing", TrackedJob("", Path(), {})))
+    job = TrackedJob("", tmp_path, {})
+    never = TrackerThread("mlflow", lambda: open_tracker("nothing", job), folder=tmp_path)
     never.add(points(1, 2), [])
     never.close()
     assert "the job continues, and 2 values wait for mlflow" in never.problem
@@ -259,21 +268,21 @@ class ScriptedTracker:
 class PacedThread(TrackerThread):
     """Waits after an error until the test ends the pause."""
 
-    def __init__(self, tracker: ScriptedTracker) -> None:
+    def __init__(self, tracker: ScriptedTracker, folder: Path) -> None:
         self.pauses: queue.Queue[float] = queue.Queue()
         self.over = threading.Semaphore(0)
-        super().__init__("wandb", lambda: tracker)
+        super().__init__("wandb", lambda: tracker, folder=folder)
 
     def _pause(self, seconds: float) -> None:
         self.pauses.put(seconds)
         assert self.over.acquire(timeout=60)
 
 
-def test_new_rows_do_not_shorten_the_pause_after_an_error() -> None:
+def test_new_rows_do_not_shorten_the_pause_after_an_error(tmp_path: Path) -> None:
     """It doubles with each error, up to ten minutes."""
     tracker = ScriptedTracker(failures=8)
     tracker.go_on.release(100)
-    thread = PacedThread(tracker)
+    thread = PacedThread(tracker, tmp_path)
     thread.add(points(1, 1), [])
     found = []
     for step in range(2, 10):
@@ -287,11 +296,11 @@ def test_new_rows_do_not_shorten_the_pause_after_an_error() -> None:
     assert (thread.problem, tracker.closed) == ("", 1)
 
 
-def test_only_the_end_of_the_job_ends_the_pause_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_job_ends_the_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "RETRY_SECONDS", 3600.0)
     tracker = ScriptedTracker(failures=1)
     tracker.go_on.release(2)
-    thread = TrackerThread("wandb", lambda: tracker)
+    thread = TrackerThread("wandb", lambda: tracker, folder=tmp_path)
     thread.add(points(1, 1), [])
     assert tracker.entered.acquire(timeout=60)
     thread.add(points(2, 2), [])
@@ -299,11 +308,11 @@ def test_only_the_end_of_the_job_ends_the_pause_early(monkeypatch: pytest.Monkey
     assert tracker.attempts == 2 and [row.step for row in tracker.rows] == [1, 2]
 
 
-def test_rows_that_come_during_a_slow_write_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_come_during_a_slow_write_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if they are so many that the oldest of them are dropped."""
     monkeypatch.setattr(trackers, "MAX_ROWS", 4)
     tracker = ScriptedTracker()
-    thread = TrackerThread("wandb", lambda: tracker)
+    thread = TrackerThread("wandb", lambda: tracker, folder=tmp_path)
     thread.add(points(1, 3), [])
     assert tracker.entered.acquire(timeout=60)
     thread.add(points(4, 9), [])  # while 1 to 3 are written
@@ -312,10 +321,75 @@ def test_rows_that_come_during_a_slow_write_are_kept(monkeypatch: pytest.MonkeyP
     assert [row.step for row in tracker.rows] == [1, 2, 3, 6, 7, 8, 9]
 
 
-def test_a_run_is_finished_although_its_last_rows_could_not_be_written() -> None:
+MANAGERS = """
+import json, os, signal, sys
+from pathlib import Path
+from tests.observe.test_trackers import points
+from varuna.observe.history import ScalarPoint
+from varuna.observe.history_file import HistoryKeeper
+from varuna.observe.trackers.tracker import TrackerThread
+folder = Path(sys.argv[1])
+keeper = HistoryKeeper(folder, continues=True, monotonic=lambda: 0.0)
+
+class Tracker:
+    def write(self, rows):
+        for row in rows:
+            with (folder / "service").open("a") as file:
+                file.write(json.dumps([row.step, sorted(row.values)]) + "\\n")
+
+    def close(self):
+        pass
+
+def open_it():
+    if sys.argv[2] == "away":
+        raise ConnectionError("no route to host")
+    return Tracker()
+
+thread = TrackerThread("wandb", open_it, folder=folder)
+for step in map(int, sys.argv[3:]):
+    keeper.add(points(step, step), [ScalarPoint("accuracy", step, 1e9, 0.5)])
+    steps, scalars = keeper.release(all_of_them=True)
+    thread.add(steps, scalars)
+if sys.argv[2] == "away":
+    os.kill(os.getpid(), signal.SIGKILL)
+thread.close()
+"""
+
+
+def test_a_killed_manager_neither_loses_nor_doubles_points(tmp_path: Path) -> None:
+    """SEE-3: with a service that was away, and points that agents send again to the next manager."""
+
+    def manage(service: str, *steps: int) -> int:
+        command = [sys.executable, "-c", MANAGERS, tmp_path, service, *map(str, steps)]
+        return subprocess.run(command, cwd=ROOT, timeout=120).returncode
+
+    assert manage("there", 1, 2, 3) == 0
+    assert manage("away", 2, 3, 4, 5, 6) == -signal.SIGKILL
+    assert manage("there", 5, 6, 7) == 0
+    assert manage("there") == 0
+    rows = [json.loads(line) for line in (tmp_path / "service").read_text().splitlines()]
+    own = ["loss", "samples_per_second", "step_seconds", "tokens_per_second"]
+    assert sorted(step for step, names in rows if names == own) == [*range(1, 8)]
+    assert sorted(step for step, names in rows if names == ["accuracy"]) == [*range(1, 8)]
+
+
+def test_a_tracker_that_a_resumed_job_adds_gets_the_points_from_then_on(tmp_path: Path) -> None:
+    """SEE-3: those of an earlier version have no file of what they took."""
+    keeper = HistoryKeeper(tmp_path, continues=True, monotonic=lambda: 0.0)
+    keeper.add(points(1, 3), [])
+    keeper.release(all_of_them=True)
+    tracker = ScriptedTracker()
+    tracker.go_on.release(100)
+    thread = TrackerThread("wandb", lambda: tracker, folder=tmp_path)
+    thread.add(points(3, 5), [])
+    thread.close()
+    assert [row.step for row in tracker.rows] == [4, 5]
+
+
+def test_a_run_is_finished_although_its_last_rows_could_not_be_written(tmp_path: Path) -> None:
     tracker = ScriptedTracker(failures=100)
     tracker.go_on.release(100)
-    thread = TrackerThread("wandb", lambda: tracker)
+    thread = TrackerThread("wandb", lambda: tracker, folder=tmp_path)
     thread.add(points(1, 2), [])
     thread.close()
     assert tracker.closed == 1 and "2 values wait for wandb" in thread.problem
@@ -351,35 +425,80 @@ def test_what_is_missing_is_refused_with_the_command_that_installs_it() -> None:
     assert "--metrics-port needs the package 'prometheus-client' (install it with: pip" in done.stderr
 
 
-def test_a_taken_port_is_an_error_of_the_endpoint() -> None:
+def test_a_taken_port_is_an_error_of_the_endpoint(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
-        MetricsEndpoint(other.getsockname()[1], lambda: None)
+        MetricsEndpoint(other.getsockname()[1], lambda: None, folder=tmp_path)
 
 
-def test_strangers_cannot_use_up_the_endpoint() -> None:
+def test_counters_never_decrease_when_a_manager_resumes(tmp_path: Path) -> None:
+    """SEE-3: its ledger is some seconds older than what Prometheus has."""
+    found = []
+    for losses, waiting, idle in ((3, 20.0, 1.0), (2, 5.0, 9.0), (4, 21.0, 2.0)):
+        ledger = report_ledger(Ledger(begun_at=0.0, at=losses * 10.0))
+        ledger = msgspec.structs.replace(ledger, lost_seconds={"waiting": waiting, "idle": idle})
+        view = msgspec.structs.replace(view_of(machines=1, stages=1, steps=1), losses=losses, ledger=ledger)
+        endpoint = MetricsEndpoint(0, lambda view=view: view, folder=tmp_path)  # type: ignore[misc]
+        with urllib.request.urlopen(endpoint.url, timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        counters = {one.name: [sample.value for sample in one.samples] for one in families}
+        found.append((counters["varuna_losses"], counters["varuna_badput_seconds"]))
+        endpoint.close()
+    assert found == [([3.0], [20.0, 1.0]), ([3.0], [20.0, 9.0]), ([4.0], [21.0, 9.0])]
+
+
+def test_strangers_cannot_use_up_the_endpoint(tmp_path: Path) -> None:
     """SEE-3: half requests, and names of other hosts that a website has bound to this machine."""
-    endpoint = MetricsEndpoint(0, lambda: None)
+    endpoint = MetricsEndpoint(0, lambda: None, folder=tmp_path)
     port = int(endpoint.url.rsplit(":", 1)[1].split("/")[0])
     before = threading.active_count()
-    clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3 * MAX_CONNECTIONS)]
+    clients = []
     try:
-        for client in clients:
-            with suppress(OSError):  # it is closed already
-                client.sendall(b"GET /metrics HTTP/1.1\r\n")
-        closed = [client for client in clients if is_closed(client)]  # at once or after READ_SECONDS
-        assert len(closed) == len(clients) and threading.active_count() <= before + MAX_CONNECTIONS
+        for _ in range(3):
+            for _ in range(MAX_CONNECTIONS):
+                clients.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+                with suppress(OSError):  # it is closed already
+                    clients[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
+            for host, status in (("localhost", 200), ("[::1]:9", 200), ("rebound.example", 403)):
+                assert request_status(endpoint.url, host) == status, host  # beside the half requests
+        assert all(is_closed(client) for client in clients)  # at once or after REQUEST_SECONDS
+        wait_for(lambda: threading.active_count() <= before or None, "threads are left")
     finally:
         for client in clients:
             client.close()
-    for host, status in (("localhost", 200), ("[::1]:9", 200), ("rebound.example", 403)):
-        request = urllib.request.Request(endpoint.url, headers={"Host": host})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                found = answer.status
-        except urllib.error.HTTPError as error:
-            found = error.code
-        assert found == status, host
     endpoint.close()
+
+
+def test_a_client_that_sends_a_request_byte_by_byte_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit is that of the whole request."""
+    monkeypatch.setattr(prometheus, "REQUEST_SECONDS", 1.0)
+    endpoint = MetricsEndpoint(0, lambda: None, folder=tmp_path)
+    port = int(endpoint.url.rsplit(":", 1)[1].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+
+        def is_over() -> bool | None:
+            try:
+                client.sendall(b"x")
+                return client.recv(1000) == b"" or None
+            except TimeoutError:
+                return None
+            except OSError:
+                return True
+
+        wait_for(is_over, "the connection is open")
+    endpoint.close()
+
+
+def request_status(url: str, host: str) -> int:
+    request = urllib.request.Request(url, headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: int = answer.status
+    except urllib.error.HTTPError as error:
+        found = error.code
+    return found
 
 
 def is_closed(client: socket.socket) -> bool:

@@ -1,8 +1,11 @@
 """The page opens for its token alone, and says nothing to anyone else."""
 
+import asyncio
+import http.client
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +14,12 @@ import pytest
 from tests.cli.commands import Cli
 from tests.page.browsing import ServedPage, served
 from tests.page.folders import write_folder
+from varuna.morph.protocol.messages import ManagerReply
 from varuna.page.address_file import ADDRESS_FILE
-from varuna.page.server import ADMIT_SECONDS, MAX_CONNECTIONS
+from varuna.page.job_reader import JobReader
+from varuna.page.manager_link import ManagerLink
+from varuna.page.security import PageSecrets
+from varuna.page.server import ADMIT_SECONDS, MAX_CONNECTIONS, MAX_UNVERIFIED, PageServer
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +118,85 @@ def test_bad_requests_get_a_short_answer(page: ServedPage) -> None:
 
 
 def test_strangers_cannot_keep_connections(page: ServedPage) -> None:
-    """More connections than the limit are closed at once, and silent ones after some seconds."""
-    silent = [socket.create_connection(("127.0.0.1", page.port), timeout=30) for _ in range(MAX_CONNECTIONS)]
-    with socket.create_connection(("127.0.0.1", page.port), timeout=30) as surplus:
-        assert closed_by_server(surplus)
-    slow = silent[0]
+    """Of more than the limit, the oldest are closed at once, and silent ones after some seconds."""
+    silent = [
+        socket.create_connection(("127.0.0.1", page.port), timeout=30) for _ in range(MAX_UNVERIFIED + 1)
+    ]
+    assert closed_by_server(silent[0])
+    slow = silent[-1]
     slow.sendall(b"GET / HTTP/1.1\r\nHost: ")  # a request that never ends
     assert all(closed_by_server(connection) for connection in silent), f"after {ADMIT_SECONDS} s"
     for connection in silent:
         connection.close()
     assert page.data("/api/curve")
+
+
+def test_the_owner_is_served_while_strangers_open_connections(page: ServedPage) -> None:
+    """However many they open, and also to an owner with many connections."""
+    key = {"Authorization": f"Bearer {page.token}"}
+    kept: list[http.client.HTTPConnection] = []
+    silent: list[socket.socket] = []
+    try:
+        for _ in range(MAX_CONNECTIONS + 8):
+            kept.append(http.client.HTTPConnection("127.0.0.1", page.port, timeout=30))
+            kept[-1].request("GET", "/api/curve", headers=key)
+            silent += [socket.create_connection(("127.0.0.1", page.port), timeout=30) for _ in range(8)]
+            answer = kept[-1].getresponse()
+            assert answer.status == 200 and answer.read()
+        assert [connection.sock is None for connection in kept] == [False] * MAX_CONNECTIONS + [True] * 8
+        kept[0].request("GET", "/api/curve", headers=key)  # the first one is still open
+        assert kept[0].getresponse().status == 200
+    finally:
+        for connection in (*kept, *silent):
+            connection.close()
+
+
+def test_a_machine_that_does_not_answer_stops_no_other_part_of_the_page(tmp_path: Path) -> None:
+    """The logs of other machines have threads of their own."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=10)
+    (folder / "rank_0.out").write_text("hello")
+    machine_answers = threading.Event()
+
+    class SlowLink(ManagerLink):
+        def request(self, what: str, **fields: object) -> ManagerReply:
+            if what == "logs":
+                assert machine_answers.wait(60)
+            return ManagerReply(False, "no such log")
+
+    keys = PageSecrets()
+    server = PageServer(JobReader(folder, SlowLink(folder, tmp_path)), keys)
+
+    async def get(port: int, path: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {keys.token}\r\n"
+            "Connection: close\r\n\r\n".encode()
+        )
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def check() -> None:
+        over = asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            serving = asyncio.create_task(server.serve(listener, over))
+            remote = [asyncio.create_task(get(port, f"/api/log?rank={rank}")) for rank in range(1, 20)]
+            async with asyncio.timeout(60):
+                await get(port, "/api/curve")
+                for path, text in (
+                    ("/api/curve", b'"loss"'),
+                    ("/api/log?rank=0", b"hello"),
+                    ("/api/logs", b"ranks"),
+                ):
+                    assert text in await get(port, path)
+                assert not any(task.done() for task in remote)
+                machine_answers.set()
+                assert all(b"no such log" in answer for answer in await asyncio.gather(*remote))
+                over.set()
+                await serving
+
+    asyncio.run(check())
 
 
 def closed_by_server(connection: socket.socket) -> bool:

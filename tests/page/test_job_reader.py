@@ -1,6 +1,9 @@
 """What the server of the page reads: the state of a job from its files and its manager."""
 
 import math
+import os
+import socket
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,11 +11,14 @@ import msgspec
 
 from varuna.morph.protocol.generations import MACHINES
 from varuna.morph.protocol.messages import ManagerReply
+from varuna.morph.run.job_folder import JobFolder, ManagerContact
 from varuna.observe.history_file import NAME as METRICS
 from varuna.observe.history_file import MetricLine, read_history
+from varuna.observe.job_view import NAME as VIEW
 from varuna.page.job_reader import JobReader
 from varuna.page.log_reader import LogReader, WorkerLog
 from varuna.page.manager_link import ManagerLink
+from varuna.secure.credential import make_credential
 
 
 def test_a_job_is_over_until_a_manager_resumes_it(tmp_path: Path) -> None:
@@ -27,8 +33,41 @@ def test_a_job_is_over_until_a_manager_resumes_it(tmp_path: Path) -> None:
     assert links == ["lost", "over", "over", "lost", "over"]
 
 
+def test_a_killed_manager_is_gone_and_one_on_another_machine_is_not(tmp_path: Path) -> None:
+    """SEE-2: the page says so, and since when."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    folder = JobFolder(tmp_path / "home" / "jobs" / "1")
+    contact = ManagerContact(
+        job="job",
+        pid=sleeper.pid,
+        address="127.0.0.1",
+        port=1,
+        credential=make_credential("job"),
+        log_dir=str(tmp_path),
+        host=socket.gethostname(),
+    )
+    folder.write_contact(contact)
+    (tmp_path / METRICS).write_bytes(msgspec.json.encode(MetricLine(2, 150.0, 0.5, 0.1, 8)) + b"\n")
+    (tmp_path / VIEW).write_bytes(b'{"at":100.0}')
+    reader = JobReader(tmp_path, ManagerLink(tmp_path, tmp_path / "home"))
+    try:
+        assert reader.update().link == "lost"  # it runs, and does not answer
+    finally:
+        sleeper.kill()
+        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # its parent has not read its status
+    found = reader.update()
+    assert (found.link, found.seen_at) == ("gone", 150.0)
+    sleeper.wait()
+    assert reader.update().link == "gone"
+    folder.write_contact(msgspec.structs.replace(contact, host="another machine"))
+    assert reader.update().link == "lost"
+
+
 class AnsweringLink:
     """A manager that gives these views, one after the other."""
+
+    def is_gone(self) -> bool:
+        return False
 
     def __init__(self, *views: bytes) -> None:
         self._views = list(views)

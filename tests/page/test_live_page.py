@@ -25,6 +25,8 @@ def misbehave(step):
     print("\x1b[2J\x1b]0;title\x07 \u202etxt.exe \x00\x9b1m bell\x07")
 """
 
+GONE = r"The manager is gone since \d+ \w+ \d\d:\d\d:\d\d: its process has ended, and the job has not"
+
 
 def step_of(tab: Page) -> int:
     text = tab.locator("#facts .value").first.inner_text()
@@ -186,11 +188,12 @@ def check_new_manager(tab: Page, job: Job, log_dir: Path) -> None:
     seen = step_of(tab)
     job.process.kill()
     job.process.wait()
-    expect(tab.locator("#notice")).to_contain_text("The server of this page does not answer")
+    expect(tab.locator("#notice")).to_contain_text(re.compile(GONE + r".* Its page has ended with it"))
     assert step_of(tab) >= seen and cells(tab)  # the last view stays
     with served(log_dir, job.folder) as (later, _):
         tab.goto(later.url)
-        expect(tab.locator("#notice")).to_contain_text("The manager does not answer")
+        expect(tab.locator("#notice")).to_contain_text(re.compile(GONE))
+        expect(tab.locator("#link")).to_have_text("manager is gone")
         expect(tab.locator("#notice")).to_contain_text("varuna run --resume")
         assert cells(tab)
         job.options = ()

@@ -9,7 +9,7 @@ save_every = 300
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import NoneType
@@ -88,14 +88,19 @@ def options_of_the_default_file() -> frozenset[str]:
     return frozenset(name for name in context.params if _source(context, name) == "file")
 
 
-def show_config() -> str:
-    """Return all options of the command with their values, and where these come from, one per line."""
+def show_config(options: msgspec.Struct, *, saved: Container[str] = ()) -> str:
+    """Return all options of the command with their values, and where these come from, one per line.
+
+    `saved`: those that come from the job that is resumed.
+    """
     context, rows = _parsed.get(), []
-    for name, value in sorted(context.params.items()):
+    for name in sorted(context.params):
         if name in NOT_IN_A_FILE:
             continue
+        value = getattr(options, name)
         values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-        rows.append((name, " ".join(map(str, values)) or "-", _source(context, name)))
+        where = "saved job" if name in saved else "default" if not values else _source(context, name)
+        rows.append((name, " ".join(map(str, values)) or "-", where))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows)
 

@@ -139,7 +139,9 @@ def open_contact(
     listener = listen(address, before.port if before is not None else 0)
     found, port = listener.getsockname()[:2]
     if attach and before is not None:
-        contact = msgspec.structs.replace(before, pid=os.getpid(), address=found, port=port)
+        contact = msgspec.structs.replace(
+            before, pid=os.getpid(), address=found, port=port, host=socket.gethostname()
+        )
     else:
         name = f"{Path(job.script).stem}-{secrets.token_hex(4)}"
         contact = ManagerContact(
@@ -149,6 +151,7 @@ def open_contact(
             port=port,
             credential=make_credential(name),
             log_dir=job.log_dir,
+            host=socket.gethostname(),
         )
     folder.write_contact(contact)
     return listener, contact

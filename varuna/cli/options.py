@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 import typer
 
-from varuna.environment import VarunaEnvironment
+from varuna.environment import VarunaEnvironment, misspelt_variables
 from varuna.errors import VarunaError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -94,6 +94,8 @@ def run_app(app: typer.Typer, program: str) -> None:
     """Run a command. Print an error that the user can fix as one line, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode must not end a job
         sys.stdout.reconfigure(errors="backslashreplace")
+    for text in misspelt_variables(os.environ):
+        warn(text)
     try:
         app(prog_name=program)
     except (VarunaError, ValueError, OSError, ImportError) as error:

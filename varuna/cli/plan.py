@@ -87,12 +87,11 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     ] = None
     devices: Annotated[int, typer.Option(help="What if: devices of all machines. Default: as planned.")] = 0
     seed: Annotated[int, typer.Option(help="Vary times as measured, with this seed. 0: do not vary.")] = 0
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Without PLAN: trace of spot machines to play. With PLAN: write the timeline for "
-            "ui.perfetto.dev to this file."
-        ),
+    trace: Annotated[Path | None, typer.Option(help="Trace of spot machines to play.", rich_help_panel=M)] = (
+        None
+    )
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the timeline of the step for ui.perfetto.dev to this file.")
     ] = None
     profile: Annotated[Path | None, typer.Option(help="Trace: profile of the model.", rich_help_panel=M)] = (
         None
@@ -261,12 +260,17 @@ def show(
 def simulate(options: SimulateOptions) -> None:
     """Simulate a step of a plan, or a whole job on spot machines.
 
-    With PROFILE and PLAN, simulate a step, as planned or on another cluster or network. With --trace alone,
-    play a trace of machines that come and go through the decisions of `varuna run`.
+    With PROFILE and PLAN, simulate a step, as planned or on another cluster or network. With --trace, play a
+    trace of machines that come and go through the decisions of `varuna run`.
     """
     if options.file is None:
         _simulate_market(options)
         return
+    if options.trace is not None:
+        raise ValueError(
+            "--trace FILE plays a trace of machines, without PLAN (to write the timeline of a step for "
+            "ui.perfetto.dev, give --perfetto FILE)"
+        )
     assert options.profile_folder is not None
     _check_range("--seed", options.seed, 0, (1 << 31) - 1)
     profile, pinned = read_profile(options.profile_folder), read_plan(options.file)
@@ -289,8 +293,8 @@ def simulate(options: SimulateOptions) -> None:
     _check_memory(pinned, forecast, target.cluster, idle)
     if options.svg is not None:
         _draw(options.svg, simulation, pinned)
-    if options.trace is not None:
-        write_atomic(options.trace, to_perfetto(_timeline(simulation, pinned)))
+    if options.perfetto is not None:
+        write_atomic(options.perfetto, to_perfetto(_timeline(simulation, pinned)))
     if options.as_json:
         typer.echo(encode(forecast))
         return
@@ -311,6 +315,8 @@ def _simulate_market(options: SimulateOptions) -> None:
 
     if options.profile_folder is not None:
         raise ValueError("PLAN is missing (to play a trace of machines, give --profile DIR instead)")
+    if options.perfetto is not None:
+        raise ValueError("--perfetto draws a step of a plan: give PROFILE and PLAN")
     given = msgspec.structs.asdict(options) | {"save_every": parse_save_every(options.save_every)}
     play_market(MarketOptions(**{name: given[name] for name in MarketOptions.__struct_fields__}))
 

@@ -187,12 +187,12 @@ class PreparedRun(msgspec.Struct, frozen=True):
 @takes(RunOptions)
 def run(options: RunOptions) -> None:
     """Start a job on the machines of a list. Adapt it as machines join, leave or fail."""
-    if options.show_config:
-        typer.echo(show_config())
-        raise typer.Exit
     if options.resume:
         options = without_options(options, options_of_the_default_file() - NOT_SAVED)
     with exit_2_on_error():
+        if options.show_config:
+            typer.echo(used_config(options, home=home_folder()))
+            raise typer.Exit
         ready = prepare(options, home=home_folder())
         listener = open_page(ready)
     if runs_here(ready):
@@ -297,6 +297,21 @@ def resumed(path: Path, code_dir: Path, given: RunOptions) -> RunOptions:
     return msgspec.structs.replace(
         saved, **{name: value for name, value in fields.items() if value not in (None, [])}
     )
+
+
+def used_config(options: RunOptions, *, home: Path) -> str:
+    """Return all options that the job would have, and where they come from."""
+    if not options.resume:
+        return show_config(options)
+    code_dir = Path(options.code_dir).absolute()
+    merged = resumed(saved_path(home, code_dir), code_dir, options)
+    fields = msgspec.structs.asdict(merged)
+    saved = {
+        name
+        for name, value in fields.items()
+        if name not in NOT_SAVED and value not in (None, []) and getattr(options, name) in (None, [])
+    }
+    return show_config(merged, saved=saved)
 
 
 def with_absolute_paths(options: RunOptions) -> RunOptions:

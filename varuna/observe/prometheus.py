@@ -1,43 +1,67 @@
 """The view of a job as metrics for Prometheus, and their endpoint on loopback.
 
 A counter never decreases, though the ledger may move the seconds of an interrupted step from one cause to
-another: the highest value so far is shown.
+another, and a resumed manager continues from files that are some seconds old: the highest value so far is
+shown. The file `metrics_counters.json` in the log folder keeps it.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from socket import SHUT_RDWR, socket
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import msgspec
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from varuna.addresses import is_local_host
+from varuna.codec import UNDECODABLE
+from varuna.files import write_atomic
 from varuna.observe.job_view import JobView
 
 PHASES = ("gathering", "running", "morphing", "saving", "ending", "over")
+NAME = "metrics_counters.json"
+"""The highest value of each counter so far, in the log folder."""
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
 """The manager keeps a thread and a descriptor for each."""
-READ_SECONDS = 5.0
-"""Time limit for each read of a request."""
+REQUEST_SECONDS = 5.0
+"""Time limit for a whole request and its answer."""
 
 
 class JobCollector(Collector):
     """Returns the metrics of the newest view, each with the label `run`: the name of the job."""
 
-    def __init__(self, view: Callable[[], JobView | None]) -> None:
+    def __init__(self, view: Callable[[], JobView | None], *, folder: Path) -> None:
+        """`folder`: the log folder."""
         self._view = view
-        self._highest: dict[tuple[str, str], float] = {}
+        self._file = folder / NAME
+        self._lock = threading.Lock()  # of the next one: several may ask at once
+        self._highest: dict[str, dict[str, float]] = {}  # by the counter's name and label
+        with suppress(OSError, *UNDECODABLE):
+            data = self._file.read_bytes()
+            self._highest = msgspec.json.decode(data, type=dict[str, dict[str, float]])
 
     def collect(self) -> Iterator[Metric]:
         view = self._view()
         if view is not None:
-            yield from self._counters(view)
+            with self._lock:
+                counters = list(self._counters(view))
+                self._keep()
+            yield from counters
             yield from job_gauges(view)
             yield from machine_gauges(view)
+
+    def _keep(self) -> None:
+        """Write the values before anyone sees them."""
+        with suppress(OSError):  # a full disk, which other files report
+            write_atomic(self._file, msgspec.json.encode(self._highest).decode(), fsync=False, private=True)
 
     def _counters(self, view: JobView) -> Iterator[Metric]:
         """Return everything that only grows."""
@@ -70,8 +94,9 @@ class JobCollector(Collector):
             yield lost
 
     def _high(self, name: str, label: str, value: float) -> float:
-        found = self._highest[name, label] = max(value, self._highest.get((name, label), 0.0))
-        return found
+        values = self._highest.setdefault(name, {})
+        values[label] = max(value, values.get(label, 0.0))
+        return values[label]
 
 
 def job_gauges(view: JobView) -> Iterator[Metric]:
@@ -137,32 +162,86 @@ def machine_gauges(view: JobView) -> Iterator[Metric]:
 
 
 class MetricsHandler(WSGIRequestHandler):
-    timeout = READ_SECONDS
+    timeout = REQUEST_SECONDS
+
+    def parse_request(self) -> bool:
+        found = super().parse_request()
+        if found:
+            assert isinstance(self.server, MetricsServer)
+            self.server.connections.note_request(self.connection)
+        return found
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: any local user can make requests."""
 
 
+class OpenConnections:
+    """Keeps the connections few and short: a client that keeps many open, and is silent, stops no other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._silent: dict[socket, float] = {}  # end of the time of each, the oldest first
+        self._answered: dict[socket, float] = {}  # the request is complete
+
+    def add(self, connection: socket) -> None:
+        """Add a connection. If there are too many, end the oldest one, first of those without a request."""
+        with self._lock:
+            while len(self._silent) + len(self._answered) >= MAX_CONNECTIONS:
+                group = self._silent or self._answered
+                _end(oldest := next(iter(group)))
+                del group[oldest]
+            self._silent[connection] = time.monotonic() + REQUEST_SECONDS
+
+    def note_request(self, connection: socket) -> None:
+        with self._lock:
+            end = self._silent.pop(connection, None)
+            if end is not None:
+                self._answered[connection] = end
+
+    def remove(self, connection: socket) -> None:
+        with self._lock:
+            self._silent.pop(connection, None)
+            self._answered.pop(connection, None)
+
+    def end_late(self) -> None:
+        """End the connections whose time is over. Their threads then remove them."""
+        now = time.monotonic()
+        with self._lock:
+            for connection, end in (*self._silent.items(), *self._answered.items()):
+                if now >= end:
+                    _end(connection)
+
+
+def _end(connection: socket) -> None:
+    """End a connection; the thread that waits for it closes it."""
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(SHUT_RDWR)
+
+
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers a few requests at a time, and closes all other connections at once."""
+    """Answers each request in a thread of its own."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = OpenConnections()
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        self.connections.add(request)
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.connections.remove(request)
+
+    def service_actions(self) -> None:
+        """Do this after each request, and every half second."""
+        super().service_actions()
+        self.connections.end_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: the client was silent, or has closed the connection."""
@@ -171,10 +250,10 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 class MetricsEndpoint:
     """Serves `http://127.0.0.1:PORT/metrics` from a thread."""
 
-    def __init__(self, port: int, view: Callable[[], JobView | None]) -> None:
-        """Raise OSError if the port is taken. 0: choose a free one."""
+    def __init__(self, port: int, view: Callable[[], JobView | None], *, folder: Path) -> None:
+        """Raise OSError if the port is taken. 0: choose a free one. `folder`: the log folder of the job."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(JobCollector(view))
+        registry.register(JobCollector(view, folder=folder))
         answer: Callable[[Any, Any], Iterable[bytes]] = make_wsgi_app(registry)
 
         def answer_local(environment: Any, start_response: Any) -> Iterable[bytes]:

@@ -42,8 +42,9 @@ ENDS = get_args(JobVerdict.__annotations__["how"])
 BEGIN = "listening"
 """The first event of each manager of a job."""
 
-Link = Literal["live", "over", "lost"]
-"""live: the manager answers; over: the job has ended; lost: the manager does not answer."""
+Link = Literal["live", "over", "lost", "gone"]
+"""live: the manager answers; over: the job has ended; lost: the manager does not answer; gone: its process
+has ended, and the job has not."""
 
 
 class PageUpdate(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class PageUpdate(msgspec.Struct, frozen=True):
     link: Link
     problem: str  # why the manager does not answer
     at: float  # seconds since 1970
+    seen_at: float  # last sign of the manager, such as an answer or an event; 0: none
     log_dir: str
     last_step: int  # of the curve
     num_events: int
@@ -144,6 +146,8 @@ class JobReader:
         self._num_events = 0
         self._first_event: float | None = None
         self._last_event: float | None = None
+        self._last_step_at = 0.0
+        self._answered_at = 0.0
         self._layout_since = 0.0
         self._is_over = False
         self._steps_file = TailReader(log_dir / METRICS)
@@ -170,6 +174,7 @@ class JobReader:
             link,
             problem,
             time.time(),
+            max(self._answered_at, self._head.at, self._last_step_at, self._last_event or 0.0),
             str(self._log_dir),
             self._buckets.last_step,
             self._num_events,
@@ -188,13 +193,16 @@ class JobReader:
         problem = ""
         try:
             self._keep(bytes(self._link.request("view").status), since=float("-inf"))
+            self._answered_at = time.time()
         except (OSError, ValueError, *UNDECODABLE) as error:
             problem = str(error) or type(error).__name__
             with suppress(OSError, *UNDECODABLE):
                 self._keep((self._log_dir / LAST_VIEW).read_bytes(), since=self._head.at)
         if self._is_over:  # also while its manager ends
             return "over", ""
-        return ("lost", problem) if problem else ("live", "")
+        if not problem:
+            return "live", ""
+        return "gone" if self._link.is_gone() else "lost", problem
 
     def _keep(self, view: bytes, *, since: float) -> None:
         """Keep a view that is not older. What the manager answers is new, also if its clock is set back."""
@@ -210,6 +218,7 @@ class JobReader:
             events = list(self._events_file.decoded(LoggedEvent))
             with self._lock:
                 for line in steps:
+                    self._last_step_at = max(line.at, self._last_step_at)
                     speed = line.samples / line.seconds if line.seconds > 0 and line.samples else None
                     self._buckets.add(line.step, line.at, (line.loss, speed))
                 for event in events:

@@ -56,9 +56,13 @@ class LogReader:
         ranks = {*_numbers(self._folder(chosen), _FILE), *read_machines(self._log_dir, chosen)}
         return LogIndex(generations, sorted(ranks))
 
+    def is_here(self, log: WorkerLog) -> bool:
+        """Return whether the log folder has the log; other logs are read through the manager."""
+        return self._path(log).is_file()
+
     def page(self, log: WorkerLog, *, start: int | None, stop: int | None) -> LogText:
         """Read from `start` on, or the last lines before `stop` (default: the end)."""
-        path = self._folder(log.generation) / f"rank_{log.rank}.{log.stream}"
+        path = self._path(log)
         is_here = path.is_file()
         read = self._read_local(path) if is_here else self._read_remote(log)
         try:
@@ -76,6 +80,9 @@ class LogReader:
     def _missing(self, log: WorkerLog, name: str) -> str:
         machine = read_machines(self._log_dir, log.generation).get(log.rank)
         return f"this log folder has no {name}" + (f" (it is on {machine})" if machine else "")
+
+    def _path(self, log: WorkerLog) -> Path:
+        return self._folder(log.generation) / f"rank_{log.rank}.{log.stream}"
 
     def _folder(self, generation: int) -> Path:
         return self._log_dir / f"generation_{generation}" if generation else self._log_dir

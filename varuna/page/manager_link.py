@@ -1,5 +1,6 @@
 """The connection of the page to the manager of its job, which may end, or come back at another port."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 from varuna.morph.protocol.messages import ManagerReply, ManagerRequest
 from varuna.morph.run.client import ManagerClient
 from varuna.morph.run.job_folder import JobFolder, ManagerContact
+from varuna.processes import is_running
 from varuna.secure.framing import FramingError
 
 
@@ -35,6 +37,14 @@ class ManagerLink:
         except OSError:
             self._close()
             raise
+
+    def is_gone(self) -> bool:
+        """Return whether the process of the manager has ended. A hanging one, or one elsewhere, has not."""
+        try:
+            contact = self._contact()
+        except (OSError, ValueError):
+            return False
+        return contact.host == socket.gethostname() and not is_running(contact.pid)
 
     def _send(self, what: str, fields: dict[str, object]) -> ManagerReply:
         if getattr(self._local, "client", None) is None:

@@ -33,6 +33,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 REFUSAL = "This address has no valid token. Open the address that Varuna printed last.\n"
+CLOSES = "closes"
+"""Key of a request whose connection is closed after the answer."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -64,8 +66,11 @@ def _same(found: str, wanted: str) -> bool:
     return hmac.compare_digest(found.encode(errors="surrogateescape"), wanted.encode())
 
 
-def access_check(keys: PageSecrets, admitted: Callable[[web.Request], None]) -> Handler:
-    """Return the middleware that refuses requests without the token. `admitted` gets all other requests."""
+def access_check(keys: PageSecrets, admit: Callable[[web.Request], bool]) -> Handler:
+    """Return the middleware that refuses requests without the token.
+
+    `admit` gets all other requests, and returns whether their connection may stay open.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -76,7 +81,8 @@ def access_check(keys: PageSecrets, admitted: Callable[[web.Request], None]) -> 
             refusal = web.Response(status=403, text=REFUSAL if is_person else None)
             refusal.force_close()
             return refusal
-        admitted(request)
+        if not admit(request):
+            request[CLOSES] = True
         if request.method != "GET" or request.body_exists:
             raise web.HTTPMethodNotAllowed(request.method, ["GET"])
         return keys.enter() if enters else await handler(request)
@@ -87,3 +93,6 @@ def access_check(keys: PageSecrets, admitted: Callable[[web.Request], None]) -> 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(HEADERS)
     response.headers["Server"] = "varuna"
+    if CLOSES in request:
+        response.headers["Connection"] = "close"
+        response.force_close()

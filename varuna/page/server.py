@@ -24,6 +24,12 @@ from varuna.page.security import PageSecrets, access_check, add_headers
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_CONNECTIONS = 64
+"""Connections with the token that stay open; more are closed after their answer."""
+MAX_UNVERIFIED = 128
+"""Connections without a request that has the token; of more, the oldest are closed."""
+ACCEPT_BATCH = 16
+"""Connections that are accepted at once: few, so that requests are read before others close theirs."""
+BACKLOG = 128
 MAX_STREAMS = 16
 """Open tabs."""
 MAX_LINE = 4096
@@ -47,21 +53,22 @@ class PageServer:
     def __init__(self, reader: JobReader, keys: PageSecrets) -> None:
         self._reader = reader
         self._files = {path.name: path for path in sorted(STATIC.iterdir())}
-        self._unverified: set[asyncio.BaseProtocol] = (
-            set()
-        )  # connections without a request that has the token
+        # Connections without a request that has the token, the oldest first, and the end of their time.
+        self._unverified: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._num_connections: Callable[[], int] = lambda: 0
         self._streams = 0
         self._noted: set[str] = set()
         self._update: PageUpdate | None = None
         self._changed = asyncio.Condition()
         self._wanted = asyncio.Event()
-        # One thread follows the job, one the last step, which may be on a machine that does not answer. The
-        # others serve curves and logs: a slow disk stops only them.
+        # One thread follows the job, one the last step, which may be on a machine that does not answer. Four
+        # serve what is on this machine, and four the logs of other machines: a slow one stops only these.
         self._follower = ThreadPoolExecutor(1, "follow")
         self._step_follower = ThreadPoolExecutor(1, "steps")
         self._readers = ThreadPoolExecutor(4, "read")
+        self._remote_readers = ThreadPoolExecutor(4, "read remote")
         self.app = web.Application(
-            middlewares=[access_check(keys, lambda request: self._unverified.discard(request.protocol))],  # type: ignore[list-item]
+            middlewares=[access_check(keys, self._admit)],  # type: ignore[list-item]
             client_max_size=1024,
         )
         self.app.on_response_prepare.append(add_headers)
@@ -89,28 +96,39 @@ class PageServer:
         made = runner.server
         assert made is not None
 
+        self._num_connections = lambda: len(made.connections)
+
         def connect() -> asyncio.Protocol:
-            if len(made.connections) >= MAX_CONNECTIONS:
-                return _Refusal()
+            while len(self._unverified) >= MAX_UNVERIFIED:
+                self._close_unverified(next(iter(self._unverified)))
             protocol = made()
-            self._unverified.add(protocol)
-            loop.call_later(ADMIT_SECONDS, self._close_unverified, protocol)
+            self._unverified[protocol] = loop.call_later(ADMIT_SECONDS, self._close_unverified, protocol)
             return protocol
 
-        server = await loop.create_server(connect, sock=listener)
+        server = await loop.create_server(connect, sock=listener, backlog=ACCEPT_BATCH)
+        listener.listen(BACKLOG)
         try:
             await until.wait()
             await self._follow_once()
             await asyncio.sleep(LAST_SECONDS)
+            if self._update is not None and self._update.link == "lost":  # its process may be about to end
+                await self._follow_once()
+                await asyncio.sleep(LAST_SECONDS)
         finally:
             server.close()
             await runner.cleanup()
 
     def _close_unverified(self, protocol: web.RequestHandler) -> None:
-        if protocol in self._unverified:
-            self._unverified.remove(protocol)
-            if protocol.transport is not None:
-                protocol.transport.abort()
+        self._unverified.pop(protocol).cancel()
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    def _admit(self, request: web.Request) -> bool:
+        """Note a request that has the token. Return whether its connection may stay open."""
+        timer = self._unverified.pop(request.protocol, None)
+        if timer is not None:
+            timer.cancel()
+        return self._num_connections() - len(self._unverified) <= MAX_CONNECTIONS
 
     # ------------------------------------------------------------ following the job
 
@@ -119,7 +137,7 @@ class PageServer:
         yield
         for task in tasks:
             task.cancel()
-        for pool in (self._follower, self._step_follower, self._readers):
+        for pool in (self._follower, self._step_follower, self._readers, self._remote_readers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def _follow(self) -> None:
@@ -135,7 +153,9 @@ class PageServer:
         except Exception as error:  # the page says so, and tries again
             self._note(error)
             update = self._reader.failed(error)
-        if self._update is not None and update == msgspec.structs.replace(self._update, at=update.at):
+        if self._update is not None and update == msgspec.structs.replace(
+            self._update, at=update.at, seen_at=update.seen_at
+        ):
             return
         async with self._changed:
             self._update = update
@@ -231,20 +251,17 @@ class PageServer:
             "err" if request.query.get("stream") == "err" else "out",
         )
         start, stop = whole_number(request, "start"), whole_number(request, "stop")
-        return await self._read(lambda: self._reader.logs.page(log, start=start, stop=stop))
+        logs, loop = self._reader.logs, asyncio.get_running_loop()
+        is_here = await loop.run_in_executor(self._readers, logs.is_here, log)
+        pool = self._readers if is_here else self._remote_readers
+        return await self._read(lambda: logs.page(log, start=start, stop=stop), pool)
 
-    async def _read(self, work: Callable[[], object]) -> web.StreamResponse:
+    async def _read(
+        self, work: Callable[[], object], pool: ThreadPoolExecutor | None = None
+    ) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._readers, lambda: msgspec.json.encode(work()))
+        found = await loop.run_in_executor(pool or self._readers, lambda: msgspec.json.encode(work()))
         return web.Response(body=found, content_type="application/json", charset="utf-8")
-
-
-class _Refusal(asyncio.Protocol):
-    """Closes a connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
 
 
 def number(request: web.Request, name: str, default: float) -> float:

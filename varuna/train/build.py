@@ -37,6 +37,7 @@ from varuna.train.validate import (
     refuse_coupled_losses,
     refuse_detached,
     refuse_inseparable,
+    trained_names,
 )
 from varuna.types import Plan
 
@@ -116,6 +117,11 @@ def check(
     )
     if options.loss_weight is None:
         refuse_coupled_losses(model, sampled.captured, inputs, plan, device=options.device)
+
+
+def flops(model: nn.Module, sampled: CapturedModel) -> float:
+    """Return the operations of a forward and a backward of one sample."""
+    return sampled.captured.step_flops(trained_names(model))
 
 
 def choose_plan(

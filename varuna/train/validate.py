@@ -353,6 +353,12 @@ def check_once(
     write_spans(plan.fingerprint, estimated_spans(captured, plan.depth))
 
 
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are not frozen, with aliases of shared ones."""
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if parameter.requires_grad)
+
+
 def all_names(model: nn.Module) -> frozenset[str]:
     """Return all names of parameters and buffers, with aliases of shared ones."""
     parameters, buffers = model.named_parameters, model.named_buffers

@@ -245,7 +245,7 @@ class Varuna(nn.Module):
             sampled = build.capture(model, inputs, options, session)
             self._progress.alive()
             self.plan, prediction = build.choose_plan(sampled, options, session, environment)
-            self._metrics.describe_model(sampled.captured.graph, device_name(self.device), options.precision)
+            self._metrics.describe(build.flops(model, sampled), device_name(self.device), options.precision)
             if session.rank == session.ranks[0]:
                 build.check(model, sampled, inputs, self.plan, options)
             self._progress.alive()

@@ -83,7 +83,7 @@ def _kept_bytes(node: fx.Node, flow: Flow, batch: int) -> int:
 
 def moved_bytes(node: fx.Node, flat: FlatGraph, batch: int = 1) -> int:
     """Return the bytes that an operation reads and writes; 0 for a view."""
-    name = _name(node)
+    name = operation_name(node)
     if name in _VIEWS or node.target is operator.getitem:
         return 0
     # An embedding reads only the selected rows of the table.
@@ -91,7 +91,8 @@ def moved_bytes(node: fx.Node, flat: FlatGraph, batch: int = 1) -> int:
     return sum(num_bytes(value, flat, batch) for value in (node, *read))
 
 
-def _name(node: fx.Node) -> str:
+def operation_name(node: fx.Node) -> str:
+    """Return the name of torch's operation, such as "linear"; "" for others."""
     target: Any = node.target
     if target in (randomness.draw, randomness.draw_in_place):
         target = node.args[0]
@@ -99,7 +100,7 @@ def _name(node: fx.Node) -> str:
 
 
 def flops_per_sample(node: fx.Node, flat: FlatGraph) -> int:
-    name = _name(node)
+    name = operation_name(node)
     elements = sum(math.prod(_sizes(value, flat)) for value in tensors_of(node))
     given = [arg.meta.get("val") for arg in node.all_input_nodes]
     operands = [_sizes(value, flat) for value in given if isinstance(value, Tensor)]

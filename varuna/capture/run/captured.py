@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol, Self, TypeVar
@@ -13,6 +13,7 @@ from torch import fx
 from varuna.capture.cuts import automatic
 from varuna.capture.cuts.carver import Carver
 from varuna.capture.cuts.separability import Separability
+from varuna.capture.cuts.step_flops import step_flops
 from varuna.capture.cuts.summary import listing, summarize
 from varuna.capture.graph import checks, passes
 from varuna.capture.graph.attention_masks import Meaning, mask_meanings, replace_masks
@@ -214,6 +215,10 @@ class Captured:
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self._flat.parameters)
+
+    def step_flops(self, trained: Collection[str]) -> float:
+        """Return the operations of forward and backward of one sample, if these parameters are trained."""
+        return step_flops(self._carver.flow, trained)
 
     def untouched(self, wanted: Sequence[bool] | None = None) -> frozenset[str]:
         """Return the parameters that get no gradient if only the wanted results get one; None: all do."""

@@ -37,8 +37,8 @@ def plain_line(view: JobView) -> str:
     return ", ".join(filter(None, parts))
 
 
-def live_status(view: JobView, *, height: int = 40) -> Group:
-    """Return the status as a block of lines. A low terminal gets fewer of them."""
+def live_status(view: JobView, *, height: int = 40, num_events: int = 1) -> Group:
+    """Return the status as a block of lines, with the last events. A low terminal gets fewer lines."""
     title = Text.assemble(
         ("── ", "dim"),
         (printable(view.job), "bold"),
@@ -63,14 +63,19 @@ def live_status(view: JobView, *, height: int = 40) -> Group:
         lines.append(Text("   ".join(filter(None, facts))))
     others = len(lines) + len(view.problems) + 3  # header and rest of the table, last event
     rows = min(MOST_MACHINES, height - others - OUTPUT_LINES)
+    free = height - others - OUTPUT_LINES - min(len(view.machines), MOST_MACHINES)
+    known = view.events or (() if view.last_event is None else (view.last_event,))
+    events = known[-max(1, min(num_events, free)) :]
     if rows > 0:
         lines.append(machine_table(view.machines, rows))
     else:
         lines.append(Text(machines_text(view.machines)))
     for topic, why in view.problems.items():
         lines.append(Text(f"{topic}: {printable(why)}", style="red"))
-    if view.last_event is not None:
-        lines.append(Text.assemble(("last event ", "dim"), event_text(view.last_event)))
+    for event in events[:-1]:
+        lines.append(Text.assemble("           ", event_text(event)))
+    if events:
+        lines.append(Text.assemble(("last event ", "dim"), event_text(events[-1])))
     for line in lines:
         if isinstance(line, Text):
             line.no_wrap, line.overflow = True, "ellipsis"

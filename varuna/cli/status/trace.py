@@ -34,7 +34,9 @@ def trace(
     steps: Annotated[
         str | None, typer.Option(metavar="FIRST:STOP", help="Steps, for example 10:20. Default: the last 10.")
     ] = None,
-    into: Annotated[Path | None, typer.Option(help="File to write. Default: LOGDIR/trace.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--into", help="File to write. Default: LOGDIR/trace.json.")
+    ] = None,
 ) -> None:
     """Write a trace of all ranks for ui.perfetto.dev, and show how long each stage was idle."""
     check_log_folder(folder)
@@ -54,7 +56,7 @@ def trace(
             f"no step from {first} to {stop - 1} is kept: the workers keep the last ones, {kept[0]} to "
             f"{kept[-1]} (choose some of them: --steps {max(kept[0], kept[-1] - 9)}:{kept[-1] + 1})"
         )
-    file = into or folder / "trace.json"
+    file = out or folder / "trace.json"
     write_atomic(file, to_perfetto(whole_timeline(list(chosen.values()))))
     numbers = list(chosen)
     if len(numbers) < stop - first:

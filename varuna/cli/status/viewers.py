@@ -66,7 +66,10 @@ class Viewers:
         self._try_port_at = 0.0
         self._view: JobView | None = None
         job = tracked_job(manager.job, manager.contact.job)
-        self._trackers = [TrackerThread(name, partial(open_tracker, name, job)) for name in options.trackers]
+        self._trackers = [
+            TrackerThread(name, partial(open_tracker, name, job), folder=job.folder)
+            for name in options.trackers
+        ]
         manager.observer.subscribers += [tracker.add for tracker in self._trackers]
 
     async def run(self) -> None:
@@ -89,7 +92,7 @@ class Viewers:
 
         why = ""
         try:
-            self._endpoint = MetricsEndpoint(port, lambda: self._view)
+            self._endpoint = MetricsEndpoint(port, lambda: self._view, folder=Path(self._manager.job.log_dir))
             self._manager.log("metrics", self._endpoint.url)
         except OSError as error:
             self._try_port_at = time.monotonic() + PORT_SECONDS

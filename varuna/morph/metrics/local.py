@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from varuna.environment import VarunaEnvironment, variable_name
+from varuna.environment import VarunaEnvironment, misspelt_variables, variable_name
 from varuna.errors import check_name
 from varuna.files import make_private_folder, write_atomic
 from varuna.morph.metrics.ring import MetricsWriter, open_shared
@@ -72,7 +72,10 @@ class LocalMetricsWriter(MetricsWriter):
             make_private_folder(target.folder)
         self._keeper = HistoryKeeper(target.folder, continues=True, monotonic=time.monotonic)
         job = TrackedJob(run_name(target.folder), target.folder, {"log_dir": str(target.folder)})
-        self._trackers = [TrackerThread(name, partial(open_tracker, name, job)) for name in target.trackers]
+        self._trackers = [
+            TrackerThread(name, partial(open_tracker, name, job), folder=job.folder)
+            for name in target.trackers
+        ]
         self._problems: set[str] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna metrics", daemon=True)
@@ -150,5 +153,8 @@ def open_metrics() -> MetricsWriter:
 @cache
 def _open_local(track: str, log_dir: str, rank: str) -> MetricsWriter:
     """Open the files of this process once. The arguments are the variables that decide about them."""
+    if rank == "0" and VarunaEnvironment.read(os.environ).stage_to_rank_map is None:  # no command has checked
+        for text in misspelt_variables(os.environ):
+            log.warning(text)
     target = local_target({TRACK: track, LOG_DIR: log_dir, "RANK": rank})
     return MetricsWriter() if target is None else LocalMetricsWriter(target)

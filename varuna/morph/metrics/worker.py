@@ -6,12 +6,9 @@ from typing import Any
 
 from varuna.morph.metrics.local import open_metrics
 from varuna.observe.devices import peak_flops
-from varuna.types import ModelGraph
 
 TOKEN_INPUTS = ("input_ids", "tokens", "token_ids")
 """Inputs of shape [samples, tokens]."""
-TIMES_FORWARD = 3
-"""A backward has twice the operations of its forward. Recomputing does not count."""
 DESCRIBE_SECONDS = 1.0
 """Time between two measurements of a device's memory."""
 
@@ -39,10 +36,9 @@ class StepMetrics:
                     shape = getattr(inputs[name], "shape", ())
             self._tokens = shape[1] if len(shape) == 2 else 0
 
-    def describe_model(self, graph: ModelGraph, device: str, precision: str) -> None:
+    def describe(self, flops_per_sample: float, device: str, precision: str) -> None:
         """Note the operations of a sample, and the peak of the device that runs them."""
-        flops = TIMES_FORWARD * sum(segment.flops_per_sample for segment in graph.segments)
-        self._writer.describe(flops_per_sample=flops, peak_flops=peak_flops(device, precision))
+        self._writer.describe(flops_per_sample=flops_per_sample, peak_flops=peak_flops(device, precision))
 
     def ends_at(self, step: int | None) -> None:
         """Note at which step the training ends."""

@@ -31,6 +31,7 @@ class ManagerContact(msgspec.Struct, frozen=True):
     port: int
     credential: JobCredential
     log_dir: str
+    host: str = ""  # machine that the process is on; "": unknown
 
 
 class JobFolder:

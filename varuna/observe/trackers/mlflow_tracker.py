@@ -14,7 +14,8 @@ from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient, is_tracking_uri_set
 
 from varuna.files import write_atomic
-from varuna.observe.trackers.tracker import OWN_NAMES, MetricRow, TrackedJob
+from varuna.observe.trackers.rows import OWN_NAMES, MetricRow
+from varuna.observe.trackers.tracker import TrackedJob
 
 RUN_FILE = "mlflow_run"
 """File in the log folder with the id of the run."""

@@ -11,7 +11,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from varuna.files import make_private_folder
-from varuna.observe.trackers.tracker import MetricRow, TrackedJob
+from varuna.observe.trackers.rows import MetricRow
+from varuna.observe.trackers.tracker import TrackedJob
 
 FOLDER = "tensorboard"
 VERSION = "brain.Event:2"

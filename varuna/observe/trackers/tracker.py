@@ -1,12 +1,11 @@
 """The protocol of trackers, and the thread that feeds one: a slow or broken tracker disturbs nothing.
 
-A tracker gets the points that are new in the history of a job, so it has each step once, in order, whatever
-happens to machines, workers and managers.
+A tracker gets the points that are new in the history of a job, and after a restart of the manager those that
+it has not taken before. So it has each step once, in order, however often machines and managers are lost.
 """
 
 import importlib
 import importlib.util
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from varuna.errors import check_name
 from varuna.observe.history import ScalarPoint, StepPoint
+from varuna.observe.trackers.rows import MetricRow, rows_of
+from varuna.observe.trackers.sent import SentPoints
 
 EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Names of the trackers, which are also those of their packages, and the extra that installs each."""
-OWN_NAMES = ("loss", "step_seconds", "samples_per_second", "tokens_per_second")
-"""Curves that every job has."""
-SCRIPT = "script/"
-"""Begin of the name of a scalar that the script has given one of these names."""
 MAX_ROWS = 20_000
 """Rows that wait for a slow tracker; of more, the oldest are dropped."""
 RETRY_SECONDS = 10.0
@@ -29,14 +26,6 @@ RETRY_SECONDS = 10.0
 MAX_RETRY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 """Time limit for the last rows when the job ends."""
-
-
-class MetricRow(NamedTuple):
-    """Values of one step."""
-
-    step: int
-    at: float  # seconds since 1970
-    values: Mapping[str, float]
 
 
 class TrackedJob(NamedTuple):
@@ -48,7 +37,10 @@ class TrackedJob(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Writes rows to one service. Methods may block and may raise; only one thread calls them."""
+    """Writes rows to one service. Methods may block and may raise; only one thread calls them.
+
+    Rows are kept in the service, or in its files, when `write` returns.
+    """
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 
@@ -73,34 +65,13 @@ def open_tracker(name: str, job: TrackedJob) -> Tracker:
     return tracker
 
 
-def rows_of(steps: Sequence[StepPoint], scalars: Sequence[ScalarPoint]) -> list[MetricRow]:
-    """Return the rows of new points. A value that is not finite is nan."""
-    rows = []
-    for point in steps:
-        values = {"loss": _number(point.loss), "step_seconds": point.seconds}
-        if point.seconds > 0:
-            values["samples_per_second"] = point.samples / point.seconds
-            if point.tokens:
-                values["tokens_per_second"] = point.tokens / point.seconds
-        rows.append(MetricRow(point.step, point.at, values))
-    by_step: dict[int, MetricRow] = {}
-    for scalar in scalars:
-        row = by_step.setdefault(scalar.step, MetricRow(scalar.step, scalar.at, {}))
-        assert isinstance(row.values, dict)
-        name = SCRIPT + scalar.name if scalar.name in OWN_NAMES else scalar.name
-        row.values[name] = _number(scalar.value)
-    return [*rows, *by_step.values()]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 class TrackerThread:
     """Feeds one tracker in a thread of its own."""
 
-    def __init__(self, name: str, open_it: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, open_it: Callable[[], Tracker], *, folder: Path) -> None:
+        """`folder`: the log folder, which keeps what the tracker has."""
         self.name = name
+        self._sent = SentPoints(folder, name)
         self.problem = ""  # why rows are missing; "": none are
         self._open = open_it
         self._tracker: Tracker | None = None
@@ -128,6 +99,9 @@ class TrackerThread:
     def _run(self) -> None:
         wait = RETRY_SECONDS
         is_last = False
+        missing = self._sent.missing()
+        with self._lock:
+            self._rows = deque([*missing, *self._rows], maxlen=MAX_ROWS)
         while not is_last:
             self._changed.wait()
             self._changed.clear()
@@ -144,13 +118,14 @@ class TrackerThread:
     def _write(self) -> bool:
         """Write all rows. After an error they wait in their place. Return whether there was none."""
         with self._lock:
-            rows = list(self._rows)
+            rows = self._sent.unsent(self._rows)
             self._rows.clear()
         try:
             if self._tracker is None:
                 self._tracker = self._open()
             if rows:
                 self._tracker.write(rows)
+                self._sent.note(rows)
         except Exception as error:
             with self._lock:
                 self._rows = deque([*rows, *self._rows], maxlen=MAX_ROWS)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import wandb
 
-from varuna.observe.trackers.tracker import MetricRow, TrackedJob
+from varuna.observe.trackers.rows import MetricRow
+from varuna.observe.trackers.tracker import TrackedJob
 
 
 class WandbTracker:

@@ -16,7 +16,7 @@ let last = null; // the last update
 
 function show(update) {
   last = update;
-  setLink(update.link === "live" ? "live" : update.link === "over" ? "over" : "lost");
+  setLink(update.link);
   setNotice(noticeOf(update));
   setText(byId("log-dir"), `Logs: ${update.log_dir}`);
   if (update.view) showView(update);
@@ -46,9 +46,16 @@ function showView({ view, link }) {
 
 function noticeOf(update) {
   if (update.link === "live") return "";
-  const at = update.view ? ` This is its last view, of ${clock(update.view.at, { date: true })}.` : "";
   if (update.link === "over") return update.view ? "" : "The job is over. It left no view.";
-  return `The manager does not answer (${oneLine(update.problem)}).${at} If it was killed, \`varuna run --resume\` resumes the job.`;
+  const at = update.view ? ` The page shows its last view, of ${clock(update.view.at, { date: true })}.` : "";
+  if (update.link === "gone") return `${goneText(update)}${at} \`varuna run --resume\` resumes the job.`;
+  const seen = update.seen_at ? ` since ${clock(update.seen_at, { date: true })}` : "";
+  return `The manager does not answer${seen} (${oneLine(update.problem)}).${at} If it was killed, \`varuna run --resume\` resumes the job.`;
+}
+
+function goneText(update) {
+  const seen = update.seen_at ? ` since ${clock(update.seen_at, { date: true })}` : "";
+  return `The manager is gone${seen}: its process has ended, and the job has not.`;
 }
 
 function lost(error) {
@@ -62,15 +69,20 @@ function lost(error) {
     return;
   }
   setLink("lost");
-  const over = last?.link === "over";
   const at = last ? ` This is the last view, of ${clock(last.at, { date: true })}.` : "";
   const command = last ? ` \`varuna page ${last.log_dir}\` shows the job again.` : "";
-  setNotice(`${over ? "The job is over, and its page has ended." : "The server of this page does not answer."}${at}${command}`);
+  setNotice(`${endText()}${at}${command}`);
+}
+
+function endText() {
+  if (last?.link === "over") return "The job is over, and its page has ended.";
+  if (last?.link === "gone") return `${goneText(last)} Its page has ended with it. \`varuna run --resume\` resumes the job.`;
+  return "The server of this page does not answer.";
 }
 
 function setLink(state) {
-  const words = { live: "live", over: "job is over", lost: "not connected" };
-  byId("link").className = state;
+  const words = { live: "live", over: "job is over", lost: "not connected", gone: "manager is gone" };
+  byId("link").className = state === "gone" ? "lost" : state;
   setText(byId("link").lastChild, words[state]);
 }
 
