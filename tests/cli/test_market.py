@@ -67,6 +67,49 @@ def test_the_best_save_interval_is_shown_however_long_planning_took(
     assert "simulated in 0.0 s" in cli.out and "plans in " in cli.out and "plans in 0" not in cli.out
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--save-every", "30"], "--save-every gives the interval"),
+        (["--policies", "restart"], "--policies has no varuna"),
+        (["--hours", "0.003"], "the trace lasts 11 s, and the shortest interval is 15 s"),
+    ],
+)
+def test_a_best_save_interval_that_is_not_searched_has_a_reason(
+    cli: Cli, tmp_path: Path, trace: Path, options: list[str], why: str
+) -> None:
+    """B5, PRO-3: in every output; whoever asks for it gets an error."""
+    asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--per-machine", 1]
+    page = tmp_path / "page.html"
+    assert cli(*asked, *options, "--html", page) == 0, cli.err
+    assert f"best fixed save interval: not searched: {why}" in cli.out
+    assert f"not searched: {why}" in page.read_text()
+    assert cli(*asked, *options, "--json") == 0, cli.err
+    found = json.loads(cli.out)
+    assert (found["save_intervals"], found["save_intervals_note"]) == ([], why)
+    assert cli(*asked, *options, "--best-interval") == 2 and f"--best-interval: {why}" in cli.err
+
+
+def test_a_slow_search_of_the_best_save_interval_is_made_only_on_request(
+    cli: Cli, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B5, PRO-3: a clock by which every simulation takes four seconds."""
+    now = [0.0]
+
+    def read() -> float:
+        now[0] += 4.0
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    asked = ["simulate", "--trace", trace, "--batch-size", 12, "--step-seconds", 2, "--per-machine", 1]
+    assert cli(*asked, "--policies", "varuna") == 0, cli.err
+    assert "not searched: a simulation takes" in cli.out and "(give --best-interval)" in cli.out
+    assert cli(*asked, "--policies", "varuna", "--best-interval") == 0, cli.err
+    assert "best fixed save interval: " in cli.out and "not searched" not in cli.out
+    assert cli(*asked, "--policies", "varuna", "--no-best-interval") == 0, cli.err
+    assert "not searched: --no-best-interval is given" in cli.out
+
+
 def test_a_price_table_that_misses_machines_is_reported(cli: Cli, tmp_path: Path, trace: Path) -> None:
     """B6, PRO-4"""
     prices = tmp_path / "prices.csv"
@@ -115,6 +158,7 @@ def test_reasons_of_workers_are_shown_as_they_are(cli: Cli, tmp_path: Path) -> N
     [
         ([], "give PROFILE and PLAN to simulate a step, --trace FILE"),
         (["."], "PLAN is missing"),
+        (["--calibrate", ".", "--best-interval"], "--best-interval plays a trace of machines"),
         (["--trace", "nowhere.csv"], "cannot read the trace"),
         (["--trace", "{trace}"], "--batch-size is missing"),
         (["--trace", "{trace}", "--batch-size", "8"], "the time of a step is not known"),

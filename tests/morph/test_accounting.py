@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from tests.morph.test_decide import World, killed
 from varuna.morph import events
 from varuna.morph.accounting import Accountant
+from varuna.morph.decide import decide_all
 from varuna.morph.state import WorkerProgress
 from varuna.observe.ledger import (
     Ledger,
@@ -70,6 +71,55 @@ def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
     assert amounts["useful"] > before["useful"]
     assert [one.kind for one in ledger.interruptions] == ["start", "loss"]
     assert "b was lost" in ledger.interruptions[-1].why
+
+
+class LateReports(AccountedWorld):
+    """Steps of 4 s; each report comes 3 s after the end of a step."""
+
+    def progress(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
+        workers = super().progress(machine, in_step=in_step)
+        return tuple(
+            msgspec.structs.replace(worker, step_age=3.0, step_seconds=4.0 * bool(worker.iteration))
+            for worker in workers
+        )
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_the_interrupted_step_is_redone_although_the_report_before_it_came_late(hot: bool) -> None:
+    """B6, PRO-4: of the 3 s between the end of the last step and its report, none was useful."""
+    world = LateReports("a", "b", hot=hot)
+    world.passes(1)
+    for _ in range(10):
+        world.passes(3.75)
+        world.passes(0.25, steps=1)
+    before, ledger = world.check(), world.accountant.ledger
+    assert ledger.steps == 10 and ledger.pending == pytest.approx(2 * 3.0)
+    world.starts_agents = False
+    world.lose_agent("b")
+    world.passes(0.5)
+    amounts = world.check()
+    assert amounts["redoing"] - before["redoing"] == pytest.approx(2 * 3.0, abs=0.3)
+    assert ledger.amounts["useful"] == pytest.approx(before["useful"] - 2 * 3.0)
+    assert ledger.interruptions[-1].lost["redoing"] == pytest.approx(2 * 3.0, abs=0.3)
+
+
+def test_a_step_that_is_reported_together_with_the_order_after_a_loss_is_useful() -> None:
+    """B6, PRO-4: the manager hears of both at once; only the time after the end of the step is lost."""
+    world = AccountedWorld("a", "b", hot=True)
+    world.passes(1)
+    world.passes(5, steps=1)
+    before, steps = world.check(), world.accountant.ledger.steps
+    world.starts_agents = False
+    world.lose_agent("b")
+    world.now, world.iteration = world.now + 0.5, world.iteration + 1
+    workers = [msgspec.structs.replace(one, step_age=0.2) for one in world.progress("a", in_step=True)]
+    report = events.Tick({"a": (world.agents["a"], world.workers["a"], tuple(workers))})
+    world.state, _ = decide_all(world.state, (report, events.PlanReady(world.plan(("a",)))), world.now)
+    world.accountant.observe(world.state, world.now)
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert world.state.phase == "morphing" and ledger.steps == steps + 1
+    assert amounts["useful"] - before["useful"] == pytest.approx(0.3)
+    assert amounts["redoing"] - before["redoing"] == pytest.approx(0.2)
 
 
 def test_steps_that_no_heartbeat_reported_count_once_they_are_found_in_a_checkpoint() -> None:

@@ -78,6 +78,7 @@ class RunningManager:
         *,
         machines: str = "10.9.9.9\n",
         starter: NoStarter | BrokenStarter | None = None,
+        resumes: bool = False,
     ) -> None:
         (folder / "machines").write_text(machines)
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -101,7 +102,7 @@ class RunningManager:
             self.manager = manager = Manager(
                 job,
                 contact,
-                JobState(since=clock.now()),
+                JobState(since=clock.now(), attach_until=clock.now() * resumes),
                 planner=lambda machines, devices=0: MachinePlan(machines, problem="no plan"),
                 starter_of=lambda machine: starter or NoStarter(),
                 newest=lambda store: None,
@@ -134,8 +135,8 @@ class RunningManager:
 
 
 @contextmanager
-def led(folder: Path, *, machines: str = "10.9.9.9\n") -> Iterator[RunningManager]:
-    manager = RunningManager(folder, machines=machines)
+def led(folder: Path, *, machines: str = "10.9.9.9\n", resumes: bool = False) -> Iterator[RunningManager]:
+    manager = RunningManager(folder, machines=machines, resumes=resumes)
     manager.thread.start()
     manager.ask("status")  # it runs
     try:
@@ -436,3 +437,15 @@ def test_a_full_disk_of_the_event_log_does_not_end_the_manager(tmp_path: Path) -
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     with led(tmp_path) as manager:
         assert json.loads(bytes(manager.ask("status").status))["job"] == "job"
+
+
+def test_a_resumed_manager_reports_a_damaged_ledger(tmp_path: Path) -> None:
+    """PRO-4: once, as an event that says from when the ledger counts."""
+    (tmp_path / "ledger.json").write_text('{"begun_at": 17')
+    with led(tmp_path, resumes=True):
+        lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (why,) = [line["why"] for line in lines if line["what"] == "ledger"]
+    assert (
+        "is not a valid Ledger" in why and "(kept as ledger.json.damaged); the ledger counts from 20" in why
+    )
+    assert (tmp_path / "ledger.json.damaged").read_text() == '{"begun_at": 17'

@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from varuna.environment import VarunaEnvironment
+from varuna.morph.run import progress_page
 from varuna.morph.run.order_page import OrderReader, OrderWriter, apply_environment, open_orders
 from varuna.morph.run.progress_page import ProgressReader, open_progress
 from varuna.morph.state import MorphParts
@@ -98,6 +100,22 @@ def test_the_progress_page_tells_whether_a_worker_morphs_in_place(progress_file:
     assert now.morph_parts == MorphParts(1.5, 0.5, 0.125)
     reader.close()
     assert "progress" not in "".join(os.listdir(progress_file.parent))
+
+
+def test_a_report_has_the_age_of_the_last_step(progress_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: what came after the end of that step is lost if the next one is interrupted."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(progress_page, "time", clock)
+    reader = ProgressReader(progress_file, 0)
+    writer = open_progress()
+    writer.enter()
+    clock.monotonic = lambda: 104.0
+    assert reader.read().step_age == 0.0, "no step has ended"
+    writer.leave(1, 0.5)
+    clock.monotonic = lambda: 105.5
+    writer.enter()
+    assert reader.read().step_age == 1.5
+    reader.close()
 
 
 def test_the_progress_page_keeps_its_numbers_and_texts_apart(progress_file: Path) -> None:

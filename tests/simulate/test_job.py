@@ -78,6 +78,29 @@ def test_a_lost_machine_costs_detection_restart_and_the_steps_since_the_last_sav
     assert sum(paid_seconds(job.ledger).values()) == pytest.approx(paid)
 
 
+def test_a_step_that_a_loss_interrupts_is_redone_whatever_happened_in_it() -> None:
+    """B5, PRO-3, PRO-4: a machine that joins within the step makes the manager count steps; none ends."""
+    start = MachineChange(0, added=("a", "b", "c", "d"))
+    costs = msgspec.structs.replace(COSTS, join_seconds=3.0, detect_seconds=1.0)
+    slow = CachedPlanner(
+        LayoutRequest(batch_size=64, num_stages=1, microbatch_size=1),
+        devices_per_machine=1,
+        steps={4: 10.0},
+    )
+    lost = MachineChange(108, removed=("d",))
+    found = []
+    for changes in ((start, lost), (start, MachineChange(103, added=("e",)), lost)):
+        job = SimulatedJob(market(*changes, end=109.5), slow, costs, devices_per_machine=1, hot=True)
+        job.run()
+        check(job.ledger)
+        steps = job.ledger.steps
+        (ends,) = {one.first_step_at for one in job.ledger.periods if one.first_step_at is not None}
+        useful = 4 * 10.0 * steps
+        assert job.ledger.amounts["useful"] == pytest.approx(useful, rel=1e-6), ends
+        found.append(steps)
+    assert found[0] == found[1] > 5
+
+
 def test_a_notice_saves_the_work_and_a_join_waits_for_the_end_of_a_step() -> None:
     """B5, PRO-3"""
     trace = market(

@@ -151,7 +151,11 @@ def test_models_of_the_zoo_give_no_false_alarm(name: str) -> None:
         ("HiddenCounter", "return h * next(self.count): it computes something else when it runs again"),
         ("CoupledLoss", "return (h - y).mean() ** 2: the loss is"),
         ("InPlace", "forward changes its input 'x' in place"),
-        ("Unrepeatable", "the plain process computes something else when it runs again: step 0: the loss"),
+        ("Unrepeatable", 'return h * (1 + int.from_bytes(os.urandom(4), "big") * 1e-9): it computes'),
+        (
+            "UnrepeatableBackward",
+            'return grads[0] * (1 + int.from_bytes(os.urandom(4), "big") * 1e-9): it computes something else',
+        ),
         ("WrongBackward", "return TimesBatch.apply(h)"),
         ("SortedSamples", "h.sort(0).values"),
     ],
@@ -160,6 +164,15 @@ def test_a_wrong_model_is_found_and_named(name: str, words: str) -> None:
     """B1, PRO-1: by Varuna's refusal, or by the first operation where the numbers part."""
     report = varuna.verify(getattr(wrong_models, name)(), samples(8), layouts="1x1:chunk=4")
     assert report.exit_code == 1 and words in str(report), str(report)
+
+
+def test_a_model_that_differs_from_itself_is_named_as_the_cause() -> None:
+    """B1, PRO-1: the number, and the operation that makes it; no layout is trained."""
+    report = varuna.verify(wrong_models.Unrepeatable(), samples(8), layouts="1x1,2x1")
+    start = "differs: the plain process computes something else when it runs again: step 0: the loss differs"
+    assert report.verdict.startswith(start) and report.layouts == (), str(report)
+    named = r"First operation: aten\.mul.* at .*wrong_models.py:\d+: return h \*"
+    assert re.search(named, report.verdict), report.verdict
 
 
 @pytest.fixture

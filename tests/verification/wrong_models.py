@@ -72,6 +72,23 @@ class Unrepeatable(Layers):
         return h * (1 + int.from_bytes(os.urandom(4), "big") * 1e-9)
 
 
+class RandomGradient(torch.autograd.Function):
+    """Multiplies the gradient by a number that nobody seeds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * (1 + int.from_bytes(os.urandom(4), "big") * 1e-9)
+
+
+class UnrepeatableBackward(Layers):
+    def middle(self, h: Tensor) -> Tensor:
+        return RandomGradient.apply(h)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class TimesBatch(torch.autograd.Function):
     """Multiplies the gradient by the number of samples, which no derivative of its forward does."""
 

@@ -1,6 +1,7 @@
 """`varuna simulate --trace FILE`: plays a trace of spot machines through the manager's decisions."""
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -19,6 +20,7 @@ from varuna.plan import tables
 from varuna.plan.profile_file import read_profile
 from varuna.plan.search.choose import LayoutRequest
 from varuna.simulate.compare import (
+    INTERVALS,
     MEANINGS,
     POLICIES,
     PolicyName,
@@ -53,6 +55,7 @@ class MarketOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None
     notice: float
     save_every: float | None  # 0: never; None: automatic
+    best_interval: bool | None  # search it; None: if that takes seconds
     hot: bool
     greedy: bool
     hours: float | None
@@ -76,12 +79,15 @@ class MarketAnswer(msgspec.Struct, frozen=True, kw_only=True):
     costs: Costs
     policies: tuple[PolicyResult, ...]
     save_intervals: tuple[SaveInterval, ...]  # the best one first
+    save_intervals_note: str  # why there are none
     simulated_in_seconds: float  # all policies, without planning
     planned_in_seconds: float
 
 
 def play_market(options: MarketOptions) -> None:
     """Carry out `varuna simulate` for a trace, or for the calibration of costs alone."""
+    if options.trace is None and options.best_interval:
+        raise ValueError("--best-interval plays a trace of machines: give --trace FILE")
     costs = _costs(options)
     if options.trace is None:
         if options.calibrate is None:
@@ -93,6 +99,9 @@ def play_market(options: MarketOptions) -> None:
             typer.echo(encode(costs))
         return
     trace, policies = _trace(options, options.trace), _policies(options.policies)
+    no_search = _why_no_search(options, trace, policies)
+    if no_search and options.best_interval:
+        raise ValueError(f"--best-interval: {no_search}")
     question = Question(
         trace=trace,
         costs=costs,
@@ -115,10 +124,11 @@ def play_market(options: MarketOptions) -> None:
         ledgers[policy], took[policy] = ledger, seconds - sum(took.values())
 
     results = compare(policies, question, planner, on_result=note)
-    quick = took.get("varuna", QUICK_SECONDS) < QUICK_SECONDS and options.save_every is None
-    intervals = best_interval(question, planner) if quick else []
+    if not (no_search or options.best_interval) and took["varuna"] >= QUICK_SECONDS:
+        no_search = f"a simulation takes {took['varuna']:.0f} s, and it needs several (give --best-interval)"
+    intervals = [] if no_search else best_interval(question, planner)
     if options.html is not None:
-        write_atomic(options.html, simulation_page(question, results, ledgers, intervals))
+        write_atomic(options.html, simulation_page(question, results, ledgers, intervals, why_none=no_search))
     if options.svg is not None:
         write_atomic(options.svg, layout_chart(next(iter(ledgers.values()))))
     answer = MarketAnswer(
@@ -131,6 +141,7 @@ def play_market(options: MarketOptions) -> None:
         costs=costs,
         policies=tuple(results),
         save_intervals=tuple(intervals),
+        save_intervals_note=no_search,
         simulated_in_seconds=round(sum(took.values()), 3),
         planned_in_seconds=round(planner.planning_seconds, 3),
     )
@@ -198,6 +209,19 @@ def _check_layouts(planner: CachedPlanner, trace: MarketTrace) -> None:
         raise ValueError(f"the job does not run on {trace.most_machines} machines: {most.problem}")
 
 
+def _why_no_search(options: MarketOptions, trace: MarketTrace, policies: Collection[PolicyName]) -> str:
+    """Return why there is no best save interval to search; "" if there is one."""
+    if options.best_interval is False:
+        return "--no-best-interval is given"
+    if options.save_every is not None:
+        return "--save-every gives the interval"
+    if "varuna" not in policies:
+        return "--policies has no varuna"
+    if trace.end < INTERVALS[0]:
+        return f"the trace lasts {trace.end:.0f} s, and the shortest interval is {INTERVALS[0]:.0f} s"
+    return ""
+
+
 def _policies(text: str) -> tuple[PolicyName, ...]:
     if text == "all":
         return POLICIES
@@ -241,6 +265,8 @@ def _show(answer: MarketAnswer, planner: CachedPlanner) -> None:
     if answer.save_intervals:
         best = answer.save_intervals[0]
         typer.echo(f"best fixed save interval: {best.seconds:.0f} s ({best.goodput:.2%})")
+    else:
+        typer.echo(f"best fixed save interval: not searched: {answer.save_intervals_note}")
     typer.echo(
         f"simulated in {answer.simulated_in_seconds:.1f} s, {planner.num_plans} plans in "
         f"{answer.planned_in_seconds:.1f} s"

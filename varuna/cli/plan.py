@@ -128,6 +128,14 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     save_every: Annotated[
         str | None, typer.Option(help="Seconds between automatic checkpoints, or off.", rich_help_panel=M)
     ] = None
+    best_interval: Annotated[
+        bool | None,
+        typer.Option(
+            "--best-interval/--no-best-interval",
+            help="Search the best fixed save interval. Default: if it takes seconds.",
+            rich_help_panel=M,
+        ),
+    ] = None
     hot: Annotated[
         bool,
         typer.Option(
@@ -272,6 +280,8 @@ def simulate(options: SimulateOptions) -> None:
             "ui.perfetto.dev, give --perfetto FILE)"
         )
     assert options.profile_folder is not None
+    if options.best_interval:
+        raise ValueError("--best-interval plays a trace of machines: give --trace FILE without PLAN")
     _check_range("--seed", options.seed, 0, (1 << 31) - 1)
     profile, pinned = read_profile(options.profile_folder), read_plan(options.file)
     if options.devices or options.cluster is not None or pinned.cluster is None:

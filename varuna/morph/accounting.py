@@ -2,7 +2,8 @@
 
 The manager and the simulation call `Accountant.observe` after each decision. Between two calls, each paid
 machine is in one place, so its time has one cause. Time since the last finished step is pending: it becomes
-useful when the step ends, and lost if it does not.
+useful when the step ends, and lost if it does not. Steps are reported late, so the time from the end of the
+last one to its report stays pending.
 
 A machine is paid from the start of its first agent to the loss or the end of its agent. After a loss, it is
 paid again when an agent connects.
@@ -42,7 +43,7 @@ class Accountant:
         if seconds > 0:
             self._book(seconds)
             ledger.at = now
-        self._follow(state)
+        self._follow(state, clock)
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
         known = (
             *(state.members, state.phase, state.generation, state.holding),
@@ -84,13 +85,14 @@ class Accountant:
 
     # ------------------------------------------------------------ progress and phases
 
-    def _follow(self, state: JobState) -> None:
+    def _follow(self, state: JobState, clock: float) -> None:
         ledger, generation = self.ledger, state.generation
         number = generation.number if generation is not None else 0
         if not ledger.interruptions:
             self._interrupt(state, "start")
-        if number == ledger.generation and ledger.phase in TRAINING:
-            self._follow_steps(state)
+        goes_on = number == ledger.generation or state.phase == "morphing"  # with the same processes
+        if goes_on and ledger.phase in TRAINING:
+            self._follow_steps(state, clock)
         if state.holding and not ledger.holding:  # the step that was interrupted runs again
             self._interrupt(state, "loss")
             self._lose_pending("redoing")
@@ -98,8 +100,8 @@ class Accountant:
             self._change_phase(state, number)
         ledger.holding = state.holding
 
-    def _follow_steps(self, state: JobState) -> None:
-        """Book the time of finished steps, and of automatic saves."""
+    def _follow_steps(self, state: JobState, clock: float) -> None:
+        """Book the time of finished steps, and of automatic saves. The step that runs stays pending."""
         ledger = self.ledger
         assert state.generation is not None
         if state.step_seconds:
@@ -111,22 +113,25 @@ class Accountant:
         steps = state.iteration - ledger.iteration
         if steps <= 0 or (not ledger.has_stepped and not state.step_seconds):
             return  # the time of one step is not known yet
+        unfinished = min(ledger.pending, max(0.0, clock - state.stepped_at) * ledger.shares.working)
+        finished = ledger.pending - unfinished
         if not ledger.has_stepped:
-            training = min(ledger.pending, steps * state.step_seconds * ledger.shares.working)
-            self._lose("morphing", ledger.pending - training)
-            ledger.pending = training
+            training = min(finished, steps * state.step_seconds * ledger.shares.working)
+            self._lose("morphing", finished - training)
+            finished = training
             ledger.has_stepped = True
             ledger.periods[-1].first_step_at = ledger.at
             parts = ledger.interruptions[-1].seconds
             if ledger.shares.working and "starting" in parts:
-                parts["starting"] = max(0.0, parts["starting"] - training / ledger.shares.working)
+                trained = (training + unfinished) / ledger.shares.working
+                parts["starting"] = max(0.0, parts["starting"] - trained)
         redone = max(0, min(state.iteration, ledger.best_iteration) - ledger.iteration)
         if redone:
-            repeated = ledger.pending * redone / steps
+            repeated = finished * redone / steps
             self._lose("redoing", repeated)
-            ledger.pending -= repeated
-        ledger.add("useful", ledger.pending)
-        ledger.pending = 0.0
+            finished -= repeated
+        ledger.add("useful", finished)
+        ledger.pending = unfinished
         ledger.steps += steps - redone
         ledger.steps_redone += redone
         full, missing = steps * state.generation.layout.batch_size, self._missing_samples(state)
@@ -136,8 +141,10 @@ class Accountant:
 
     def _missing_samples(self, state: JobState) -> int:
         """Return the samples that the new steps were short of full batches, as at the end of an epoch."""
-        workers = (worker for found in state.progress.values() for worker in found)
-        found = max((worker.missing_samples for worker in workers), default=0)
+        workers = [worker for found in state.progress.values() for worker in found]
+        if not workers:  # a morph begins: their reports are forgotten, and come again
+            return 0
+        found = max(worker.missing_samples for worker in workers)
         before, self.ledger.missing_samples = self.ledger.missing_samples, found
         return max(0, found - before)  # below 0: new processes, which count from 0
 

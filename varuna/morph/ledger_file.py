@@ -1,9 +1,11 @@
 """Keeps the ledger of a real job, in the file `ledger.json` of its log folder.
 
-A restarted manager reads the file and continues. The time in between counts as what the machines did last.
+A restarted manager reads the file and continues. The time in between counts as what the machines did last. If
+the file cannot be read, the ledger begins at the restart, and `LedgerKeeper.loss` says so.
 """
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from varuna.observe.ledger import Ledger, LedgerReport, report_ledger
 from varuna.types import JobSpec
 
 NAME = "ledger.json"
+DAMAGED = "ledger.json.damaged"
 WRITE_SECONDS = 30.0
 """The file is written after this time, and whenever the phase changes."""
 
@@ -38,23 +41,46 @@ class LedgerKeeper:
     ) -> None:
         """`continues`: the job had a manager before. A clock that is set back does not disturb the ledger."""
         self.problem = ""  # why the file is not up to date
+        self.loss = ""  # why the time before this manager is not in the ledger
         self._path = Path(job.log_dir) / NAME
         self._monotonic = monotonic
         self._offset = wall() - monotonic()
-        ledger = self._earlier() if continues else None
-        if ledger is None:
-            ledger = Ledger(begun_at=self._now(), at=self._now())
+        ledger = self._earlier() if continues else self._new()
         self._offset = max(self._offset, ledger.at - monotonic())
         ledger.prices, ledger.on_demand_price = dict(job.prices), job.on_demand_price
         self._accountant = Accountant(ledger, devices_per_machine=job.devices_per_machine)
         self._written: tuple[str, int] | None = None
         self._write_at = 0.0
 
-    def _earlier(self) -> Ledger | None:
+    def _new(self) -> Ledger:
+        return Ledger(begun_at=self._now(), at=self._now())
+
+    def _earlier(self) -> Ledger:
+        """Return the ledger of the last manager. If it cannot be read, keep the file, and begin a new one."""
         try:
-            return read_ledger(self._path)
-        except (OSError, ValueError):  # it was never written, or is damaged: a new one begins
-            return None
+            found = read_ledger(self._path)
+            if not 0 < found.begun_at <= found.at:
+                raise ValueError(f"{self._path} is not a valid Ledger: it has no beginning")
+        except (OSError, ValueError) as error:
+            new = self._new()
+            since = datetime.fromtimestamp(new.begun_at, UTC).isoformat(sep=" ", timespec="seconds")
+            self.loss = f"{error}{self._set_aside()}; the ledger counts from {since}, without the time before"
+            return new
+        return found
+
+    def _set_aside(self) -> str:
+        """Rename the file; say what has become of it."""
+        aside = self._path.with_name(DAMAGED)
+        number = 1
+        while aside.exists():
+            aside, number = self._path.with_name(f"{DAMAGED}.{number}"), number + 1
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f" (it cannot be renamed to {aside.name}: {error.strerror or error})"
+        return f" (kept as {aside.name})"
 
     def _now(self) -> float:
         return self._monotonic() + self._offset

@@ -401,10 +401,10 @@ class SimulatedJob(SimulatedMachines):
         """
         training, state = self._training, self.state
         if training is None or state.phase not in ("running", "morphing"):
-            return self._progress()
+            return self._progress(now)
         if state.step_seconds != training.step_seconds or not state.best_iteration:
-            return self._progress()
-        for beat in self._progress():
+            return self._progress(now)
+        for beat in self._progress(now):
             assert isinstance(beat, events.Tick)
             found = {machine: workers for machine, (_, _, workers) in beat.heartbeats.items()}
             self._keep_facts(now, progress={**state.progress, **found})
@@ -415,7 +415,7 @@ class SimulatedJob(SimulatedMachines):
         assert self._training is not None
         decision = Decision(self.state, now)
         decision.set(**fields)
-        keep_facts(decision, [self._worker(self._training)])
+        keep_facts(decision, [self._worker(self._training, now)])
         self.state = decision.state
         self._accountant.observe(self.state, now)
 
@@ -423,7 +423,7 @@ class SimulatedJob(SimulatedMachines):
         """A save is complete. While the job trains, this changes facts and decides nothing."""
         self._written_step = max(self._written_step, step)
         if self._training is None or self.state.phase != "running" or self.state.saved_step < 0:
-            return self._progress()
+            return self._progress(now)
         self._keep_facts(now)
         return ()
 
@@ -441,12 +441,12 @@ class SimulatedJob(SimulatedMachines):
         )
         return NEVER if interval is None else interval
 
-    def _progress(self) -> list[events.Event]:
+    def _progress(self, now: float) -> list[events.Event]:
         """Return the heartbeat of one machine with workers."""
         training, generation = self._training, self.state.generation
         if training is None or generation is None:
             return []
-        worker, beats = self._worker(training), dict[str, Heartbeat]()
+        worker, beats = self._worker(training, now), dict[str, Heartbeat]()
         for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
             if agent := self._reachable(machine):
                 workers = tuple([msgspec.structs.replace(worker, rank=rank) for rank in ranks])
@@ -454,12 +454,12 @@ class SimulatedJob(SimulatedMachines):
                 return [events.Tick(beats)]
         return []
 
-    def _report_all(self) -> list[events.Event]:
+    def _report_all(self, now: float) -> list[events.Event]:
         """Report the workers of all machines. Their heartbeats would only change when they were last seen."""
         training, generation = self._training, self.state.generation
         if training is None or generation is None:
             return []
-        worker, replace = self._worker(training), msgspec.structs.replace
+        worker, replace = self._worker(training, now), msgspec.structs.replace
         found = {
             machine: tuple([replace(worker, rank=rank) for rank in ranks])
             for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
@@ -468,13 +468,14 @@ class SimulatedJob(SimulatedMachines):
         self.state = replace(self.state, progress=found)
         return [events.Tick()]
 
-    def _worker(self, training: Training) -> WorkerProgress:
+    def _worker(self, training: Training, now: float) -> WorkerProgress:
         steps = training.reported - training.first_iteration
         return WorkerProgress(
             0,
             iteration=training.reported,
             steps=steps,
             activity=training.reported,
+            step_age=max(0.0, now - training.last_end),
             step_seconds=training.step_seconds if steps else 0.0,
             saved_step=self._written_step,
             save_seconds=self._costs.save_seconds,
@@ -540,8 +541,8 @@ class SimulatedJob(SimulatedMachines):
             training.advance(training.steps_until(now))
             training.reported = training.iteration
             if not self.state.settings.hot:
-                return self._progress()
-            return [*self._store_ready(), *self._report_all()]
+                return self._progress(now)
+            return [*self._store_ready(), *self._report_all(now)]
 
         self._push(begins + step_seconds, finish_first_step)
 
@@ -574,7 +575,7 @@ class SimulatedJob(SimulatedMachines):
             before.reported = before.iteration
             return self._steps_beat(now)
 
-        def enter(_: float) -> Sequence[events.Event]:
+        def enter(now: float) -> Sequence[events.Event]:
             if self._training is not before or self.state.generation is not generation:
                 return ()
             if not (self._is_whole(command.last, command.lost) and self._is_whole(generation)):
@@ -590,7 +591,7 @@ class SimulatedJob(SimulatedMachines):
             )
             training.iteration = training.reported = before.iteration
             left = commands.KillWorkers(command.last.number, gone, "")
-            return [*self._workers_end(left, ()), *self._report_all()]
+            return [*self._workers_end(left, ()), *self._report_all(now)]
 
         self._push(ends, finish_step)
         self._push(begins, enter)
@@ -610,20 +611,20 @@ class SimulatedJob(SimulatedMachines):
         training.advance(training.steps_until(now))
         ends = max(now, training.boundary + training.step_seconds)
 
-        def finish_step(_: float) -> Sequence[events.Event]:
+        def finish_step(now: float) -> Sequence[events.Event]:
             if self._training is not training or not self._is_whole(generation):
                 return ()
             training.advance(1)
             training.reported = training.iteration
             training.saves = True
-            return self._progress()
+            return self._progress(now)
 
-        def finish_save(_: float) -> Sequence[events.Event]:
+        def finish_save(now: float) -> Sequence[events.Event]:
             if self._training is not training or not self._is_whole(generation):
                 return ()
             self._written_step = max(self._written_step, training.iteration)
             found = self._workers_end(command, SAVED)
-            last = self._worker(training)
+            last = self._worker(training, now)
             assert all(isinstance(one, events.WorkersEnded) for one in found[:1])
             found[:1] = [msgspec.structs.replace(one, progress=(last,)) for one in found[:1]]
             self._training = None

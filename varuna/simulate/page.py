@@ -23,6 +23,8 @@ def simulation_page(
     results: Sequence[PolicyResult],
     ledgers: Mapping[PolicyName, Ledger],
     intervals: Sequence[SaveInterval],
+    *,
+    why_none: str = "",
 ) -> str:
     trace = question.trace
     body = [
@@ -46,6 +48,8 @@ def simulation_page(
     if intervals:
         rows = [(f"{one.seconds:,.0f}", f"{one.goodput:.2%}") for one in intervals]
         body += ["<h2>Save intervals</h2>", html_table((">seconds", ">goodput"), rows)]
+    else:
+        body.append(f'<p class="faint">Best fixed save interval: not searched: {escape(why_none)}.</p>')
     return page(f"Simulation of {trace.source}", body)
 
 

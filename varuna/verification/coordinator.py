@@ -120,6 +120,7 @@ class Coordinator:
         self.progress(1, total, "training in one plain process")
         unsteady = judge(runs.repeat(), Tolerance(runs.dtype), self._order).first
         if unsteady is not None:
+            unsteady = msgspec.structs.replace(unsteady, operation=_changing_operation(runs))
             return self._report("differs", f"differs: {NOT_REPEATABLE} {unsteady}", runs.dtype, ())
         results: list[LayoutResult] = []
         for number, layout in enumerate(layouts):
@@ -310,12 +311,17 @@ def _with_line(reason: str, runs: PlainRuns) -> str:
     """Add the operation that computes something else when it runs again, if the reason names no line."""
     if LINE.search(reason):
         return reason
+    found = _changing_operation(runs)
+    return f"{reason} First operation: {found}" if found else reason
+
+
+def _changing_operation(runs: PlainRuns) -> str | None:
+    """Return the first operation that computes something else when it runs again, if any."""
     try:
-        found = runs.locate_change()
+        return runs.locate_change()
     except PlainFailed as error:
         log.debug("the operation that changes was not found: %s", error)
-        return reason
-    return f"{reason} First operation: {found}" if found else reason
+        return None
 
 
 def decode_differences(message: bytes) -> list[Difference]:

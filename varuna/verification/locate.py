@@ -3,7 +3,7 @@
     forward:   a value of the graph that the plain model never computes, nor anything that follows from it
     backward:  a gradient that the plain backward never computes, of a value whose users' gradients it does
     batch:     an operation that gives a sample other numbers if other samples are in its batch
-    again:     an operation that gives other numbers when forward runs again
+    again:     an operation that gives other numbers when forward and backward run again
 
 Values are known by their sums and norms, so that views and decompositions do not matter.
 """
@@ -254,27 +254,34 @@ def coupling_operation(subject: VerifySubject, run: PlainRun, chunk: int, tolera
 
 
 def changing_operation(subject: VerifySubject, run: PlainRun) -> str | None:
-    """Return the first operation of forward that gives other numbers for the same inputs and buffers."""
+    """Return the first operation that gives other numbers for the same inputs and buffers."""
     batch, buffers = subject.batches[0], dict(subject.model.named_buffers())
     known = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     logs = []
+    forward = 0
     for _ in range(2):
+        subject.model.zero_grad()
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(known[name])
         size, log = subject.num_samples(batch), ValueLog(keeps=True)
         inputs = copied(subject.rows(batch, 0, size))
         with log, run.mode(0, 0, size):
-            subject.model(**inputs)
+            loss = find_loss(subject.model(**inputs), subject.options.get("loss"))
+        forward = len(log.executed)
+        with log:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
         logs.append(log.executed)
-    for first, again in zip(*logs, strict=False):
+    for number, (first, again) in enumerate(zip(*logs, strict=False)):
         if "empty" in first.name:  # not initialized
             continue
+        place = "in backward" if number >= forward and not again.line else f"at {again.line}"
         if first.name != again.name:
-            return f"{again.name} at {again.line}: it takes another path when it runs again"
+            return f"{again.name} {place}: it takes another path when it runs again"
         for one, other in zip(first.values, again.values, strict=True):
             if one.shape != other.shape or not _close(one, other, 0.0):
-                return f"{first.name} at {first.line}: it computes something else when it runs again"
+                return f"{first.name} {place}: it computes something else when it runs again"
     return None
 
 

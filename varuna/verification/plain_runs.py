@@ -123,7 +123,7 @@ class PlainRuns:
         return msgspec.msgpack.decode(answer, type=str | None)
 
     def locate_change(self) -> str | None:
-        """Return the first operation of forward that computes something else when it runs again, if any."""
+        """Return the first operation that computes something else when it runs again, if any."""
         answer = self._child(lambda: changing_operation(self._subject, self._run))
         return msgspec.msgpack.decode(answer, type=str | None)
 

@@ -128,6 +128,9 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
     if note != state.note:
         decision.log("broken checkpoint", note)
     iteration = max((worker.iteration for worker in progress if worker.steps), default=state.iteration)
+    if iteration != state.iteration:
+        ages = [worker.step_age for worker in progress if worker.steps and worker.iteration == iteration]
+        decision.set(stepped_at=decision.now - max(ages))
     decision.set(
         iteration=iteration,
         best_iteration=max(state.best_iteration, iteration),

@@ -132,6 +132,8 @@ class Manager:
     async def run(self, listener: socket.socket, *, signals: bool = True) -> JobVerdict:
         """Run the job to its end. `signals` requires the main thread."""
         await self.server.listen(listener.getsockname()[0], listener)
+        if self.ledger.loss:
+            self.log("ledger", self.ledger.loss)
         if signals:
             self.handle_signals()
         ticking = asyncio.create_task(self.tick())

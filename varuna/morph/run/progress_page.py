@@ -16,7 +16,7 @@ from varuna.files import open_private
 from varuna.morph.state import CodeIdentity, MorphParts, WorkerProgress
 
 PAGE = 8192
-_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqq")  # in the order of SharedProgressWriter._write
+_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqqd")  # in the order of SharedProgressWriter._write
 _COPY_OF = struct.Struct("<q")
 _COPY_OF_AT = 19 * _COPY_OF.size  # its place in _NUMBERS, whose fields have 8 bytes each
 _TEXT = struct.Struct("<H")
@@ -106,7 +106,7 @@ class SharedProgressWriter(ProgressWriter):
         environment = VarunaEnvironment.read(os.environ)
         self._generation = 0 if environment.joins else environment.generation or 0
         self._morph_seconds, self._morph_bytes, self._morph_parts = 0.0, 0, MorphParts()
-        self._entered = self._left = 0.0
+        self._entered = self._left = 0.0  # by the monotonic clock, which all processes of a machine share
         self._store = ""
         self.alive()  # from now on a hang is detected
 
@@ -223,6 +223,7 @@ class SharedProgressWriter(ProgressWriter):
             self._morph_parts.move,
             0 if self._copy_of is None else self._copy_of + 1,
             self._missing_samples,
+            self._left,
         )
 
 
@@ -252,7 +253,7 @@ class ProgressReader:
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers[:11]
-        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing = numbers[11:]
+        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing, left = numbers[11:]
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -281,6 +282,7 @@ class ProgressReader:
             morph_bytes=morph_bytes,
             morph_parts=MorphParts(*parts),
             missing_samples=missing,
+            step_age=max(0.0, time.monotonic() - left) if left else 0.0,
         )
 
     def _read_code(self) -> CodeIdentity:
