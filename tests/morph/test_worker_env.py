@@ -17,11 +17,12 @@ from varuna.morph.run.worker_env import (
     make_orders,
     name_idle_devices,
     ranks_of_machine,
+    ranks_of_machines,
     worker_arguments,
     worker_environment,
 )
 from varuna.plan.search.choose import lay_out
-from varuna.types import JobSpec, MachineWorkers, format_stage_map, spread_evenly
+from varuna.types import JobSpec, Layout, MachineWorkers, format_stage_map, spread_evenly
 
 
 @given(batch=st.integers(1, 10_000), replicas=st.integers(1, 64))
@@ -45,6 +46,24 @@ def test_every_rank_has_one_stage_and_replica_and_other_devices_are_idle(devices
     assert places == [(rank % stages, rank // stages) for rank in range(layout.num_ranks)]
     assert [*range(layout.num_ranks), *layout.idle] == list(range(devices))
     assert len(layout.idle) == devices % stages
+
+
+@given(machines=st.integers(1, 12), devices=st.integers(1, 4), data=st.data())
+def test_ranks_number_the_used_devices_of_all_machines_in_order(
+    machines: int, devices: int, data: st.DataObject
+) -> None:
+    """V32: idle devices may be anywhere."""
+    everything = range(machines * devices)
+    idle = data.draw(st.sets(st.sampled_from(everything), max_size=len(everything) - 1))
+    used = [device for device in everything if device not in idle]
+    layout = Layout((tuple(range(len(used))),), len(used), 1, tuple(sorted(idle)))
+    expected = tuple(
+        tuple(rank for rank, device in enumerate(used) if device // devices == machine)
+        for machine in range(machines)
+    )
+    assert ranks_of_machines(layout, machines, devices_per_machine=devices) == expected
+    alone = [ranks_of_machine(layout, machine, devices_per_machine=devices) for machine in range(machines)]
+    assert tuple(alone) == expected
 
 
 def test_a_layout_formats_its_stage_map_and_sizes() -> None:

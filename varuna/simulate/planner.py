@@ -3,10 +3,11 @@
 import time
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 from varuna.errors import VarunaError
-from varuna.morph.run.worker_env import ranks_of_machine
+from varuna.morph.run.worker_env import ranks_of_machines
 from varuna.morph.state import MachinePlan
 from varuna.plan.search.choose import Choice, LayoutRequest, choose
 from varuna.types import Layout
@@ -21,15 +22,11 @@ def machine_plan(
     environment: Mapping[str, str] | None = None,
 ) -> MachinePlan:
     """Return the layout of a choice, with the ranks of each machine."""
-    ranks = {
-        machine: ranks_of_machine(choice.layout, index, devices_per_machine=devices_per_machine)
-        for index, machine in enumerate(machines)
-    }
-    used = tuple(machine for machine in machines if ranks[machine])
+    ranks = ranks_of_machines(choice.layout, len(machines), devices_per_machine=devices_per_machine)
     return MachinePlan(
         machines,
-        used,
-        tuple(ranks[machine] for machine in used),
+        tuple(compress(machines, ranks)),
+        tuple(filter(None, ranks)),
         choice.layout,
         plan=plan,
         environment=environment or {},
@@ -71,7 +68,7 @@ class CachedPlanner:
         found = self.size(len(machines))
         if found.layout is None:
             return MachinePlan(machines, problem=found.problem)
-        used = tuple(machines[index] for index in found.used)
+        used = tuple(map(machines.__getitem__, found.used))
         return MachinePlan(machines, used, found.ranks, found.layout, plan=found.plan)
 
     def size(self, num_machines: int) -> SizedPlan:
@@ -90,14 +87,14 @@ class CachedPlanner:
             choice = choose(self._request, num_machines=num_machines, devices_per_machine=self._devices)
         except (VarunaError, ValueError) as error:
             return SizedPlan(None, 0.0, (), (), "", str(error))
-        names = tuple(str(index) for index in range(num_machines))
-        made = machine_plan(choice, names, devices_per_machine=self._devices)
+        places = ranks_of_machines(choice.layout, num_machines, devices_per_machine=self._devices)
+        used, taken = tuple(compress(range(num_machines), places)), tuple(filter(None, places))
         if choice.proposal is not None:
             seconds, text = choice.proposal.forecast.seconds, str(choice.proposal.plan)
         else:
             seconds, text = self._measured(choice.layout.num_ranks), ""
-        ranks = tuple([self._ranks.setdefault(ranks, ranks) for ranks in made.ranks])
-        return SizedPlan(choice.layout, seconds, tuple(map(int, made.used)), ranks, text, "")
+        shared = tuple(map(self._ranks.setdefault, taken, taken))
+        return SizedPlan(choice.layout, seconds, used, shared, text, "")
 
     def _measured(self, num_ranks: int) -> float:
         """Return the step time of the nearest number of ranks that was measured, scaled to this one."""

@@ -1,6 +1,7 @@
 """Ranks of each machine, and the flags and environment variables of each worker."""
 
 import ast
+from itertools import accumulate, pairwise
 
 from varuna.environment import VarunaEnvironment
 from varuna.morph.protocol.messages import MorphWorkers
@@ -20,13 +21,21 @@ WORKER_FLAGS = (
 """Flags that a worker's script may accept; they come before its own arguments, in this order."""
 
 
+def ranks_of_machines(
+    layout: Layout, num_machines: int, *, devices_per_machine: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each machine; ranks number the used devices of all machines in order."""
+    used = [devices_per_machine] * num_machines
+    for device in layout.idle:
+        if device < num_machines * devices_per_machine:
+            used[device // devices_per_machine] -= 1
+    ranks = tuple(range(layout.num_ranks))
+    return tuple([ranks[first:end] for first, end in pairwise(accumulate(used, initial=0))])
+
+
 def ranks_of_machine(layout: Layout, machine: int, *, devices_per_machine: int) -> tuple[int, ...]:
-    """Return the ranks of a machine; ranks number the used devices of all machines in order."""
-    first = machine * devices_per_machine
-    idle_before = sum(device < first for device in layout.idle)
-    idle_here = sum(first <= device < first + devices_per_machine for device in layout.idle)
-    rank = first - idle_before
-    return tuple(range(rank, min(rank + devices_per_machine - idle_here, layout.num_ranks)))
+    """Return the ranks of one machine."""
+    return ranks_of_machines(layout, machine + 1, devices_per_machine=devices_per_machine)[machine]
 
 
 def name_idle_devices(layout: Layout, *, devices_per_machine: int) -> str:
