@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.execute.update.clipping import ModelNorm
+from varuna.execute.update.optimizers import keep_parameters
 
 Gather = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the values of all ranks by name, the same on all ranks."""
@@ -84,7 +85,7 @@ class PartitionedOptimizer:
         optimized.names |= {parameter: name for name, parameter in held.items()}
         optimizer_state = self.optimizer.state
         for group in self.optimizer.param_groups:
-            kept: list[Tensor] = []
+            currents: list[Tensor | None] = []
             for parameter in group["params"]:
                 name = names.get(parameter)
                 current = parameter if name is None else held.get(name)
@@ -92,12 +93,12 @@ class PartitionedOptimizer:
                     state = optimizer_state.pop(parameter, None)
                     if current is not None and state is not None:
                         optimizer_state[current] = state
+                currents.append(current)
                 if current is not None:
-                    kept.append(current)
                     for key, value in optimizer_state.get(current, {}).items():
                         if isinstance(value, Tensor) and value.dim():
                             optimizer_state[current][key] = value.to(current.device)
-            group["params"] = kept
+            keep_parameters(self.optimizer, group, currents)
 
     def clip_together(self, norm: ModelNorm) -> None:
         """Clip the gradients of a model together with those of the optimizer's other models."""

@@ -33,12 +33,13 @@ from varuna.execute.step.outputs import Reduction
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.clipping import ListedNorm, NormMeasurement
 from varuna.execute.update.initial_values import share_initial_values
+from varuna.execute.update.optimizers import refuse_coupled_update
 from varuna.execute.update.shard import OptimizerShards
 from varuna.observe.progress_bar import capture_progress
 from varuna.plan.cut.blocks import partition
 from varuna.plan.plan_file import PinnedPlan, write_plan
 from varuna.train.assemble import assemble
-from varuna.train.validate import check_once, refuse_coupled_losses, refuse_divided_direction
+from varuna.train.validate import check_once, refuse_coupled_losses
 from varuna.types import Profile
 
 log = logging.getLogger("pyrannc")
@@ -192,7 +193,7 @@ class ModelPartitioning:
     def _partition_optimizer(self, optimizer: PartitionedOptimizer, partitioned: PartitionedModel) -> None:
         state, session = partitioned.state, partitioned.session
         shards = self.options.shard_optimizer and session.width > 1
-        refuse_divided_direction(optimizer.optimizer, depth=session.depth, shards=shards)
+        refuse_coupled_update(optimizer.optimizer, depth=session.depth, shards=shards)
         held = {name: p for name, p in state.named_parameters() if name in partitioned.owners}
         optimizer.partition(self.model, held, partitioned.gather_states)
         if not self.options.shard_optimizer:

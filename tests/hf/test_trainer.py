@@ -1,5 +1,6 @@
 """VarunaTrainer trains as transformers' Trainer does in one process, at every layout."""
 
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -300,3 +301,57 @@ def test_errors_name_their_cause(pool: Pool, tmp_path: Path) -> None:
     kind = type("Custom", (VarunaTrainer,), {"compute_loss": compute_loss_of_items})
     with pytest.raises(CaptureError, match=r"loss\.item\(\)"):
         kind(language_model(), arguments(tmp_path), train_dataset=sentences(8)).train()
+
+
+def train_images(kind: str, folder: str, stages: int | None = None, **options: Any) -> Any:
+    """Train a ResNet; return logs, warnings, and the weights and running statistics by name."""
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    draw = torch.Generator().manual_seed(1)
+    rows = [
+        {"pixel_values": torch.randn(3, 16, 16, generator=draw), "labels": number % 3} for number in range(24)
+    ]
+    layout = {} if kind == "Trainer" else {"stages": stages, **options}
+    trainer = (transformers.Trainer if kind == "Trainer" else VarunaTrainer)(
+        transformers.ResNetForImageClassification(config),
+        arguments(folder, max_steps=4),
+        train_dataset=rows,
+        **layout,
+    )
+    noted: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: noted.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("varuna").addHandler(handler)
+    try:
+        trainer.train()
+    finally:
+        logging.getLogger("varuna").removeHandler(handler)
+    model = trainer.model if kind == "Trainer" else trainer.gather_model()
+    state = None if model is None else model.state_dict()
+    return trainer.state.log_history, [text for text in noted if "BatchNorm" in text], state
+
+
+def test_batch_norm_sees_the_batches_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    """TRA-1: over stages, its micro-batches are whole batches; its running statistics are the same."""
+    expected, _, weights = train_images("Trainer", str(tmp_path / "one"))
+    first, second = pool.run(train_images, 2, "VarunaTrainer", str(tmp_path / "mine"), 2)
+    for logs, noted, _ in (first, second):
+        assert_same_logs(logs, expected, tolerance=1e-4)
+        assert not noted
+    assert any("running_var" in name for name in weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(first[2][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stages", "options", "most"), [(2, {"micro_batch": 2}, 2), (1, {}, 2)])
+def test_batch_norm_over_fewer_samples_is_reported_by_name(
+    stages: int, options: dict[str, Any], most: int, pool: Pool, tmp_path: Path
+) -> None:
+    """TRA-1: small micro-batches, or replicas."""
+    first, second = pool.run(train_images, 2, "VarunaTrainer", str(tmp_path), stages, **options)
+    (warning,) = first[1]
+    assert not second[1]
+    assert "embedder.normalization" in warning and f"at most {most} samples of 4" in warning
+    assert "micro_batch=4" in warning

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.hf.trainers import arguments, language_model, prompts, sentences, sft_arguments, tokenizer
+from tests.pool import Pool
 from varuna.hf import VarunaTrainer, empty_model, hf_weights
 from varuna.hf.trainer.refusals import REFUSED_FIELDS, UnsupportedFeature
 
@@ -158,3 +160,23 @@ def test_calls_that_do_not_work_are_refused(tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"]} for row in sentences(4)]
     with pytest.raises(UnsupportedFeature, match=r"predict was called before train.*call evaluate\(\)"):
         trainer.predict(rows)
+
+
+class GrokAdamW(torch.optim.SGD):
+    """Stands for the class of optim="grokadamw"."""
+
+
+def train_with_grokadamw(folder: str) -> str:
+    model = language_model()
+    chosen: Any = (GrokAdamW(model.parameters(), lr=0.1), None)
+    trainer = VarunaTrainer(model, arguments(folder), train_dataset=sentences(8), optimizers=chosen, stages=2)
+    try:
+        trainer.train()
+    except Exception as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_optimizer_that_needs_all_parameters_is_refused_over_stages(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(train_with_grokadamw, 2, str(tmp_path)):
+        assert "GrokAdamW treats a parameter by its place among all" in found

@@ -259,6 +259,17 @@ class Weights(Classifier):
         return self(batch[0]).square().mean() + F.linear(batch[0], self.layers[0].weight).square().mean()
 
 
+class Prodigy(torch.optim.SGD):
+    """Stands for the class of the package prodigyopt."""
+
+
+class Estimating(Classifier):
+    """Its optimizer estimates a step size from all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return Prodigy(self.parameters(), lr=0.1)
+
+
 class EndsEarly(AutoEncoder):
     """The data of the second rank ends before that of the first."""
 
@@ -274,7 +285,9 @@ class Stream(IterableDataset[Any]):
         yield from itertools.islice(data(), 2 * self.batches)
 
 
-KINDS |= {kind.__name__: kind for kind in (MaskedLoss, HandWritten, Bypassing, Weights, EndsEarly)}
+KINDS |= {
+    kind.__name__: kind for kind in (MaskedLoss, HandWritten, Bypassing, Weights, EndsEarly, Estimating)
+}
 
 
 def refused(kind: str, folder: str, **given: Any) -> str:

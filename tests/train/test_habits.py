@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.tasks import stage_map
 from tests.train.faces import FACES, LAYOUTS, check_state, play
-from varuna import CutPoint, Varuna
+from varuna import CutPoint
 
 Run = Callable[[int], float]
 
@@ -93,34 +92,3 @@ def test_scripts_as_people_write_them_are_those_of_one_process(
         for found, its_state in pool.run(play, depth * width, face, depth, width, Net, script):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
             check_state(its_state, state, script.__name__)
-
-
-def train_with_lbfgs(depth: int, width: int) -> str:
-    model = Varuna(Net(), stage_map(depth, width), {"x": torch.randn(2, 6)}, 8, 2, device="cpu")
-    try:
-        model.set_optimizer(torch.optim.LBFGS(model.parameters()))
-    except Exception as error:  # of this rank, or of another one that was first
-        return str(error)
-    model.close()
-    return ""
-
-
-def test_an_optimizer_with_one_direction_is_refused_over_stages(pool: Pool) -> None:
-    """EXA-2: LBFGS over stages would take other steps than in one process."""
-    for refused in pool.run(train_with_lbfgs, 2, 2, 1):
-        assert "LBFGS computes one direction" in refused
-    assert pool.run(train_with_lbfgs, 2, 1, 2) == ["", ""]
-    for refused in pool.run(partition_with_lbfgs, 2):
-        assert "LBFGS computes one direction" in refused
-
-
-def partition_with_lbfgs() -> str:
-    from pyrannc import RaNNCModule
-
-    model, options = Net(), dict[str, Any](partition_num=2, pipeline_num=2)
-    wrapped = RaNNCModule(model, torch.optim.LBFGS(model.parameters()), device="cpu", **options)
-    try:
-        wrapped(torch.randn(4, 6))
-    except Exception as error:
-        return str(error)
-    return ""

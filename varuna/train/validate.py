@@ -123,16 +123,6 @@ def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter]) -> No
         )
 
 
-def refuse_divided_direction(optimizer: torch.optim.Optimizer, *, depth: int, shards: bool) -> None:
-    """Refuse an optimizer that needs all gradients at once, if a rank holds or updates only some of them."""
-    if isinstance(optimizer, torch.optim.LBFGS) and (depth > 1 or shards):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes one direction from the gradients of all parameters, but "
-            "each stage, and each replica with a sharded optimizer, has only its own (use one stage without "
-            "shard_optimizer, or an optimizer that treats each parameter separately, such as AdamW)"
-        )
-
-
 def check_share(num_samples: int, session: Session, plan: Plan) -> None:
     """Check that this replica has no more samples than its share of the global batch."""
     share = spread_evenly(plan.batch_size, parts=session.width)[session.replica]

@@ -25,6 +25,7 @@ from varuna.execute.device.facts import device_facts, device_name, find_device
 from varuna.execute.device.out_of_memory import Remedies
 from varuna.execute.step.scatter import WeightFunction
 from varuna.execute.update.offload import keep_state_on_host
+from varuna.execute.update.optimizers import refuse_coupled_update
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import OptimizerShards
 from varuna.execute.update.update_totals import UpdateTotals
@@ -66,7 +67,6 @@ from varuna.train.validate import (
     check_arguments,
     check_optimizer,
     join_job,
-    refuse_divided_direction,
     takes_get_batch_fn,
 )
 from varuna.types import (
@@ -285,7 +285,7 @@ class Varuna(nn.Module):
         with self._report_errors("set_optimizer"):
             check_optimizer(optimizer, [*self.parameters(), self._placeholder])
             is_sharded = self._options.shard_optimizer and self._session.width > 1
-            refuse_divided_direction(optimizer, depth=self._session.depth, shards=is_sharded)
+            refuse_coupled_update(optimizer, depth=self._session.depth, shards=is_sharded)
             self._loss_scale = make_loss_scale(
                 self.plan.precision, loss_scale, init_loss_scale, min_loss_scale
             )

@@ -14,6 +14,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.collective import Collective
 from varuna.execute.device.facts import available_bytes, device_memory_bytes, find_device
 from varuna.execute.rebuild.generation import start_world
+from varuna.execute.update.optimizers import keep_parameters
 from varuna.train.process_rank import find_local_rank, find_local_size, find_rank
 from varuna.train.validate import start_process_group
 from varuna.train.varuna import Varuna
@@ -184,7 +185,7 @@ def hand_over(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], wra
     held = dict(wrapped.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
         pairs = [(parameter, held.get(names[parameter])) for parameter in group["params"]]
-        group["params"] = [own for _, own in pairs if own is not None]
+        keep_parameters(optimizer, group, [own for _, own in pairs])
         for parameter, own in pairs:
             if own is not parameter and parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)

@@ -13,6 +13,9 @@ from varuna.errors import CheckpointError
 SPEED_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that do not change results: loading keeps those of the new optimizer."""
 
+PARAMETER_KEYS = frozenset({"params", "param_names"})
+"""Lists of a group's parameters on this rank: no hyper-parameters."""
+
 SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 """Options that learning rate schedulers add to groups."""
 
@@ -24,7 +27,7 @@ def pack_groups(optimizer: torch.optim.Optimizer) -> list[bytes]:
         options = {
             key: value.tolist() if isinstance(value, Tensor) else value
             for key, value in group.items()
-            if key != "params"
+            if key not in PARAMETER_KEYS
         }
         packed.append(msgspec.json.encode(pack(options, f"param_groups[{index}]", {})))
     return packed
@@ -51,7 +54,10 @@ def foreign_options(optimizer: torch.optim.Optimizer, groups: Sequence[Json]) ->
     own = optimizer.defaults.keys() - SPEED_OPTIONS
     here = own.union(*(group.keys() for group in optimizer.param_groups))
     saved: set[str] = (
-        set().union(*(unpack(group, _no_tensor) for group in groups)) - SPEED_OPTIONS - SCHEDULER_OPTIONS
+        set().union(*(unpack(group, _no_tensor) for group in groups))
+        - SPEED_OPTIONS
+        - SCHEDULER_OPTIONS
+        - PARAMETER_KEYS
     )
     return sorted(saved - here) if own - saved else []
 
@@ -98,7 +104,7 @@ def unpack_optimizer(
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         options = {key: value for key, value in group.items() if key != "params"}
         for key, value in saved.items():
-            if key not in SPEED_OPTIONS:
+            if key not in SPEED_OPTIONS | PARAMETER_KEYS:
                 options[key] = _like(options.get(key), value)
         for parameter in group["params"]:
             places[parameter] = len(places)

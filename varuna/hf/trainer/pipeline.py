@@ -1,5 +1,6 @@
 """The model of a Trainer as a pipeline: wraps it, runs its updates, and returns its losses and outputs."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +21,18 @@ from varuna.train.varuna import Varuna
 from varuna.train.wrap import choose_map, default_microbatch_size, hand_over, join_ranks
 from varuna.types import PrecisionName, parse_stage_map
 
+log = logging.getLogger("varuna")
+
 SAMPLE_SIZE = 2
 """Samples of the first batch with which the model is captured."""
+
+
+def find_batch_norm(model: nn.Module) -> str | None:
+    """Return the name of a layer that normalizes over the samples of its input; None if there is none."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return next(
+        (name for name, one in model.named_modules() if isinstance(one, kinds) and one.training), None
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +94,16 @@ class TrainerPipeline:
         check_launcher(settings, environment)
         stage_map = environment.stage_to_rank_map or choose_map(model, settings.stages, settings.device)
         size = environment.chunk_size or settings.microbatch_size
+        model.train()
+        norm = find_batch_norm(model)
+        if size is None and norm is not None:
+            size = settings.device_batch_size  # as in one process
         if size is None:
             tokens = tokens_of(inputs) if settings.device.type == "cpu" else None
             size = default_microbatch_size(stage_map, settings.batch_size, tokens)
             size = min(size, settings.device_batch_size)
-        model.train()
+        if norm is not None:
+            self._warn_of_small_batches(norm, stage_map, size)
         options = {"recompute": settings.recompute, **settings.options}
         with loss_in_forward(model, compute_loss):
             self.model = Varuna(
@@ -110,6 +126,21 @@ class TrainerPipeline:
             hooked: Any = model  # torch gives one of the two no types
             hooked.register_forward_pre_hook(refuse_use)
             hooked.register_state_dict_pre_hook(refuse_use)
+
+    def _warn_of_small_batches(self, norm: str, stage_map: str, size: int) -> None:
+        """Warn on the first rank if BatchNorm sees fewer samples at once than in one process."""
+        samples = self.settings.device_batch_size
+        replicas = max(len(row) for row in parse_stage_map(stage_map))
+        if (replicas > 1 or size < samples) and self.collective.rank == self.collective.ranks[0]:
+            log.warning(
+                "BatchNorm %s normalizes over micro-batches: at most %d samples of %d of a batch, so losses "
+                "differ from those of one process (use as many stages as processes, and micro_batch=%d; "
+                "or fix the statistics: a train() of the model that calls eval() of these layers)",
+                norm,
+                min(size, -(-samples // replicas)),
+                samples,
+                samples,
+            )
 
     def adopt(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Give the optimizer and the script's model this stage's parameters; free those of other stages."""

@@ -7,6 +7,7 @@ import torch
 
 from varuna.checkpoint.format.manifest import hash_of
 from varuna.execute.rebuild.generation import owns_world
+from varuna.execute.update.optimizers import parameter_lists, why_coupled
 from varuna.morph.state import CodeIdentity
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ def why_not_hot(model: "Varuna") -> str:
     options = model._options
     if not model._hot.fetches:
         return REPLACED_INPUTS if model._hot.replaces_inputs else TENSORS
-    if isinstance(model._optimizer, torch.optim.LBFGS):
-        return "LBFGS computes one direction from the gradients of all parameters, so it needs one stage"
+    if model._optimizer is not None and (reason := why_coupled(model._optimizer)):
+        return f"{reason}, so it needs one stage"
+    if model._optimizer is not None and any(parameter_lists(model._optimizer)):
+        return "a parameter group of the optimizer has a list with an entry for each parameter"
     if options.spans is not None or not isinstance(options.recompute, bool | None):
         return "the script sets spans or recompute for each stage of one layout"
     if len(model._copies):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from varuna.capture import StageState
 from varuna.checkpoint.format.manifest import hash_of
-from varuna.checkpoint.format.optimizer import SPEED_OPTIONS, pack_groups
+from varuna.checkpoint.format.optimizer import PARAMETER_KEYS, SPEED_OPTIONS, pack_groups
 from varuna.checkpoint.format.tree import pack, unpack
 from varuna.errors import WorkerError
 from varuna.execute.comm.address import machine_identity
@@ -267,7 +267,8 @@ def hash_groups(optimizer: torch.optim.Optimizer | None) -> str | None:
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the hyper-parameters of each group."""
     return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key not in PARAMETER_KEYS}
+        for group in optimizer.param_groups
     ]
 
 
