@@ -75,8 +75,8 @@ def test_a_step_counts_only_when_the_device_has_done_it(monkeypatch: pytest.Monk
     ("case", "expected"),
     [
         ("plain", ["begin", "finish"]),
-        ("norm", ["finish"]),
-        ("hook", ["finish"]),
+        ("norm", ["measure", "begin", "clip", "finish"]),
+        ("hook", ["hook", "begin", "finish"]),
         ("infinite loss", ["finish"]),
         ("batch norm", ["finish"]),
     ],
@@ -97,10 +97,13 @@ def test_a_commit_begins_early_only_if_no_other_rank_is_needed_afterwards(
 
     x = torch.randn(4, 3)
     wrapped = Varuna(Mean(), "0;", {"x": x}, batch_size=4, chunk_size=2, device="cpu", on_nan="warn")
-    if case == "hook":
-        next(iter(wrapped.parameters())).register_hook(lambda gradient: gradient)
     log = list[str]()
+    if case == "hook":
+        next(iter(wrapped.parameters())).register_hook(lambda gradient: log.append("hook"))
     trainer: Any = wrapped._trainer
+    measure, clip = trainer.reducer._norm, trainer.reducer._clip
+    trainer.reducer._norm = lambda: log.append("measure") or measure()
+    trainer.reducer._clip = lambda *numbers: log.append("clip") or clip(*numbers)
     trainer.commit = SimpleNamespace(
         begin=lambda: log.append("begin"), finish=lambda totals: log.append("finish")
     )

@@ -104,8 +104,8 @@ def break_commit(wrapped: Varuna, others: Sequence[Path]) -> None:
     """Let the next commit fail on this rank after it has succeeded on others, which write files then."""
     session, finish = wrapped._session, wrapped._session.finish_barrier
 
-    def broken(work: Any) -> None:
-        finish(work)
+    def broken() -> None:
+        finish()
         if wrapped._hot.uncommitted is not None:
             wait_for_files(*others)
             raise PeerLost("another rank ended")

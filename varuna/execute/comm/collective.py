@@ -6,7 +6,7 @@ error that names the rank.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from varuna.errors import WorkerError
 from varuna.execute.comm.groups import waiting_in_gloo
 from varuna.execute.comm.values import decode, encode, printable
 from varuna.execute.comm.wait import Waiter
+from varuna.execute.shared_counters import SharedCounters
 
 T = TypeVar("T")
 
@@ -50,6 +51,9 @@ class Collective:
     ranks: Sequence[int]  # of the group, ascending; results are in this order
     group: dist.ProcessGroup | None = None
     waiter: Waiter | None = None
+    counters: SharedCounters | None = field(default=None, init=False)  # for barriers; None: messages
+    _in_barrier: bool = field(default=False, init=False)  # this rank has begun one, and not ended it
+    _barrier: dist.Work | None = field(default=None, init=False)
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """Return the values of all ranks, in the order of `ranks`. `kind` is their type."""
@@ -77,6 +81,7 @@ class Collective:
 
     def _all_gather(self, own: Tensor) -> list[Tensor]:
         assert self.group is not None
+        self.check_no_barrier()
         parts = [torch.empty_like(own) for _ in range(self.group.size())]
         self._wait(dist.all_gather(parts, own, group=self.group, async_op=True))
         return parts
@@ -96,13 +101,31 @@ class Collective:
             return [list(numbers)]
         return [part.tolist() for part in self._all_gather(torch.tensor(numbers, dtype=torch.float64))]
 
-    def start_barrier(self) -> dist.Work | None:
-        """Tell all ranks that this one is here. The work ends when all are. The cheapest message."""
-        return None if self.group is None else self.group.barrier()
+    def start_barrier(self) -> None:
+        """Tell all ranks that this one is here. No other call may come before `finish_barrier`."""
+        self.check_no_barrier()
+        self._in_barrier = True
+        if self.counters is not None:
+            self.counters.advance()
+        elif self.group is not None:
+            self._barrier = self.group.barrier()
 
-    def finish_barrier(self, work: dist.Work | None) -> None:
-        if work is not None:
-            self._wait(work)
+    def finish_barrier(self) -> None:
+        """Wait until all ranks are here."""
+        assert self._in_barrier, "finish_barrier before start_barrier"
+        if self.counters is not None:
+            assert self.waiter is not None, "ranks that share counters have a waiter"
+            self.waiter.for_memory(self.counters.all_here, lambda: "a barrier of all ranks")
+        elif self._barrier is not None:
+            self._wait(self._barrier)
+        self._barrier, self._in_barrier = None, False
+
+    def check_no_barrier(self) -> None:
+        """Check that this rank is not between `start_barrier` and `finish_barrier`.
+
+        Ranks begin a barrier at different moments, so another call could meet it on some of them.
+        """
+        assert not self._in_barrier, "a collective call of all ranks began before the last barrier had ended"
 
     def broadcast(self, value: T, source: int, kind: Any) -> T:
         """Return the value of rank `source` on every rank. `kind` is its type."""

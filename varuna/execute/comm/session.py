@@ -40,6 +40,7 @@ from varuna.execute.comm.link import PeerLink
 from varuna.execute.comm.network import PeerNetwork, connect
 from varuna.execute.comm.stage_links import StageLinks
 from varuna.execute.comm.wait import CAUSE_SECONDS, Waiter
+from varuna.execute.shared_counters import CounterPlace, open_counters
 from varuna.execute.step.division import linked_ranks
 from varuna.secure.listeners import close_gloo_listeners
 from varuna.types import ChannelName, StageMap, place_in_map
@@ -108,6 +109,7 @@ class Session(Collective):
         `announce`: compare the calls of all ranks first, with one small message. Not for `step`.
         `argument` must be the same on all ranks.
         """
+        self.check_no_barrier()
         waiter = self.waiter
         if waiter is None or self._in_call:
             yield
@@ -294,6 +296,19 @@ def _join_ranks(
     session.waiter = Waiter(session.network, session.board, timeout_seconds=timeout_seconds)
     session.waiter.listen(has_order)
     session.board.watch(session.waiter.fail)
+    if len({found.machine for found in devices.values()}) == 1:
+        _share_counters(session)
+
+
+def _share_counters(session: Session) -> None:
+    session.counters = open_counters(
+        session.ranks.index(session.rank),
+        session.num_ranks,
+        gather_places=lambda own: session.gather(own, CounterPlace),
+        gather_flags=lambda own: session.gather(own, bool),
+    )
+    if session.counters is not None:
+        session.closers.append(session.counters.close)
 
 
 def _exchange_devices(

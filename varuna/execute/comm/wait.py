@@ -4,6 +4,7 @@ A rank waits for tensors from adjacent stages and for collectives. An arrival, a
 error on the board, or the timeout ends the wait.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ POLLS_PER_LINK_CHECK = 40
 """Check the links after this many polls of a device: it may wait for a process that is gone."""
 ABANDONED_SECONDS = 3.0
 """An abandoned collective needs at most this long to notice that a peer has ended."""
+SPIN_SECONDS = 100e-6
+"""A rank that waits for memory of another one looks all the time for so long: a sleep takes as long."""
+LATE_SHARE = 1 / 64
+"""Later, such a wait is late by at most this share of itself."""
 
 
 class Waiter:
@@ -65,8 +70,17 @@ class Waiter:
         self.failure = error
         self.network.wake()
 
-    def until(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until `ready()`. `what` describes the wait for other ranks, if it takes long."""
+    def until(
+        self,
+        ready: Callable[[], bool],
+        what: Callable[[], str],
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        """Wait until `ready()`. `what` describes the wait for other ranks, if it takes long.
+
+        `pause(seconds)` sleeps until there is something new; None: the network wakes this thread.
+        """
+        pause = pause or self.network.wait
         timeout = self.timeout_seconds * self._patience
         deadline = time.monotonic() + timeout
         compare_at = deadline - timeout + CALL_SECONDS
@@ -86,8 +100,8 @@ class Waiter:
                 if not noted and left <= timeout * 2 / 3:
                     self.board.set_waiting(what())
                     noted = True
-                pause = min(left, timeout / 3, compare_at - deadline + left)
-                self.network.wait(pause if self.has_order is None else min(pause, ORDER_SECONDS))
+                seconds = min(left, timeout / 3, compare_at - deadline + left)
+                pause(seconds if self.has_order is None else min(seconds, ORDER_SECONDS))
         except (OSError, RuntimeError) as error:
             # The note stays on the board, so that other ranks do not blame this one.
             self.raise_cause(error)
@@ -106,6 +120,21 @@ class Waiter:
             work.wait()
         except RuntimeError as error:
             self.raise_cause(error)
+
+    def for_memory(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until `ready()` by what other processes write to shared memory: that wakes no thread."""
+        started = time.monotonic()
+        while not ready():
+            if time.monotonic() - started > SPIN_SECONDS:
+                break
+            os.sched_yield()
+
+        def pause(seconds: float) -> None:
+            self.network.wait(0)  # raises if a link has lost its peer
+            so_far = time.monotonic() - started
+            time.sleep(min(seconds, max(DEVICE_POLL_SECONDS, LATE_SHARE * so_far)))
+
+        self.until(ready, what, pause)
 
     def for_device(self, done: Callable[[], bool]) -> None:
         """Wait for work that was queued on a device. The device may itself wait for another process."""

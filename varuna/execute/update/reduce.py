@@ -86,7 +86,7 @@ class Reducer:
     overlaps: bool = True  # False: an opaque module may add to a gradient several times in a backward
     has_request: Callable[[], bool] = lambda: False  # this rank wants all ranks to do something
     fixed_gradients: Container[Tensor] = frozenset()  # parameters whose gradient memory never changes
-    # Called in `finish`, if only this rank's own work is left: no norm, no hooks, a finite loss.
+    # Called in `finish` after hooks and the norm, if the loss is finite: other ranks are not needed.
     on_whole: Callable[[], None] = lambda: None
     request_seen: bool = False  # some rank had a request; whoever handles it resets this
     _buckets: list[Bucket] = field(default_factory=list)
@@ -169,13 +169,17 @@ class Reducer:
             self._set_aside.clear()
             return StepTotals(loss / weight, True, None, weight)
         measures_norm = checks_overflow or max_norm is not None
-        if math.isfinite(loss / weight) and not measures_norm and not hooks:
-            self.on_whole()
+        on_whole = self.on_whole if math.isfinite(loss / weight) else lambda: None
+        is_whole = not measures_norm and not hooks
+        if is_whole:
+            on_whole()
         self._scale(nominal_weight / weight / loss_scale)
         run_gradient_hooks(hooks)
         self._add_set_aside()
         run_accumulated_hooks(hooks)
         norm = self._norm() if measures_norm else None
+        if not is_whole:
+            on_whole()
         overflow = checks_overflow and norm is not None and not norm < float("inf")
         if norm is not None and max_norm is not None and not overflow:
             self._clip(norm, max_norm)

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-
 from varuna.errors import PeerLost, WorkerError
 from varuna.execute.rebuild.generation import (
     SurvivorStep,
@@ -91,12 +89,12 @@ class Commit:
 
     def __init__(self, model: "Varuna") -> None:
         self._model = model
-        self._work: dist.Work | None = None
         self._has_begun = False
 
     def begin(self) -> None:
         """Tell the other ranks that this one needs none of them any more in this call."""
-        self._work, self._has_begun = self._model._session.start_barrier(), True
+        self._model._session.start_barrier()
+        self._has_begun = True
 
     def finish(self, value: T) -> T:
         """Wait for the other ranks: from now on, the result counts on all ranks."""
@@ -104,7 +102,7 @@ class Commit:
         hot.uncommitted = Finished(value)
         if not self._has_begun:
             self.begin()
-        session.finish_barrier(self._work)
+        session.finish_barrier()
         hot.uncommitted = None
         session.num_commits += 1
         return value
