@@ -26,6 +26,7 @@ from varuna.morph.protocol.messages import LogPage, ManagerReply
 from varuna.observe import trace_file
 from varuna.observe.job_view import NAME as VIEW
 from varuna.observe.job_view import JobView, LayoutView
+from varuna.observe.record import Entry, Recorder
 from varuna.observe.step_timelines import StepTimelines
 from varuna.observe.trace_file import (
     StepTrace,
@@ -330,6 +331,40 @@ def test_short_steps_are_written_together(tmp_path: Path) -> None:
     assert written(1.25, 20) == [*range(20)]
     tracer.close()
     assert written(1.25) == [*range(21)]
+
+
+def test_the_intervals_of_a_step_are_read_when_it_is_written(tmp_path: Path) -> None:
+    """SEE-4: the next step does not wait for it, and its intervals stay as they were."""
+    tracer, recorder = StepTracer(tmp_path / "rank_0.trace"), Recorder()
+    read: list[int] = []
+
+    def train(step: int) -> None:
+        recorder.clear()
+        recorder.add("F", step, 1.0, 2.0)
+        snapshot = recorder.snapshot()
+        recorder.add("F", 99, 2.0, 3.0)  # after the step
+
+        def recorded() -> list[Entry]:
+            read.append(step)
+            return snapshot()
+
+        tracer.leave(step, 0, 0, 1, recorded)
+        tracer.enter(2.5 + step / 1000, uninterrupted=step != 2)
+
+    for step in range(4):
+        train(step)
+    assert read == [0], "the first one is written at once"
+    tracer.note("save", time.perf_counter())
+    assert read == [0, 1, 2, 3]
+    tracer.close()
+    found = [trace.entries for trace in read_traces(tmp_path)]
+    assert [[entry[:2] for entry in entries] for entries in found] == [
+        [("F", 0), ("optimizer", -1)],
+        [("F", 1), ("optimizer", -1)],
+        [("F", 2)],
+        [("F", 3), ("optimizer", -1)],
+    ]
+    assert found[1][1][2:] == (2.0, 2.501)
 
 
 def test_a_trace_whose_folder_was_deleted_continues_and_closes_only_its_own_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,10 +23,19 @@ from tests.morph.jobs import STEPS, Job, check
 from tests.morph.test_hot_jobs import FETCHES
 from tests.observe.servers import Prometheus, check_dashboard
 from varuna.environment import VarunaEnvironment
+from varuna.morph.metrics import local
 from varuna.morph.metrics import log as logging
 from varuna.morph.metrics.collect import MAX_BURST, MAX_PER_BEAT, MAX_WAITING, MetricsCollector
 from varuna.morph.metrics.local import LocalMetricsWriter, LocalTarget, open_metrics
-from varuna.morph.metrics.ring import MAX_NAME, NUM_STEPS
+from varuna.morph.metrics.ring import (
+    _SCALAR,
+    _STEP,
+    HEADER,
+    MAX_NAME,
+    NUM_STEPS,
+    MetricsWriter,
+    SharedMetricsWriter,
+)
 from varuna.morph.metrics.view import model_flop_utilisation
 from varuna.morph.metrics.worker import StepMetrics
 from varuna.morph.state import WorkerFacts, WorkerProgress
@@ -43,6 +53,7 @@ def collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MetricsCollect
     monkeypatch.setattr(logging, "_names", set())
     monkeypatch.setattr(logging, "_warned", set())
     monkeypatch.setattr(logging, "_before_steps", set())
+    monkeypatch.setattr(local, "_current", MetricsWriter())
     return MetricsCollector(path)
 
 
@@ -133,6 +144,54 @@ def test_invalid_scalars_are_dropped_with_one_warning_each(collector: MetricsCol
     assert len(message.scalars) == 4 + 251
 
 
+def test_a_record_that_is_not_complete_waits(collector: MetricsCollector) -> None:
+    """SEE-3: the agent reads while the worker writes."""
+    writer = open_metrics()
+    assert isinstance(writer, SharedMetricsWriter)
+    for name in ("first", "second", "third"):
+        writer.scalar(name, 1.0, 1)
+    page, size = writer._page, _SCALAR.size
+    ends = HEADER + NUM_STEPS * _STEP.size + 3 * size  # of the record with number 2
+    number = page[ends - 8 : ends]
+    page[ends - 8 : ends] = bytes(8)  # written last
+    collector.collect(0)
+    page[ends - 8 : ends] = number
+    collector.collect(0)
+    found = [collector.take(), collector.take()]
+    assert found[0] is not None and [one.name for one in found[0].scalars] == ["first", "second", "third"]
+    assert found[1] is None
+
+
+def test_scripts_may_log_from_several_threads(collector: MetricsCollector) -> None:
+    """SEE-3"""
+    open_metrics()
+
+    def log_many(number: int) -> None:
+        for step in range(100):
+            logging.log({f"thread {number}": float(step)}, step=step)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(log_many, range(8)))
+    collector.collect(0)
+    message, rest = collector.take(), collector.take()
+    assert message is not None and rest is not None
+    found = sorted((one.name, one.step, one.value) for one in (*message.scalars, *rest.scalars))
+    assert found == [(f"thread {number}", step, step) for number in range(8) for step in range(100)]
+
+
+def test_a_value_reads_no_variables_once_it_is_known_where_it_goes(
+    collector: MetricsCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SEE-3: in a step, reading them takes longer than the rest of `varuna.log`."""
+    logging.log({"accuracy": 0.5}, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {})
+        logging.log({"accuracy": 0.6}, step=2)
+    collector.collect(0)
+    message = collector.take()
+    assert message is not None and [one.value for one in message.scalars] == [0.5, 0.6]
+
+
 WRONG_STEPS = ["7", 1.5, float("nan"), -1, 2**53, 10**5000, [1], torch.tensor([1, 2]), torch.tensor(0.5)]
 
 
@@ -174,7 +233,7 @@ def test_without_a_manager_values_at_an_invalid_step_are_dropped_with_a_warning(
 ) -> None:
     """SEE-3"""
     writer = LocalMetricsWriter(LocalTarget(tmp_path / "logs", ()))
-    monkeypatch.setattr(logging, "open_metrics", lambda: writer)
+    monkeypatch.setattr(logging, "current_metrics", lambda: writer)
     check_warnings(log_wrong_steps())
     writer.close()
     steps = [one.step for one in read_history(tmp_path / "logs").scalar("accuracy")]

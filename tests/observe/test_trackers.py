@@ -308,6 +308,49 @@ def test_the_end_of_the_job_ends_the_pause(tmp_path: Path, monkeypatch: pytest.M
     assert tracker.attempts == 2 and [row.step for row in tracker.rows] == [1, 2]
 
 
+class GatheringThread(TrackerThread):
+    """Lets rows come after a write until the test ends that."""
+
+    def __init__(self, tracker: ScriptedTracker, folder: Path) -> None:
+        self.gathers, self.over = threading.Semaphore(0), threading.Semaphore(0)
+        super().__init__("wandb", lambda: tracker, folder=folder)
+
+    def _gather(self) -> None:
+        self.gathers.release()
+        assert self.over.acquire(timeout=60)
+
+
+def test_rows_of_some_seconds_are_written_together(tmp_path: Path) -> None:
+    tracker = ScriptedTracker()
+    tracker.go_on.release(100)
+    thread = GatheringThread(tracker, tmp_path)
+    assert thread.gathers.acquire(timeout=60)  # it has opened the tracker
+    for step in range(1, 6):
+        thread.add(points(step, step), [])
+    assert tracker.attempts == 0
+    thread.over.release()
+    assert thread.gathers.acquire(timeout=60)
+    assert tracker.attempts == 1 and [row.step for row in tracker.rows] == [*range(1, 6)]
+    thread.add(points(6, 6), [])
+    thread.over.release(2)
+    thread.close()
+    assert tracker.attempts == 2 and tracker.rows[-1].step == 6
+
+
+def test_the_end_of_the_job_writes_the_last_rows_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "BATCH_SECONDS", 3600.0)
+    tracker = ScriptedTracker()
+    tracker.go_on.release(100)
+    thread = TrackerThread("wandb", lambda: tracker, folder=tmp_path)
+    for step in range(1, 6):
+        thread.add(points(step, step), [])
+    thread.close()
+    assert (thread.problem, tracker.closed) == ("", 1)
+    assert [row.step for row in tracker.rows] == [*range(1, 6)]
+
+
 def test_rows_that_come_during_a_slow_write_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if they are so many that the oldest of them are dropped."""
     monkeypatch.setattr(trackers, "MAX_ROWS", 4)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -64,6 +64,27 @@ class TraceFile(msgspec.Struct, frozen=True, array_like=True, order=True):
         return folder / f"rank_{self.rank}.{self.stream}"
 
 
+class FinishedStep(NamedTuple):
+    """A step that waits to be written. Its intervals are read and encoded then, not within the next step."""
+
+    step: int
+    rank: int
+    stage: int
+    num_ranks: int
+    generation: int
+    recorded: Snapshot
+    written: float
+    optimized: float | None  # time at which the optimizer has ended; None: other work came between
+    extra: list[Entry]
+
+    def entries(self) -> list[Entry]:
+        entries = self.recorded()
+        if self.optimized is not None and entries:
+            stop = max(entry[3] for entry in entries)
+            entries.append(("optimizer", -1, stop, max(stop, self.optimized)))
+        return entries + self.extra
+
+
 class StepTracer:
     """Writes the intervals of each step after the next one has started, and of short steps together.
 
@@ -77,7 +98,7 @@ class StepTracer:
         self._fd, self._size = -1, 0
         self._pending: tuple[int, int, int, int, int, Snapshot] | None = None
         self._extra: list[Entry] = []  # before the pending step and after it
-        self._waiting: list[StepTrace] = []
+        self._waiting: list[FinishedStep] = []
         self._write_at = float("-inf")
         self._encoder = msgspec.msgpack.Encoder()
         self._machine = machine_identity()
@@ -94,9 +115,8 @@ class StepTracer:
 
     def note_between(self, started: float) -> None:
         """Add the time from `started` to now that is neither a save nor a morph, where it is long."""
-        if self._path is None:
+        if self._path is None or (now := time.perf_counter()) - started <= LEAST_SECONDS:
             return
-        now = time.perf_counter()
         for _, _, start, stop in [*sorted(self._extra, key=lambda entry: entry[2]), ("", -1, now, now)]:
             if start - started > LEAST_SECONDS:
                 self._extra.append(("between", -1, started, start))
@@ -113,28 +133,26 @@ class StepTracer:
         """Start a step and write the previous one. `uninterrupted`: only its optimizer has run since."""
         if self._pending is None:
             return
-        step, rank, stage, num_ranks, number, recorded = self._pending
-        self._pending = None
-        entries = recorded()
-        if uninterrupted and entries:
-            entries.append(("optimizer", -1, stop := max(entry[3] for entry in entries), max(stop, now)))
-        entries, self._extra = entries + self._extra, []
-        self._waiting.append(
-            StepTrace(step, rank, stage, num_ranks, time.time(), self._machine, number, entries)
-        )
+        optimized = now if uninterrupted else None
+        self._waiting.append(FinishedStep(*self._pending, time.time(), optimized, self._extra))
+        self._pending, self._extra = None, []
         if now >= self._write_at or len(self._waiting) >= MAX_WAITING:
             self._write_at = now + self._write_seconds
             self.flush()
 
     def flush(self) -> None:
         """Write the steps that wait, because the next one may come late."""
-        records = map(self._encoder.encode, self._waiting)
-        data = b"".join(_LENGTH.pack(len(record)) + record for record in records)
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
         try:
-            self._write(data)
+            self._write(b"".join(map(self._encode, waiting)))
         except OSError:
             self._path = None
+
+    def _encode(self, step: FinishedStep) -> bytes:
+        place = step.step, step.rank, step.stage, step.num_ranks
+        trace = StepTrace(*place, step.written, self._machine, step.generation, step.entries())
+        record = self._encoder.encode(trace)
+        return _LENGTH.pack(len(record)) + record
 
     def _write(self, data: bytes) -> None:
         if not data or self._path is None:

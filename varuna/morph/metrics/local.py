@@ -32,6 +32,7 @@ FILE_ONLY = "file"
 """Name that adds no tracker: `metrics.jsonl` is written in any case."""
 TRACK, LOG_DIR = variable_name("track"), variable_name("log_dir")
 _PROGRESS_FILE = variable_name("progress_file")
+_current = MetricsWriter()
 log = logging.getLogger("varuna")
 
 
@@ -143,11 +144,19 @@ def is_dropped(environment: Mapping[str, str]) -> bool:
 
 
 def open_metrics() -> MetricsWriter:
-    """Return the writer of this process: to its agent, to files, or to nothing."""
+    """Return the writer that the environment names: to the agent, to files, or to nothing."""
+    global _current
     read = os.environ.get  # single variables: reading all of them takes 50 µs
     if path := read(_PROGRESS_FILE):
-        return open_shared(path)
-    return _open_local(read(TRACK, ""), read(LOG_DIR, ""), read("RANK", "0"))
+        _current = open_shared(path)
+    else:
+        _current = _open_local(read(TRACK, ""), read(LOG_DIR, ""), read("RANK", "0"))
+    return _current
+
+
+def current_metrics() -> MetricsWriter:
+    """Return the writer that was opened last; open one if there is none, or if it goes to nothing."""
+    return _current if _current.watched else open_metrics()
 
 
 @cache

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from varuna.morph.metrics.local import TRACK, is_dropped, open_metrics
+from varuna.morph.metrics.local import TRACK, current_metrics, is_dropped
 from varuna.morph.metrics.ring import MAX_NAME, MetricsWriter
 from varuna.observe.history import MAX_NAMES
 
@@ -27,7 +27,7 @@ def log(values: Mapping[str, Any], step: int | None = None, *, num_steps: int | 
     values to `metrics.jsonl` in the log folder; other launchers than `varuna run` need a variable (see
     Metrics).
     """
-    writer = open_metrics()
+    writer = current_metrics()
     if not writer.watched and is_dropped(os.environ):
         _warn(
             "target",
@@ -37,7 +37,7 @@ def log(values: Mapping[str, Any], step: int | None = None, *, num_steps: int | 
         )
     if num_steps is not None:
         _describe_end(writer, num_steps)
-    if not isinstance(values, Mapping):
+    if not isinstance(values, (dict, Mapping)):  # a dict is found faster
         _warn(
             "values", f"varuna.log takes a mapping such as {{'accuracy': 0.9}}, not {_shown(values)}", depth=1
         )
@@ -84,19 +84,31 @@ def _is_name(name: object) -> TypeGuard[str]:
         return False
 
 
-def _log_value(writer: MetricsWriter, name: object, value: object, step: int | None) -> None:
+def _is_known(name: object) -> TypeGuard[str]:
+    """Return whether a name has a curve. A new one gets it if it is valid."""
+    if isinstance(name, str) and name in _names:
+        return True
     if not _is_name(name):
         _warn(
-            "name", f"varuna.log: a name must be text of 1 to {MAX_NAME} bytes of UTF-8, not {_shown(name)}"
+            "name",
+            f"varuna.log: a name must be text of 1 to {MAX_NAME} bytes of UTF-8, not {_shown(name)}",
+            depth=3,
         )
+        return False
+    if len(_names) >= MAX_NAMES:
+        _warn(
+            "names",
+            f"varuna.log: a job has at most {MAX_NAMES} names; {name!r} and others are dropped",
+            depth=3,
+        )
+        return False
+    _names.add(name)
+    return True
+
+
+def _log_value(writer: MetricsWriter, name: object, value: object, step: int | None) -> None:
+    if not _is_known(name):
         return
-    if name not in _names:
-        if len(_names) >= MAX_NAMES:
-            _warn(
-                "names", f"varuna.log: a job has at most {MAX_NAMES} names; {name!r} and others are dropped"
-            )
-            return
-        _names.add(name)
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):

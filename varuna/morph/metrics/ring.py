@@ -1,16 +1,16 @@
 """Records of a worker's steps and scalars in a memory ring that it shares with its agent, through a file.
 
 The worker writes a record in about a microsecond. The agent takes the new ones at each heartbeat. Nobody
-locks: a record has its number, and a reader drops those that were overwritten while it read. The file stands
-beside the progress page of the worker: `<progress file>.metrics`.
+locks: a record begins and ends with its number, so a reader knows those that are complete, and those that
+were overwritten. The file stands beside the progress page of the worker: `<progress file>.metrics`.
 """
 
 import mmap
 import os
 import struct
-import threading
 import time
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from varuna.morph.state import WorkerFacts
 from varuna.observe.history import ScalarPoint, StepPoint, finite
 
 HEADER = 4096
-_COUNTER = struct.Struct("<q")
-_STEP = struct.Struct("<qqdddqq")  # number of the record, then the fields of a StepPoint
-_SCALAR = struct.Struct("<qqddH62s")  # number of the record, step, at, value, length and text of the name
+_STEP = struct.Struct("<qqdddqqq")  # number of the record, the fields of a StepPoint, the number again
+_SCALAR = struct.Struct("<qqddH62sq")  # number, step, at, value, length and text of the name, number again
 _FACTS = struct.Struct("<qqqdd")  # in the order of WorkerFacts
 _FACTS_AT = 64
 _DEVICE = struct.Struct("<H94s")
@@ -36,45 +35,51 @@ FILE_BYTES = HEADER + NUM_STEPS * _STEP.size + NUM_SCALARS * _SCALAR.size
 
 
 class Ring:
-    """Numbered records of one size in a part of a page. One process writes, another one reads."""
+    """Numbered records of one size in a part of a page. One process writes, another one reads.
 
-    def __init__(
-        self, page: mmap.mmap, record: struct.Struct, *, counter_at: int, start: int, capacity: int
-    ) -> None:
-        self._page, self._record = page, record
-        self._counter_at, self._start, self._capacity = counter_at, start, capacity
-        self._taken = 0
-        self._written = 0
+    The numbers start at 1, because an empty page has zeros.
+    """
+
+    def __init__(self, page: mmap.mmap, record: struct.Struct, *, start: int, capacity: int) -> None:
+        self._page, self._record, self._size = page, record, record.size
+        self._start, self._capacity = start, capacity
+        self._numbers = count(1)  # several threads may write
+        self._next = 1  # to read
 
     def write(self, *values: object) -> None:
-        place = self._start + self._written % self._capacity * self._record.size
-        self._record.pack_into(self._page, place, self._written, *values)
-        self._written += 1
-        _COUNTER.pack_into(self._page, self._counter_at, self._written)
+        number = next(self._numbers)
+        place = self._start + number % self._capacity * self._size
+        self._record.pack_into(self._page, place, number, *values, number)
 
     def take(self) -> tuple[list[tuple[Any, ...]], int]:
         """Return the new records, and the number of those that were overwritten."""
-        (written,) = _COUNTER.unpack_from(self._page, self._counter_at)
-        if not self._taken <= written:
-            return [], 0
-        first = max(self._taken, written - self._capacity)
-        found = []
-        for number in range(first, written):
-            place = self._start + number % self._capacity * self._record.size
-            if (record := self._record.unpack_from(self._page, place))[0] == number:
-                found.append(record)
-        (now,) = _COUNTER.unpack_from(self._page, self._counter_at)
-        whole = [record[1:] for record in found if record[0] > now - self._capacity]
-        dropped = written - self._taken - len(whole)
-        self._taken = written
-        return whole, dropped
+        found: list[tuple[Any, ...]] = []
+        begun = self._next
+        for _ in range(2 * self._capacity):  # the writer may be faster
+            first, *values, last = self._read(self._next)
+            if first > self._next:  # overwritten
+                self._next = first - self._capacity + 1
+            elif first == last == self._next:
+                found.append(tuple(values))
+                self._next += 1
+            else:
+                break
+        return found, self._next - begun - len(found)
+
+    def _read(self, number: int) -> tuple[Any, ...]:
+        """Return the record at the place of this number, once it is the same twice."""
+        place = self._start + number % self._capacity * self._size
+        data = b""
+        while data != (data := self._page[place : place + self._size]):
+            pass
+        return self._record.unpack(data)
 
 
 def _rings(page: mmap.mmap) -> tuple[Ring, Ring]:
     scalars_at = HEADER + NUM_STEPS * _STEP.size
     return (
-        Ring(page, _STEP, counter_at=0, start=HEADER, capacity=NUM_STEPS),
-        Ring(page, _SCALAR, counter_at=8, start=scalars_at, capacity=NUM_SCALARS),
+        Ring(page, _STEP, start=HEADER, capacity=NUM_STEPS),
+        Ring(page, _SCALAR, start=scalars_at, capacity=NUM_SCALARS),
     )
 
 
@@ -104,7 +109,6 @@ class SharedMetricsWriter(MetricsWriter):
         self._steps, self._scalars = _rings(page)
         self._facts = WorkerFacts()
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # scripts may log from several threads
 
     def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
         self.last_step = step
@@ -114,8 +118,7 @@ class SharedMetricsWriter(MetricsWriter):
         if os.getpid() != self._pid:  # a process of a data loader has inherited the page
             return
         text = name.encode()
-        with self._lock:
-            self._scalars.write(step, time.time(), value, len(text), text)
+        self._scalars.write(step, time.time(), value, len(text), text)
 
     def describe(self, **changes: object) -> None:
         self._facts = facts = msgspec.structs.replace(self._facts, **changes)

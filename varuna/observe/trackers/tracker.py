@@ -21,6 +21,8 @@ EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "track
 """Names of the trackers, which are also those of their packages, and the extra that installs each."""
 MAX_ROWS = 20_000
 """Rows that wait for a slow tracker; of more, the oldest are dropped."""
+BATCH_SECONDS = 2.0
+"""Rows that come in this time after a write are written together."""
 RETRY_SECONDS = 10.0
 """Wait this long after an error, and twice as long each time."""
 MAX_RETRY_SECONDS = 600.0
@@ -108,6 +110,7 @@ class TrackerThread:
             is_last = self._closing.is_set()
             if self._write():
                 wait = RETRY_SECONDS
+                self._gather()
             elif not is_last:
                 self._pause(wait)
                 wait = min(2 * wait, MAX_RETRY_SECONDS)
@@ -134,6 +137,10 @@ class TrackerThread:
             return False
         self.problem = ""
         return True
+
+    def _gather(self) -> None:
+        """Let rows come after a write: each write costs a CPU that may train."""
+        self._closing.wait(BATCH_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         """Wait after an error, also if new rows come. Only the end of the job ends it early."""
